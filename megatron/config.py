@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting, declared once.
+
+A setting is one field of a frozen group. Its name is its attribute, its YAML key and (with dashes) its flag:
+`tensor_model_parallel_size` is `--tensor-model-parallel-size`. Names, defaults and meanings are Megatron-LM's
+wherever Megatron-LM has the setting. A bool that is true by default becomes `--no-...`.
+
+    >>> Model(num_layers=2, hidden_size=8, num_attention_heads=2).ffn_size
+    32
+
+Nothing here imports torch, reads the command line or the environment: `flags.py` does.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Literal, Optional
+
+
+def setting(help: str, default=MISSING, *alias: str, **metadata):
+    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value."""
+    return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape and the arithmetic of the network."""
+
+    num_layers: int = setting("transformer layers")
+    hidden_size: int = setting("width of the residual stream")
+    num_attention_heads: int = setting("query heads of each layer")
+    seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")
+    max_position_embeddings: Optional[int] = setting("longest position that can be learned (default: --seq-length)", None)
+    ffn_hidden_size: Optional[int] = setting("width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None)
+    kv_channels: Optional[int] = setting("width of a head (default: hidden size / heads)", None)
+    group_query_attention: bool = setting("share keys and values between query heads (see --num-query-groups)", False)
+    num_query_groups: Optional[int] = setting("key-value heads (default: one per query head)", None)
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting(
+        "how positions enter", "learned_absolute", "--use-rotary-position-embeddings=rope")
+    rotary_base: float = setting("base of the rotary frequencies", 10000.0, "--rope-theta")
+    rotary_percent: float = setting("share of each head that is rotated", 1.0)
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm")
+    norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon")
+    qk_layernorm: bool = setting("normalise queries and keys of each head", False)
+    swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False)
+    bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True)
+    disable_bias_linear: bool = setting("linear layers without bias", False)
+    untie_embeddings_and_output_weights: bool = setting("output layer with a weight of its own", False)
+    apply_query_key_layer_scaling: bool = setting("scale scores by 1/layer, softmax in fp32 (for fp16)", False)
+    attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
+    attention_dropout: float = setting("dropout of attention weights", 0.1)
+    init_method_std: float = setting("standard deviation of initial weights", 0.02)
+    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor parallel size", 128)
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the MLP; SwiGLU keeps the parameter count of 4h with 8/3 h, rounded up to 64 (Megatron)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return -(-self.hidden_size * 8 // 3 // 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def position_table(self) -> int:
+        """Rows of the learned position embedding."""
+        return self.max_position_embeddings or self.seq_length
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share the work. The grid of ranks is tp (fastest), cp, dp, pp."""
+
+    tensor_model_parallel_size: int = setting("ranks that split each matrix", 1, "--tp", "--mp-degree", "--model-parallel-size")
+    pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
+    context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
+    data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
+    sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
+    num_layers_per_virtual_pipeline_stage: Optional[int] = setting("layers of a model chunk (interleaved schedule)", None)
+    pipeline_schedule: Literal["gpipe", "1f1b"] = setting("order of forward and backward passes", "1f1b")
+    sharding_stage: Literal[0, 1, 2, 3] = setting(
+        "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)", 0, "--use-distributed-optimizer=1")
+    sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
+    distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
+    distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back."""
+
+    tokenizer_type: Optional[str] = setting(
+        "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer or NullTokenizer", None)
+    vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None)
+    merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None)
+    tokenizer_model: Optional[str] = setting("tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None)
+    vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where tokens come from, and in what order."""
+
+    data_path: Optional[list[str]] = setting("prefix, or weight prefix weight prefix ...", None)
+    train_data_path: Optional[list[str]] = setting("blend for training alone", None)
+    valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)
+    test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
+    split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
+    data_cache_path: Optional[str] = setting("folder for index maps (default: beside the data)", None)
+    mock_data: bool = setting("deterministic synthetic samples, no files", False)
+    dataloader_type: Literal["single", "cyclic"] = setting("single: in index order; cyclic: shuffled each epoch", "single")
+    num_workers: int = setting("threads that prepare batches ahead; 0 prepares them in the loop", 2)
+    reset_position_ids: bool = setting("positions start again after each end of document", False)
+    reset_attention_mask: bool = setting("no attention across documents", False)
+    eod_mask_loss: bool = setting("no loss where the input is end of document", False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How much data a step sees, and how long training lasts."""
+
+    micro_batch_size: int = setting("samples of one forward pass on one rank", 1, "--batch-size")
+    global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
+    rampup_batch_size: Optional[list[int]] = setting("start increment samples: grow the batch up to the global size", None)
+    train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
+    train_samples: Optional[int] = setting("samples to train, instead of steps", None)
+    eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
+    eval_iters: int = setting("batches of an evaluation", 100)
+    exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None)
+    exit_duration_in_mins: Optional[float] = setting("save and stop after this many minutes", None)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, its learning rate and its weight decay."""
+
+    optimizer: Literal["adam"] = setting("adam is AdamW, as in Megatron-LM", "adam")
+    lr: Optional[float] = setting("highest learning rate", None, "--max-lr")
+    min_lr: float = setting("lowest learning rate", 0.0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting("curve after warm-up", "linear")
+    lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
+    lr_decay_samples: Optional[int] = setting("the same in samples", None)
+    lr_warmup_iters: int = setting("steps of linear warm-up", 0, "--warmup")
+    lr_warmup_samples: int = setting("the same in samples", 0)
+    lr_warmup_fraction: Optional[float] = setting("the same as a share of the decay length", None, "--warmup-rate")
+    lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting("how WSD anneals", "exponential")
+    lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
+    lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
+    weight_decay: float = setting("decoupled weight decay of matrices", 0.01)
+    start_weight_decay: Optional[float] = setting("weight decay at the start (with --weight-decay-incr-style)", None)
+    end_weight_decay: Optional[float] = setting("weight decay at the end", None)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("curve between the two", "constant")
+    clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
+    adam_beta1: float = setting("first moment's decay", 0.9)
+    adam_beta2: float = setting("second moment's decay", 0.999)
+    adam_eps: float = setting("epsilon of Adam", 1e-8)
+    loss_averaging: Literal["token", "micro-batch"] = setting(
+        "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means", "token")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats, and fp16's loss scale."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "format of weights and activations; auto: bf16 where it is fast", "fp32", "--bf16=bf16", "--fp16=fp16")
+    loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
+    initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
+    min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)
+    loss_scale_window: int = setting("good steps before the scale doubles", 1000)
+    hysteresis: int = setting("overflows before the scale halves", 2)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which device and which implementations."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    torch_compile: bool = setting("compile the layers with torch.compile", False)
+    attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
+        "how attention is computed", "auto", "--use-flash-attn=flash")
+    cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where state is kept."""
+
+    save: Optional[str] = setting("folder to save into", None)
+    load: Optional[str] = setting("folder to resume from", None)
+    save_interval: Optional[int] = setting("steps between checkpoints", None, "--save-steps")
+    keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
+    ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
+    auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
+    finetune: bool = setting("load weights alone and start counting anew", False)
+    no_load_optim: bool = setting("do not load optimizer state", False)
+    no_save_optim: bool = setting("do not save optimizer state", False)
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is said, and where."""
+
+    log_interval: int = setting("steps between log lines", 100, "--logging-freq")
+    log_progress: bool = setting("a live progress line on a terminal", False)
+    metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
+    tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
+    wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
+    wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
+    peak_tflops: Optional[float] = setting("peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None)
+    seed: int = setting("seed of weights, data order and dropout", 1234)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+GROUPS = dict(
+    model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
+    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, logging=Logging,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """All groups of a pretraining run."""
+
+    model: Model
+    parallel: Parallel
+    tokenizer: Tokenizer
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    precision: Precision
+    kernels: Kernels
+    checkpoint: Checkpoint
+    logging: Logging

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks are a grid of named axes.
+
+`ranks_along` is pure: every process group of a 16,384-rank job is an index expression on a rank array, so all of them
+can be tested in milliseconds. `Mesh` creates the groups of the axes that this rank belongs to. An axis of size 1 has no
+group, and every collective over it is a no-op: there is no other path for "parallelism off".
+
+Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
+
+    >>> sizes = dict(pp=4, dp=2, cp=1, tp=2)
+    >>> ranks_along(sizes, ["tp"])[:2], ranks_along(sizes, ["dp"])[:2], ranks_along(sizes, ["pp"])[:1]
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 4, 8, 12]])
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
+JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
+
+
+def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
+    """All rank lists that vary over `axes` and agree elsewhere. `sizes` is ordered, its last axis the fastest."""
+    names = list(sizes)
+    grid = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    keep = [i for i, name in enumerate(names) if name not in axes]
+    move = [i for i, name in enumerate(names) if name in axes]
+    return grid.transpose(keep + move).reshape(-1, math.prod(grid.shape[i] for i in move)).tolist()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis of the grid as this rank sees it: its ranks, this rank's place among them, their group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int = 0
+    group: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """The grid of a job and the axes of one rank.
+
+    `mesh.tp`, `mesh.dp`, ... are `Axis` records; constructors receive the one they need and `forward` looks nothing up.
+    Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
+    """
+
+    def __init__(self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None):
+        self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+        self.rank, self.world_size = rank, math.prod(self.sizes.values())
+        if create_groups is None:
+            create_groups = self.world_size > 1
+        for name in AXES:
+            setattr(self, name, self._axis(name, (name,), create_groups))
+        for name, axes in JOINED.items():
+            setattr(self, name, self._axis(name, axes, create_groups))
+
+    def _axis(self, name: str, axes: tuple[str, ...], create_groups: bool) -> Axis:
+        mine = None
+        for ranks in ranks_along(self.sizes, axes):
+            group = None
+            if create_groups and len(ranks) > 1:
+                import torch.distributed as dist
+
+                group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group)
+        return mine
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's coordinate on each axis, joined axes included."""
+        return {name: getattr(self, name).rank for name in (*AXES, *JOINED)}
+
+    def topology(self) -> str:
+        """The groups of every axis, one line each."""
+        lines = [f"world size {self.world_size} = " + " x ".join(f"{n} {s}" for n, s in self.sizes.items())]
+        for name in ("tp", "cp", "dp", "pp"):
+            groups = ranks_along(self.sizes, JOINED.get(name, (name,)))
+            lines.append(f"{name:>3}: " + " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in groups))
+        return "\n".join(lines)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of the suite has to know about a parameter, in one record.
+
+Initialisation, gradient reduction, the global norm, weight decay, replica checks and checkpoints all read it; nothing is
+hung on tensors. A module lists the placements of its own parameters in `self.placements`:
+
+    self.weight = Parameter(torch.empty(heads // tp.size, 3, head_dim, hidden))
+    self.placements = {"weight": Placement(shape=(heads, 3, head_dim, hidden), cut={"tp": 0}, init=Normal(0.02))}
+
+and `placements(model)` collects them under logical names such as `blocks.17.attention.qkv.weight`.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Union
+
+
+class Normal(NamedTuple):
+    """Drawn from N(0, std)."""
+
+    std: float
+
+
+class Constant(NamedTuple):
+    """Filled with one value."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the local piece of a logical tensor lies.
+
+    shape:    the logical tensor, without any padding
+    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size)
+    partial:  axes over which each rank's gradient is a partial sum (sequence-parallel norms, say)
+    init:     initial values
+    decay:    weight decay applies (matrices: yes; biases and norms: no)
+
+    A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
+    part of the model, has no gradient and is not stored.
+    """
+
+    shape: tuple[int, ...]
+    init: Union[Normal, Constant]
+    cut: dict[str, int] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    decay: bool = True
+
+    def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, extent) of the local piece in the logical tensor; `ranks`: this rank's place on each cutting axis.
+
+        >>> Placement((10, 4), Normal(0.02), cut={"tp": 0}).box((8, 4), {"tp": 1})
+        ((8, 0), (2, 4))
+        """
+        offset = [0] * len(self.shape)
+        for axis, dim in self.cut.items():
+            offset[dim] = min(ranks[axis] * local_shape[dim], self.shape[dim])
+        return tuple(offset), tuple(min(n, full - at) for n, full, at in zip(local_shape, self.shape, offset))
+
+
+def placements(model) -> dict[str, tuple]:
+    """Logical name -> (parameter, Placement) for every parameter of a module tree, in registration order.
+
+    Raises AssertionError when a parameter has no placement: that is a mistake of ours, never of a user.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        listed = getattr(module, "placements", {})
+        assert set(own) == set(listed), f"{prefix}: parameters {sorted(own)} but placements {sorted(listed)}"
+        for name, parameter in own.items():
+            found[f"{prefix}.{name}" if prefix else name] = (parameter, listed[name])
+    return found
