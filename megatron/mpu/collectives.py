@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective of the suite, over an `Axis`. Over an axis of size 1 each is a no-op that returns its input.
+
+torch 2.13 renamed two of the functions used here and warns at each call of the old names; older torch has only those.
+This is the one place that knows.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.mesh import Axis
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Combine `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
+    if axis.size > 1:
+        dist.all_reduce(x, _OPS[op], group=axis.group)
+    return x
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """Pieces of all ranks, joined along `dim` in rank order: [n, ...] -> [n * size, ...]."""
+    if axis.size == 1:
+        return x
+    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _gather(whole, x.contiguous(), group=axis.group)
+    return whole if dim == 0 else torch.cat(whole.chunk(axis.size), dim)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """This rank's piece along `dim` of the sum over the axis: [n * size, ...] -> [n, ...]."""
+    if axis.size == 1:
+        return x
+    source = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
+    piece = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
+    _scatter(piece, source, group=axis.group)
+    return piece
+
+
+def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """`x` of the rank at place `source` of the axis, in place on the others; returns `x`."""
+    if axis.size > 1:
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def broadcast_object(value, axis: Axis, source: int = 0):
+    """A small picklable value of the rank at place `source`, on every rank of the axis. For start-up, not for steps."""
+    if axis.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
+    return box[0]
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)

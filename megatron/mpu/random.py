@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Randomness is a function of position, never of history.
+
+A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and cut, so
+that every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where `sample`
+is the place of the sample in the whole training order: a resumed run, a recomputed layer and another layout draw the
+same mask, and no generator state is ever saved.
+"""
+
+import hashlib
+import math
+
+import torch
+
+from megatron.mpu.mesh import Axis
+from megatron.mpu.placement import Constant, Placement
+
+BLOCK = 1 << 20  # elements of a logical tensor that are drawn at a time
+
+
+def seed_of(*position) -> int:
+    """A 63-bit seed from any printable position, equal on every machine and Python version.
+
+    >>> seed_of(1234, "blocks.0.mlp.up.weight", 0) == seed_of(1234, "blocks.0.mlp.up.weight", 0)
+    True
+    """
+    digest = hashlib.blake2b(repr(position).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@torch.no_grad()
+def init_parameter(
+    name: str, parameter: torch.Tensor, placement: Placement, place: dict[str, int], seed: int
+) -> None:
+    """Fill the local piece of a logical tensor with its initial values; what lies outside the tensor becomes 0.
+
+    The tensor is drawn in blocks of whole rows on the CPU in fp32, so memory stays bounded and CPU and GPU agree.
+    """
+    parameter.zero_()
+    offset, extent = placement.box(parameter.shape, place)
+    if 0 in extent:
+        return
+    own = parameter[tuple(slice(n) for n in extent)]
+    if isinstance(placement.init, Constant):
+        own.fill_(placement.init.value)
+        return
+    row_shape = placement.shape[1:]
+    rows_at_a_time = max(1, BLOCK // math.prod(row_shape))
+    first = offset[0] // rows_at_a_time
+    last = -(-(offset[0] + extent[0]) // rows_at_a_time)
+    inner = tuple(slice(at, at + n) for at, n in zip(offset[1:], extent[1:]))
+    for block in range(first, last):
+        start = block * rows_at_a_time
+        rows = min(rows_at_a_time, placement.shape[0] - start)
+        generator = torch.Generator().manual_seed(seed_of(seed, name, block))
+        values = torch.empty((rows, *row_shape)).normal_(0.0, placement.init.std, generator=generator)
+        low, high = max(start, offset[0]), min(start + rows, offset[0] + extent[0])
+        own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
+
+
+def keep_mask(shape: tuple[int, ...], drop: float, seed: int, device: torch.device) -> torch.Tensor:
+    """Boolean mask of `shape`, False with probability `drop` (in steps of 1/65536), from `seed` alone."""
+    count = math.prod(shape)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
+    return (words.view(torch.int16)[:count] >= _threshold(drop)).view(shape)
+
+
+def _threshold(drop: float) -> int:
+    return round(drop * 65536) - 32768
+
+
+class Dropout(torch.nn.Module):
+    """Dropout whose mask depends on (seed, sample, layer, site) alone.
+
+    x is [s, b, ...] with the batch at `batch_dim`. When an axis cuts dim `cut` of the per-sample tensor (the sequence
+    under sequence parallelism, the heads in attention), every rank draws the mask of the whole and takes its piece.
+    """
+
+    def __init__(
+        self, p: float, site: str, layer: int, seed: int, *, batch_dim: int = 1, cut: int = 0, axis: Axis = None
+    ):
+        super().__init__()
+        self.p, self.key, self.batch_dim = p, (seed, layer, site), batch_dim
+        self.cut, self.axis = cut, axis
+
+    def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """`samples`: [b] numbers of the samples in training order, on the CPU. Identity in evaluation or at p = 0."""
+        if not self.training or self.p == 0.0:
+            return x
+        shape = list(x.shape)
+        del shape[self.batch_dim]
+        pieces, rank = (self.axis.size, self.axis.rank) if self.axis else (1, 0)
+        shape[self.cut] *= pieces
+        masks = [keep_mask(shape, self.p, seed_of(*self.key, n), x.device) for n in samples.tolist()]
+        if pieces > 1:
+            masks = [mask.chunk(pieces, self.cut)[rank] for mask in masks]
+        keep = 1.0 - round(self.p * 65536) / 65536
+        return x * torch.stack(masks, self.batch_dim) * (1.0 / keep)
