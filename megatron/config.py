@@ -16,7 +16,8 @@ from typing import Literal, Optional
 
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
-    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value."""
+    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
+    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
 
@@ -238,3 +239,4 @@ class Config:
     kernels: Kernels
     checkpoint: Checkpoint
     logging: Logging
+    extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name

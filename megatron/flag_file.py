@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings from a YAML file: `key: value`, flat or under group names, keys spelled as fields or as flags."""
+
+from pathlib import Path
+
+from megatron.errors import UsageError
+
+
+def read_settings(path: str) -> list[tuple[str, list[str], int]]:
+    """[(key, words, line)] of a file, in order; a mapping under a key is a group and opens up.
+
+    Values stay text, so that `1e-4` or `no` mean what they mean on a command line; `null` leaves a key out.
+    Raises UsageError when the file is missing, is not YAML, or gives a key twice.
+    """
+    import yaml
+
+    if not path:
+        raise UsageError("--config needs the name of a YAML file")
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}: a list of `key: value` lines is wanted")
+    return _unfold(root, path, {}, yaml)
+
+
+def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, list[str], int]]:
+    found = []
+    for key_node, node in mapping.value:
+        key, line = str(key_node.value).replace("-", "_").lstrip("_"), key_node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            found += _unfold(node, path, seen, yaml)
+            continue
+        if key in seen:
+            raise UsageError(f"{path}:{line}: {key} is given twice (also in line {seen[key]})")
+        seen[key] = line
+        if isinstance(node, yaml.SequenceNode):
+            found.append((key, [str(item.value) for item in node.value], line))
+        elif node.style is not None or node.value not in ("", "null", "~"):
+            found.append((key, [node.value], line))
+    return found

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings written out: `--help`, and `--print-config` as YAML that `--config` reads back."""
+
+import json
+import shutil
+import textwrap
+
+from megatron.spelling import Setting
+
+FILE_HELP = (
+    ("--config FILE", "settings from a YAML file; the command line wins over it"),
+    ("--print-config", "print every setting as YAML, with who set it, and stop"),
+    ("--help-all", "all settings, in groups"),
+)
+
+
+def help_text(settings: list[Setting], prog: str, description: str, common: tuple[str, ...] | None) -> str:
+    """The text of `--help` (the settings named in `common`, and required ones) or of `--help-all` (`common=None`)."""
+    width = min(shutil.get_terminal_size().columns, 118)
+    lines = [f"usage: {prog} --flag value ... [--config FILE.yaml]", ""] + ([description, ""] if description else [])
+    if common is None:
+        for group in dict.fromkeys(s.group for s in settings):
+            lines.append(f"{group}:")
+            for setting in settings:
+                if setting.group == group:
+                    lines += _entry(_head(setting), setting_help(setting, aliases=True), width)
+            lines.append("")
+    else:
+        for setting in settings:
+            if setting.required or setting.name in common:
+                lines += _entry(_head(setting), setting_help(setting), width)
+        lines.append("")
+    for head, text in FILE_HELP:
+        lines += _entry(head, text, width)
+    return "\n".join(lines)
+
+
+def setting_help(setting: Setting, aliases: bool = False) -> str:
+    """A setting's sentence with its default and, if asked, its other spellings."""
+    text = setting.help
+    if setting.required:
+        text += " [required]"
+    elif setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
+        text += f" [{value_text(setting.default)}]"
+    if aliases and setting.alias:
+        text += f" (also {', '.join(alias.replace('~=', '=').partition('=')[0] for alias in setting.alias)})"
+    return text
+
+
+def placeholder(setting: Setting) -> str:
+    """What stands behind the flag in help: `N`, `X`, `TEXT` or `{a,b}`."""
+    if setting.kind is bool:
+        return ""
+    if isinstance(setting.kind, tuple):
+        word = "{" + ",".join(map(str, setting.kind)) + "}"
+    else:
+        word = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+    return f"{word} ..." if setting.many else word
+
+
+def value_text(value) -> str:
+    """A value as YAML: text is quoted only where YAML would read something else."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else value_text(v) for v in value) + "]"
+    if isinstance(value, str):
+        plain = value and all(c.isalnum() or c in "._/-+" for c in value) and value[0] not in "-."
+        return value if plain and value.lower() not in ("null", "true", "false", "yes", "no") else json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def config_text(settings: list[Setting], chosen: dict) -> str:
+    """Every setting as grouped YAML; a comment says who set it."""
+    lines = []
+    for group in dict.fromkeys(s.group for s in settings):
+        lines.append(f"{group}:")
+        for setting in settings:
+            if setting.group == group:
+                given = chosen.get(setting.name)
+                value = given.value if given else setting.default
+                entry = f"  {setting.name}: {value_text(value)}"
+                lines.append(f"{entry:<50} # {given.origin if given else 'default'}")
+    return "\n".join(lines)
+
+
+def _head(setting: Setting) -> str:
+    return f"{setting.flag} {placeholder(setting)}".rstrip()
+
+
+def _entry(head: str, text: str, width: int, column: int = 34) -> list[str]:
+    wrapped = textwrap.wrap(text, max(30, width - column)) or [""]
+    first = f"  {head}"
+    if len(first) + 2 > column:
+        return [first] + [" " * column + line for line in wrapped]
+    return [first.ljust(column) + wrapped[0]] + [" " * column + line for line in wrapped[1:]]

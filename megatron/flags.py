@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, read into frozen groups of settings.
+
+    parse(argv, {"model": Model, "data": Data}) -> {"model": Model(...), "data": Data(...)}
+
+A setting gets its value from the last of: its default, a preset (`--model-name-or-path gpt2-medium`), a file
+(`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch
+may be given a value (`--bf16 true`), and every problem of a command line is reported at once.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import config as schema
+from megatron.errors import UsageError
+from megatron.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
+
+COMMON = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type",
+    "tokenizer_type", "vocab_file", "merge_file", "data_path", "split", "mock_data",
+    "micro_batch_size", "global_batch_size", "train_iters", "eval_interval",
+    "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad",
+    "precision", "save", "load", "save_interval",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as somebody gave it."""
+
+    spelling: Spelling
+    value: object
+    origin: str  # "--tp", "run.yaml:3" or "preset gpt2-medium"
+    level: int  # PRESET, FILE or COMMAND
+
+
+PRESET, FILE, COMMAND = 1, 2, 3
+
+
+def parse_pretrain(argv: list[str], extra_groups: dict[str, type] | None = None) -> schema.Config:
+    """The settings of a pretraining recipe; a recipe's own groups arrive in `Config.extra`. Not yet checked by rules."""
+    extra_groups = extra_groups or {}
+    groups = parse(argv, schema.GROUPS | extra_groups, description="Pretrain a GPT.")
+    return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
+
+
+def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str | None = None, description: str = "",
+          common: tuple[str, ...] = COMMON) -> dict[str, object]:  # fmt: skip
+    """Read a command line into one frozen dataclass per group.
+
+    `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0.
+    Raises UsageError with every problem at once.
+    """
+    settings = settings_of(groups)
+    reader = Reader(spellings_of(settings))
+    words = read_argv(argv, reader)
+    asked = {flag for flag, _ in words}
+    prog = prog or Path(sys.argv[0]).name
+    if asked & {"-h", "--help", "--help-all"}:
+        from megatron.flag_text import help_text
+
+        _leave(help_text(settings, prog, description, None if "--help-all" in asked else common))
+    for path in [path for flag, paths in words if flag == "--config" for path in paths or [""]]:
+        reader.read_file(path)
+    for flag, values in words:
+        if flag not in OWN:
+            reader.give(flag, values, flag, COMMAND)
+    reader.apply_preset()
+    chosen = reader.choose()
+    missing = [s for s in settings if s.required and s.name not in chosen]
+    if missing:
+        reader.problems.append(_missing(missing))
+    if reader.problems:
+        raise usage_error(reader.problems, prog)
+    reader.say_notices()
+    if "--print-config" in asked:
+        from megatron.flag_text import config_text
+
+        _leave(config_text(settings, chosen))
+    return {name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
+            for name, group in groups.items()}  # fmt: skip
+
+
+OWN = ("-h", "--help", "--help-all", "--config", "--print-config")
+
+
+def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
+    """The command line as [(flag, words)], in order, flags with dashes. argparse does the splitting.
+
+    Every flag takes any number of words here; what it may take is judged later, together with everything else.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    argv = [_with_dashes(word) for word in argv]
+    met = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    for flag in dict.fromkeys([*OWN, *reader.spellings, *met]):
+        parser.add_argument(flag, nargs="*", action=_Record, dest="words")
+    namespace, rest = parser.parse_known_args(argv)
+    for word in rest:
+        reader.problems.append(f"'{word}' belongs to no flag")
+    return getattr(namespace, "words", [])
+
+
+class _Record(argparse.Action):
+    def __call__(self, parser, namespace, values, flag=None):
+        namespace.words = [*getattr(namespace, "words", []), (flag, values)]
+
+
+def _with_dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+class Reader:
+    """Collects what was given for each setting, and every problem on the way."""
+
+    def __init__(self, spellings: dict[str, Spelling]):
+        self.spellings = spellings
+        self.given: list[Given] = []
+        self.problems: list[str] = []
+        self.notices: dict[str, list[str]] = {}  # sentence -> flags
+
+    def give(self, flag: str, words: list[str], origin: str, level: int) -> None:
+        """Take one `flag words` of a command line, or one `key: words` of a file."""
+        spelling = self.spellings.get(flag)
+        if spelling is None:
+            return self.unknown(flag, words, origin)
+        try:
+            value = spelling.value(words)
+        except BadValue as bad:
+            self.problems.append(f"{origin if level == COMMAND else f'{origin}: {_key(flag)}'} {bad}")
+        else:
+            if value is not None:
+                self.given.append(Given(spelling, value, origin, level))
+
+    def unknown(self, flag: str, words: list[str], origin: str) -> None:
+        near = difflib.get_close_matches(flag, self.spellings, n=3, cutoff=0.7)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        self.problems.append(
+            f"{origin}: unknown flag {flag}{hint}" if origin != flag else f"unknown flag {flag}{hint}"
+        )
+
+    def read_file(self, path: str) -> None:
+        from megatron.flag_file import read_settings
+
+        try:
+            for key, words, line in read_settings(path):
+                self.give(dashed(key), words, f"{path}:{line}", FILE)
+        except UsageError as error:
+            self.problems.append(str(error))
+
+    def apply_preset(self) -> None:
+        pass
+
+    def choose(self) -> dict[str, Given]:
+        """The winner for each setting: the highest level; inside a level two spellings must agree."""
+        chosen: dict[str, Given] = {}
+        for name in dict.fromkeys(g.spelling.setting.name for g in self.given):
+            rivals = [g for g in self.given if g.spelling.setting.name == name]
+            top = max(g.level for g in rivals)
+            rivals = [g for g in rivals if g.level == top]
+            chosen[name] = self._winner([g for g in rivals if not g.spelling.yielding] or rivals)
+        return chosen
+
+    def _winner(self, rivals: list[Given]) -> Given:
+        last = rivals[-1]  # the same flag twice: the last one counts, so that wrappers can override
+        for other in rivals:
+            if other.value != last.value and other.spelling.flag != last.spelling.flag:
+                self.problems.append(f"{_shown(other)} and {_shown(last)} contradict each other "
+                                     f"(both set {dashed(last.spelling.setting.name)})")  # fmt: skip
+                break
+        return last
+
+    def say_notices(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            for sentence, flags in self.notices.items():
+                print(f"note: {', '.join(dict.fromkeys(flags))}: {sentence}", file=sys.stderr, flush=True)
+
+
+def _shown(given: Given) -> str:
+    value = "" if given.spelling.implies is not None or isinstance(given.value, bool) else f" {given.value}"
+    where = "" if given.level == COMMAND else f" ({given.origin})"
+    return f"{given.spelling.flag}{value}{where}"
+
+
+def _key(flag: str) -> str:
+    return flag[2:].replace("-", "_")
+
+
+def _missing(settings: list[Setting]) -> str:
+    return "missing: " + ", ".join(s.flag for s in settings)
+
+
+def usage_error(problems: list[str], prog: str) -> UsageError:
+    """One error for all problems of a command line."""
+    if len(problems) == 1:
+        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
+    lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return UsageError(f"{len(problems)} problems with the command line:{lines}", do=f"{prog} --help (or --help-all)")
+
+
+def _leave(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    sys.exit(0)
