@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op that has fast twins, in plain PyTorch: these functions define what the twins compute.
+
+Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
+"""
+
+from typing import Optional
+from collections.abc import Callable
+
+import torch
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float,
+              allowed: torch.Tensor | None = None, score_divisor: float = 1.0, softmax_in_fp32: bool = False,
+              dropout: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:  # fmt: skip
+    """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
+
+    Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each other.
+    `dropout` is applied to the weights as [b, g q, s, t]. `score_divisor` keeps half-precision scores in range: they are
+    divided by it and multiplied again inside the softmax.
+    """
+    s, b, g, q, d = query.shape
+    t = key.shape[0]
+    rows = query.permute(1, 2, 3, 0, 4).reshape(b * g, q * s, d)  # the queries of a group share its keys
+    keys, values = (x.reshape(t, b * g, d).transpose(0, 1) for x in (key, value))  # [b g, t, d]
+    scores = torch.bmm(rows * (scale / score_divisor), keys.transpose(1, 2)).view(b, g * q, s, t)
+    if softmax_in_fp32:
+        scores = scores.float() * score_divisor
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.unsqueeze(1), float("-inf"))
+    elif s > 1:
+        scores = scores + torch.full((s, t), float("-inf"), dtype=scores.dtype, device=scores.device).triu(t - s + 1)
+    weights = scores.softmax(-1).to(value.dtype)
+    if dropout is not None:
+        weights = dropout(weights)
+    attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
+    return attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)

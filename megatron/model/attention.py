@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, cached keys and values.
+
+Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries of a
+group, d channels of a head, tp ranks that divide the groups.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import nn
+
+from megatron.config import Kernels, Model
+from megatron.fused_kernels import reference
+from megatron.model.cache import Cache
+from megatron.model.norms import NORMS
+from megatron.model.positions import rotate
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.mesh import Axis
+from megatron.mpu.random import Dropout
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all blocks of one forward pass share.
+
+    samples   [b] places in the order of training, for dropout; None in inference
+    angles    cos and sin of RoPE, or None
+    allowed   [b, s, t] bool: query may see key; None for plain causal attention
+    cache     keys and values of earlier tokens, or None
+    """
+
+    samples: Optional[torch.Tensor] = None
+    angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+    allowed: Optional[torch.Tensor] = None
+    cache: Optional[Cache] = None
+
+
+def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
+    """[b, s, t] bool from document ids [s, b] and [t, b]: same document, and the key not after the query.
+
+    The queries are the last s of the t tokens.
+    """
+    s, t = query_documents.shape[0], key_documents.shape[0]
+    order = torch.arange(t, device=key_documents.device)
+    same = query_documents.t().unsqueeze(2) == key_documents.t().unsqueeze(1)
+    return same & (order <= order[t - s :, None])
+
+
+class Attention(nn.Module):
+    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group its queries, then key, then value."""
+
+    def __init__(
+        self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels, **common
+    ):
+        super().__init__()
+        self.layer, self.head_dim = layer, model.head_dim
+        self.groups = model.query_groups // tp.size
+        self.queries = model.num_attention_heads // model.query_groups
+        width = model.num_attention_heads * model.head_dim
+        linear = dict(common, bias=not model.disable_bias_linear)
+        rows = (model.query_groups, self.queries + 2, self.head_dim)
+        self.qkv = ColumnParallelLinear(model.hidden_size, rows, tp, std=model.init_method_std, **linear)
+        self.output = RowParallelLinear(width, model.hidden_size, tp, std=output_std, **linear)
+        self.q_norm = self.k_norm = None
+        if model.qk_layernorm:  # one weight for all heads, of which each rank sees some
+            norm = NORMS[model.normalization]
+            kind = dict(partial=("tp",), dtype=common["dtype"], device=common["device"])
+            self.q_norm = norm(self.head_dim, model.norm_epsilon, **kind)
+            self.k_norm = norm(self.head_dim, model.norm_epsilon, **kind)
+        self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=tp)
+        # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
+        self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
+        self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
+        self.backend = kernels.attention_backend
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        qkv = self.qkv(x)
+        s, b = qkv.shape[:2]
+        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
+        query, key, value = qkv.split((self.queries, 1, 1), 3)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if context.angles is not None:
+            query, key = rotate(query, context.angles), rotate(key, context.angles)
+        key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        attended = reference.attention(
+            query, key, value, scale=self.head_dim**-0.5, allowed=context.allowed, score_divisor=self.score_divisor,
+            softmax_in_fp32=self.softmax_in_fp32,
+            dropout=lambda weights: self.dropout(weights, context.samples),
+        )  # fmt: skip
+        return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of the network: attention, then MLP, each behind a norm and added to the residual stream (pre-LN)."""
+
+import math
+
+import torch
+from torch import nn
+
+from megatron.config import Kernels, Model
+from megatron.model.attention import Attention, Context
+from megatron.model.mlp import MLP
+from megatron.model.norms import NORMS
+from megatron.mpu.mesh import Axis
+from megatron.mpu.random import Dropout
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out. `layer` counts from 0."""
+
+    def __init__(self, model: Model, layer: int, tp: Axis, *, seed: int, kernels: Kernels, sequence_parallel: bool,
+                 dtype: torch.dtype, device):  # fmt: skip
+        super().__init__()
+        common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        # Linear layers that write to the residual stream start smaller, so that its variance does not grow with depth.
+        output_std = model.init_method_std / math.sqrt(2 * model.num_layers)
+        norm, partial = NORMS[model.normalization], ("tp",) if sequence_parallel else ()
+        axis = tp if sequence_parallel else None
+        self.attention_norm = norm(model.hidden_size, model.norm_epsilon, partial, dtype=dtype, device=device)
+        self.attention = Attention(model, layer, tp, output_std, seed=seed, kernels=kernels, **common)
+        self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis)
+        self.mlp_norm = norm(model.hidden_size, model.norm_epsilon, partial, dtype=dtype, device=device)
+        self.mlp = MLP(model, tp, output_std, **common)
+        self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), context), context.samples)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), context.samples)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of the tokens seen so far, so that generation computes each token once."""
+
+from typing import Optional
+
+import torch
+
+
+class Cache:
+    """Room for `capacity` tokens of `batch` sequences; layers fill it, `GPT.logits` moves `length` on.
+
+    Which cached tokens a new one may see follows from `document_ids`, as in training: a sequence that was padded gives
+    its padding another id than its text. Example: prompts of 3 and 2 tokens, padded on the left to 3, then one token:
+
+        cache = Cache(capacity=64, batch=2)
+        logits = model.logits(prompts, cache=cache, position_ids=[[0, 0], [1, 0], [2, 1]], document_ids=[[0, 1], [0, 0], [0, 0]])
+        logits = model.logits(tokens, cache=cache, position_ids=[[3, 2]], document_ids=[[0, 0]])
+    """
+
+    def __init__(self, capacity: int, batch: int):
+        self.capacity, self.batch, self.length = capacity, batch, 0
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._document_ids: Optional[torch.Tensor] = None
+
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values [s, b, g, d] of a layer; returns those of all tokens, [length + s, b, g, d]."""
+        end = self.length + key.shape[0]
+        assert end <= self.capacity and key.shape[1] == self.batch, (
+            f"cache of {self.capacity} x {self.batch} is too small"
+        )
+        for store, new in ((self._keys, key), (self._values, value)):
+            if layer not in store:
+                store[layer] = new.new_empty((self.capacity, *new.shape[1:]))
+            store[layer][self.length : end] = new
+        return self._keys[layer][:end], self._values[layer][:end]
+
+    def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
+        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, or None while none were ever given."""
+        if self._document_ids is None:
+            if document_ids is None:
+                return None
+            self._document_ids = document_ids.new_zeros((self.capacity, self.batch))
+        end = self.length + s
+        self._document_ids[self.length : end] = 0 if document_ids is None else document_ids
+        return self._document_ids[:end]

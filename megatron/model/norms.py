@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNorm and RMSNorm over the last dim, with fp32 arithmetic inside whatever the format of the activations."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.mpu.placement import Constant, Placement
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias.
+
+    `partial`: axes over which the gradient is a partial sum, because each of their ranks sees a part of the tokens
+    (sequence parallelism) or of the heads (query-key norm).
+    """
+
+    def __init__(self, width: int, epsilon: float, partial: tuple[str, ...] = (), *, dtype=None, device=None):
+        super().__init__()
+        self.width, self.epsilon = (width,), epsilon
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
+        self.placements = {
+            "weight": Placement((width,), Constant(1.0), partial=partial, decay=False),
+            "bias": Placement((width,), Constant(0.0), partial=partial, decay=False),
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.width, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467)."""
+
+    def __init__(self, width: int, epsilon: float, partial: tuple[str, ...] = (), *, dtype=None, device=None):
+        super().__init__()
+        self.width, self.epsilon = (width,), epsilon
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
+        self.placements = {"weight": Placement((width,), Constant(1.0), partial=partial, decay=False)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.width, self.weight, self.epsilon)
+
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

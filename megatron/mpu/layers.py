@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers and embeddings whose weight is cut over the tensor-parallel axis (arXiv:1909.08053, 2205.05198).
+
+A layer picks its conjugate pair of mappings once, in its constructor. Over an axis of size 1 the mappings are the
+identity, and these are ordinary layers.
+
+Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the axis; activations are [s, b, ...].
+Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.mpu import mappings
+from megatron.mpu.mesh import Axis
+from megatron.mpu.placement import Constant, Normal, Placement
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., i] times weight [rows..., i] -> [..., product of rows]; the rows of a fused weight may have several dims."""
+    return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+
+class ColumnParallelLinear(nn.Module):
+    """[s, b, h] -> [s, b, rows/tp]: each rank computes its part of the outputs from all inputs.
+
+    `rows` is the logical shape of the outputs and `cut` the dim of it that is divided: fused query-key-value is
+    `rows=(groups, queries + 2, head_dim), cut=0`, a gated MLP `rows=(2, ffn), cut=1`. So every shard is one box.
+    """
+
+    def __init__(self, inputs: int, rows: tuple[int, ...], tp: Axis, *, cut: int = 0, std: float, bias: bool = True,
+                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+        super().__init__()
+        self.tp, self.enter = tp, mappings.gather_sequence if sequence_parallel else mappings.copy_to
+        local = [n // tp.size if dim == cut else n for dim, n in enumerate(rows)]
+        self.weight = nn.Parameter(torch.empty(*local, inputs, dtype=dtype, device=device))
+        self.placements = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut})}
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(*local, dtype=dtype, device=device))
+            self.placements["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(self.enter(x, self.tp), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """[s, b, inputs/tp] -> [s, b, h]: each rank multiplies its part of the inputs; the products are summed over ranks."""
+
+    def __init__(self, inputs: int, outputs: int, tp: Axis, *, std: float, bias: bool = True,
+                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+        super().__init__()
+        self.tp, self.leave = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size, dtype=dtype, device=device))
+        self.placements = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1})}
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+            partial = ("tp",) if sequence_parallel else ()  # each rank adds it to its own tokens only
+            self.placements["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return linear(x, self.weight, self.bias)
+        x = self.leave(linear(x, self.weight), self.tp)
+        return x if self.bias is None else x + self.bias  # once, after the sum
+
+
+def padded_rows(vocab_size: int, divisible_by: int, tp_size: int) -> int:
+    """Rows of the padded vocabulary: the next multiple of `divisible_by` x `tp_size`.
+
+    >>> padded_rows(50257, 128, 1)
+    50304
+    """
+    return math.ceil(vocab_size / (divisible_by * tp_size)) * divisible_by * tp_size
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds."""
+
+    def __init__(self, vocab_size: int, hidden: int, tp: Axis, *, std: float, divisible_by: int = 128,
+                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+        super().__init__()
+        self.tp, self.vocab_size = tp, vocab_size
+        self.leave = mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        rows = padded_rows(vocab_size, divisible_by, tp.size) // tp.size
+        self.first_row = tp.rank * rows
+        self.weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+        self.placements = {"weight": Placement((vocab_size, hidden), Normal(std), cut={"tp": 0})}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first_row
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
