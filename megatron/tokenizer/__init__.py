@@ -1,1 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, behind one small interface (`megatron.tokenizer.base.Tokenizer`).
+
+>>> tokenizer = build_tokenizer(settings)
+>>> tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size
+([15496, 995], 50256, 50257)
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+from megatron.config import Tokenizer as TokenizerSettings
+from megatron.errors import SettingsError
+
+TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
+    "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),
+    "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
+    "SentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
+    "GPTSentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
+    "TikTokenizer": ("ranks", ("tokenizer_model",)),
+    "NullTokenizer": ("null", ("vocab_size",)),
+}
+
+
+def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
+    """The tokenizer that `--tokenizer-type` and the vocabulary flags describe, as a `base.Tokenizer`.
+
+    `notify` receives one-line remarks. Raises SettingsError for flags that are missing, DataError for vocabulary
+    files that are missing or no vocabulary.
+    """
+    kind = settings.tokenizer_type or _type_by_files(settings)
+    if kind not in TYPES:
+        raise SettingsError(f"--tokenizer-type {kind} is unknown", do=f"known: {', '.join(TYPES)}")
+    module, flags = TYPES[kind]
+    missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
+    if missing:
+        raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}")
+    return import_module(f"megatron.tokenizer.{module}").build(settings, notify)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`.
+
+    >>> padded_vocab_size(50257, 128, tp=2)
+    50432
+    """
+    multiple = divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def _type_by_files(settings: TokenizerSettings) -> str:
+    """The --tokenizer-type that the given vocabulary files can only mean."""
+    if settings.vocab_file and settings.merge_file:
+        return "GPT2BPETokenizer"
+    if settings.tokenizer_model:
+        by_suffix = {".model": "GPTSentencePieceTokenizer", ".tiktoken": "TikTokenizer"}
+        return by_suffix.get(Path(settings.tokenizer_model).suffix, "HuggingFaceTokenizer")
+    raise SettingsError(
+        "no tokenizer is given",
+        do="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt, or "
+        "--tokenizer-model tokenizer.json, or --tokenizer-type NullTokenizer --vocab-size N",
+    )

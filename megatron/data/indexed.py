@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token files: `<prefix>.bin` holds ids, `<prefix>.idx` says where each sequence and document lies.
+
+The format is Megatron-LM's, byte for byte, little-endian without padding:
+
+    offset  type        content
+    0       9 bytes     "MMIDIDX" and two zero bytes
+    9       uint64      version, 1
+    17      uint8       code of the dtype of the ids (see DTYPES)
+    18      uint64      S, number of sequences
+    26      uint64      D, number of documents + 1
+    34      int32[S]    tokens of each sequence
+            int64[S]    byte offset of each sequence in the .bin: what all earlier sequences take
+            int64[D]    sequences before each document; starts with 0, ends with S
+
+    >>> tokens = IndexedDataset("corpus_text_document")
+    >>> tokens.get(0, offset=2, length=3)
+    array([ 257, 1332,   13], dtype=uint16)
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from megatron.errors import DataError
+
+DTYPES = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+LENGTH_TYPE, OFFSET_TYPE = np.dtype("<i4"), np.dtype("<i8")
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype:
+    """The dtype Megatron-LM stores ids in: uint16 for vocabularies below 65500 (not 65536), int32 otherwise."""
+    return DTYPES[8] if vocab_size is not None and vocab_size < 65500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """Read `<prefix>.bin` and `<prefix>.idx` through memory maps: opening reads no tokens.
+
+    `sequence_lengths` int32[S] in tokens, `sequence_pointers` int64[S] in bytes,
+    `document_indices` int64[documents + 1] in sequences.
+    Raises DataError that names the file when it is missing, cut short, or its numbers contradict each other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = bare_prefix(prefix)
+        self._index_path = f"{self.prefix}.idx"
+        index = _map(self._index_path, self.prefix)
+        self.dtype, sequences, documents = _read_header(self._index_path, index)
+        at = HEADER.size
+        self.sequence_lengths = np.frombuffer(index, LENGTH_TYPE, sequences, at)
+        at += self.sequence_lengths.nbytes
+        self.sequence_pointers = np.frombuffer(index, OFFSET_TYPE, sequences, at)
+        at += self.sequence_pointers.nbytes
+        self.document_indices = np.frombuffer(index, OFFSET_TYPE, documents, at)
+        self._tokens = self._map_tokens()
+        self._check()
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.sequence_lengths)
+
+    def __reduce__(self):
+        return type(self), (self.prefix,)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of one sequence: a read-only view of the map, no copy.
+
+        Raises IndexError for a place outside of the sequence, DataError when the index points outside of the .bin.
+        """
+        total = int(self.sequence_lengths[sequence])
+        length = total - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {total}")
+        start = int(self.sequence_pointers[sequence]) // self.dtype.itemsize + offset
+        if start < 0 or start + length > len(self._tokens):
+            raise DataError(
+                f"{self._index_path}: sequence {sequence} points outside of the .bin",
+                f"tokens {start}..{start + length} of {len(self._tokens)}",
+                "the index is damaged: run preprocess_data.py again",
+            )
+        return self._tokens[start : start + length]
+
+    def _map_tokens(self) -> np.ndarray:
+        path = f"{self.prefix}.bin"
+        data = _map(path, self.prefix)
+        if len(data) % self.dtype.itemsize:
+            raise DataError(
+                f"{path}: {len(data)} bytes are no whole number of {self.dtype.name} tokens",
+                do="the file is cut short or belongs to another .idx: copy or preprocess it again",
+            )
+        return np.frombuffer(data, self.dtype)
+
+    def _check(self) -> None:
+        """What can be checked without reading the whole index; `get` checks each place it touches."""
+        documents, lengths = self.document_indices, self.sequence_lengths
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
+            raise DataError(
+                f"{self._index_path}: its documents do not cover its {len(self)} sequences", do="preprocess it again"
+            )
+        expected = int(lengths.sum(dtype=np.int64))
+        if expected != len(self._tokens) or (len(lengths) and lengths.min() < 0):
+            raise DataError(
+                f"{self.prefix}.bin holds {len(self._tokens)} tokens, its .idx describes {expected}",
+                do="one of the two is cut short or from another run: copy both again, or preprocess again",
+            )
+
+
+def bare_prefix(prefix: str | os.PathLike) -> str:
+    """The path without a `.bin` or `.idx` that a user's tab completion left on it."""
+    prefix = os.fspath(prefix)
+    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+
+
+def write_index(path: str | os.PathLike, dtype, sequence_lengths: np.ndarray, document_indices: np.ndarray) -> None:
+    """Write an `.idx` from whole arrays: `sequence_lengths` [S] in tokens, `document_indices` [documents + 1]."""
+    per_document = np.diff(np.asarray(document_indices, OFFSET_TYPE))
+    lengths = np.asarray(sequence_lengths, LENGTH_TYPE)
+    stream_index(path, dtype, len(lengths), len(per_document), lambda: [lengths], lambda: [per_document])
+
+
+def stream_index(
+    path: str | os.PathLike,
+    dtype,
+    num_sequences: int,
+    num_documents: int,
+    lengths: Callable[[], Iterable[np.ndarray]],
+    per_document: Callable[[], Iterable[np.ndarray]],
+) -> None:
+    """Write an `.idx` piece by piece, for indices larger than memory. The file is on the disk when this returns.
+
+    `lengths()` yields the tokens of each sequence in pieces (it is called twice), `per_document()` the number of
+    sequences of each document.
+    """
+    with open(path, "wb", buffering=1 << 20) as file:
+        file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), num_sequences, num_documents + 1))
+        for piece in lengths():
+            file.write(np.ascontiguousarray(piece, LENGTH_TYPE).data)
+        _write_sums(file, lengths(), scale=np.dtype(dtype).itemsize, include_last=False)
+        _write_sums(file, per_document(), scale=1, include_last=True)
+        file.flush()
+        expected = HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
+        assert file.tell() == expected, f"{path}: {file.tell()} bytes written instead of {expected}"
+        os.fsync(file.fileno())
+
+
+def _write_sums(file, pieces: Iterable[np.ndarray], scale: int, include_last: bool) -> None:
+    """Running sums of all values so far, starting at 0; the total is written when `include_last`."""
+    total = np.int64(0)
+    for piece in pieces:
+        sums = np.empty(len(piece) + 1, OFFSET_TYPE)
+        sums[0] = 0
+        np.cumsum(piece, dtype=OFFSET_TYPE, out=sums[1:])
+        sums *= scale
+        sums += total
+        file.write(sums[:-1].data)
+        total = sums[-1]
+    if include_last:
+        file.write(total.astype(OFFSET_TYPE).tobytes())
+
+
+def dtype_code(dtype) -> int:
+    """The number that stands for a dtype in the header."""
+    return next(code for code, known in DTYPES.items() if known == np.dtype(dtype))
+
+
+def _map(path: str, prefix: str) -> mmap.mmap | bytes:
+    """The file as read-only memory. An empty file cannot be mapped and is b''."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file", *_missing(prefix)) from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: is a directory, not a token file") from None
+
+
+def _missing(prefix: str) -> tuple[str | None, str]:
+    """Why a token file may be missing, and what to do: names that start alike are the likeliest slip."""
+    path = Path(prefix)
+    near = sorted(str(found)[:-4] for found in path.parent.glob(f"{path.name}*.idx")) if path.parent.is_dir() else []
+    if near and near != [prefix]:
+        return f"there is: {', '.join(near[:5])}", "give the whole prefix, up to _document"
+    return (
+        None,
+        "a prefix is the path without .bin/.idx, for example corpus_text_document; preprocess_data.py makes both",
+    )
+
+
+def _read_header(path: str, index) -> tuple[np.dtype, int, int]:
+    """dtype, number of sequences and length of the document index, checked against the size of the file."""
+    if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path}: not a Megatron .idx file", do="preprocess_data.py makes .bin/.idx from JSON lines")
+    _, version, code, sequences, documents = HEADER.unpack_from(index)
+    if version != 1 or code not in DTYPES:
+        raise DataError(
+            f"{path}: version {version} with dtype code {code} is unknown", "known: version 1, codes 1 to 8"
+        )
+    size = HEADER.size + 12 * sequences + 8 * documents
+    if len(index) not in (size, size + sequences):  # multimodal files have one more byte a sequence
+        raise DataError(
+            f"{path}: {len(index)} bytes, but its header promises {size}",
+            f"{sequences} sequences, {documents} document boundaries",
+            "the file is cut short or damaged: copy or preprocess it again",
+        )
+    return DTYPES[code], sequences, documents
