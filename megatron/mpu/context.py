@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining a job: which rank this process is, on which device, and the mesh of all ranks.
+
+`torchrun` and its relatives say so in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the process
+is a job of its own: the same code, with every axis of size 1.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron import config
+from megatron.errors import PeerLost, SettingsError
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Context:
+    """This process's place in the job."""
+
+    mesh: Mesh
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """The rank that speaks for the job."""
+        return self.mesh.rank == 0
+
+
+def world_size() -> int:
+    """Ranks of the job that this process was started in."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
+    """Initialise the process group of a job of more than one rank and create the mesh.
+
+    Raises SettingsError when CUDA is asked for and absent, PeerLost when the other ranks do not come.
+    """
+    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
+                               (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
+    device = pick_device(kernels.device, local_rank)
+    if device.type == "cpu":
+        _share_cores()
+    if world > 1 and not dist.is_initialized():
+        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout,
+                                    device_id=device if backend == "nccl" else None)  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise PeerLost(f"rank {rank} of {world} could not join the job at {where}", str(error).splitlines()[0],
+                           "start all ranks with torchrun; is the port free and reachable?") from error  # fmt: skip
+    tp, pp, cp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                  parallel.context_parallel_size)  # fmt: skip
+    dp = world // (tp * pp * cp)
+    shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
+    return Context(Mesh(rank, tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard), device)
+
+
+def leave(context: Context) -> None:
+    """Part from the job in order: nobody's connection breaks while others still talk."""
+    if dist.is_initialized():
+        collectives.barrier(context.mesh.world)
+        dist.destroy_process_group()
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto` is CUDA where there is one. Each rank of a node takes the device of its local number."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device cuda: this torch sees no CUDA device", f"torch {torch.__version__}",
+                            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SettingsError(f"local rank {local_rank} has no CUDA device of its own: there are {count}",
+                            do=f"start at most {count} processes on this node (--nproc-per-node {count})")  # fmt: skip
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _share_cores() -> None:
+    """Divide the cores between the ranks of a node unless the environment already has."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def pick_precision(wanted: str, context: Context) -> str:
+    """`auto` is bf16 where the device multiplies it clearly faster than fp32, else fp32; the first rank decides.
+
+    Measured, not looked up: instruction sets do not say whether the math library uses them.
+    """
+    if wanted != "auto":
+        return wanted
+    return collectives.broadcast_object(measured_precision(context.device) if context.first else None,
+                                        context.mesh.world)  # fmt: skip
+
+
+def measured_precision(device: torch.device, size: int = 768) -> str:
+    """bf16 if a matrix product of `size` in bf16 takes less than 0.8 of its time in fp32, else fp32."""
+    import time
+
+    def best_of(dtype):
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            (a @ a)[0, 0].item()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return "bf16" if best_of(torch.bfloat16) < 0.8 * best_of(torch.float32) else "fp32"
+
+
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
