@@ -29,14 +29,26 @@ class Model:
     hidden_size: int = setting("width of the residual stream")
     num_attention_heads: int = setting("query heads of each layer")
     seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")
-    max_position_embeddings: Optional[int] = setting("longest position that can be learned (default: --seq-length)", None)
-    ffn_hidden_size: Optional[int] = setting("width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None)
+    max_position_embeddings: Optional[int] = setting(
+        "longest position that can be learned (default: --seq-length)", None
+    )
+    ffn_hidden_size: Optional[int] = setting(
+        "width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None
+    )
     kv_channels: Optional[int] = setting("width of a head (default: hidden size / heads)", None)
     group_query_attention: bool = setting("share keys and values between query heads (see --num-query-groups)", False)
-    num_query_groups: Optional[int] = setting("key-value heads (default: one per query head)", None)
+    num_query_groups: Optional[int] = setting(
+        "key-value heads (default: one per query head)", None, "--num-key-value-heads"
+    )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting(
-        "how positions enter", "learned_absolute", "--use-rotary-position-embeddings=rope")
-    rotary_base: float = setting("base of the rotary frequencies", 10000.0, "--rope-theta")
+        "how positions enter",
+        "learned_absolute",
+        "--use-rotary-position-embeddings=rope",
+        "--no-position-embedding~=none",
+    )
+    rotary_base: float = setting(
+        "base of the rotary frequencies", 10000.0, "--rope-theta", "--rotary-position-embeddings-theta"
+    )
     rotary_percent: float = setting("share of each head that is rotated", 1.0)
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm")
     norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon")
@@ -45,12 +57,19 @@ class Model:
     bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True)
     disable_bias_linear: bool = setting("linear layers without bias", False)
     untie_embeddings_and_output_weights: bool = setting("output layer with a weight of its own", False)
-    apply_query_key_layer_scaling: bool = setting("scale scores by 1/layer, softmax in fp32 (for fp16)", False)
+    apply_query_key_layer_scaling: bool = setting(
+        "scale scores by 1/layer, softmax in fp32 (for fp16)", False, "--no-query-key-layer-scaling=false"
+    )
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
-    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor parallel size", 128)
+    make_vocab_size_divisible_by: int = setting(
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128
+    )
+    model_name_or_path: Optional[str] = setting(
+        "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
+    )
 
     @property
     def ffn_size(self) -> int:
@@ -77,16 +96,31 @@ class Model:
 class Parallel:
     """How ranks share the work. The grid of ranks is tp (fastest), cp, dp, pp."""
 
-    tensor_model_parallel_size: int = setting("ranks that split each matrix", 1, "--tp", "--mp-degree", "--model-parallel-size")
+    tensor_model_parallel_size: int = setting(
+        "ranks that split each matrix", 1, "--tp", "--mp-degree", "--model-parallel-size"
+    )
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
     context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
-    sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
-    num_layers_per_virtual_pipeline_stage: Optional[int] = setting("layers of a model chunk (interleaved schedule)", None)
+    sequence_parallel: bool = setting(
+        "split norms and dropouts over the sequence inside tensor parallel groups", False
+    )
+    num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
+        "layers of a model chunk (interleaved schedule)", None
+    )
     pipeline_schedule: Literal["gpipe", "1f1b"] = setting("order of forward and backward passes", "1f1b")
     sharding_stage: Literal[0, 1, 2, 3] = setting(
-        "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)", 0, "--use-distributed-optimizer=1")
-    sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
+        "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
+        0,
+        "--use-distributed-optimizer~=1",
+        "--use-sharding~=1",
+        "--zero-stage",
+        "--data-parallel-sharding-strategy",
+        also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
+    )
+    sharding_degree: Optional[int] = setting(
+        "ranks that share one set of shards (default: all of data parallel)", None
+    )
     distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
 
@@ -95,11 +129,16 @@ class Parallel:
 class Tokenizer:
     """Text to ids and back."""
 
-    tokenizer_type: Optional[str] = setting(
-        "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer or NullTokenizer", None)
+    tokenizer_type: Optional[
+        Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer", "NullTokenizer"]
+    ] = setting(
+        "which kind of vocabulary (NullTokenizer: numbers, no text)", None, also=dict(GPTTokenizer="GPT2BPETokenizer")
+    )
     vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None)
     merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None)
-    tokenizer_model: Optional[str] = setting("tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None)
+    tokenizer_model: Optional[str] = setting(
+        "tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None
+    )
     vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None)
 
 
@@ -114,7 +153,9 @@ class Data:
     split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
     data_cache_path: Optional[str] = setting("folder for index maps (default: beside the data)", None)
     mock_data: bool = setting("deterministic synthetic samples, no files", False)
-    dataloader_type: Literal["single", "cyclic"] = setting("single: in index order; cyclic: shuffled each epoch", "single")
+    dataloader_type: Literal["single", "cyclic"] = setting(
+        "single: in index order; cyclic: shuffled each epoch", "single"
+    )
     num_workers: int = setting("threads that prepare batches ahead; 0 prepares them in the loop", 2)
     reset_position_ids: bool = setting("positions start again after each end of document", False)
     reset_attention_mask: bool = setting("no attention across documents", False)
@@ -127,7 +168,9 @@ class Batch:
 
     micro_batch_size: int = setting("samples of one forward pass on one rank", 1, "--batch-size")
     global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
-    rampup_batch_size: Optional[list[int]] = setting("start increment samples: grow the batch up to the global size", None)
+    rampup_batch_size: Optional[list[int]] = setting(
+        "start increment samples: grow the batch up to the global size", None
+    )
     train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
@@ -140,17 +183,25 @@ class Batch:
 class Optimizer:
     """AdamW, its learning rate and its weight decay."""
 
-    optimizer: Literal["adam"] = setting("adam is AdamW, as in Megatron-LM", "adam")
+    optimizer: Literal["adam"] = setting(
+        "adam is AdamW, as in Megatron-LM", "adam", also=dict(adamw="adam", fused_adam="adam")
+    )
     lr: Optional[float] = setting("highest learning rate", None, "--max-lr")
     min_lr: float = setting("lowest learning rate", 0.0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting("curve after warm-up", "linear")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
+        "curve after warm-up", "linear", also=dict(none="constant")
+    )
     lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
     lr_decay_samples: Optional[int] = setting("the same in samples", None)
-    lr_warmup_iters: int = setting("steps of linear warm-up", 0, "--warmup")
+    lr_warmup_iters: int = setting("steps of linear warm-up", 0)
     lr_warmup_samples: int = setting("the same in samples", 0)
-    lr_warmup_fraction: Optional[float] = setting("the same as a share of the decay length", None, "--warmup-rate")
+    lr_warmup_fraction: Optional[float] = setting(
+        "the same as a share of the decay length", None, "--warmup-rate", "--warmup"
+    )
     lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting("how WSD anneals", "exponential")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "how WSD anneals", "exponential"
+    )
     lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
     lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01)
@@ -160,9 +211,12 @@ class Optimizer:
     clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
     adam_beta1: float = setting("first moment's decay", 0.9)
     adam_beta2: float = setting("second moment's decay", 0.999)
-    adam_eps: float = setting("epsilon of Adam", 1e-8)
+    adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
     loss_averaging: Literal["token", "micro-batch"] = setting(
-        "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means", "token")
+        "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
+        "token",
+        "--calculate-per-token-loss=token",
+    )
 
 
 @dataclass(frozen=True)
@@ -170,7 +224,12 @@ class Precision:
     """Number formats, and fp16's loss scale."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
-        "format of weights and activations; auto: bf16 where it is fast", "fp32", "--bf16=bf16", "--fp16=fp16")
+        "format of weights and activations; auto: bf16 where it is fast",
+        "fp32",
+        "--bf16=bf16",
+        "--fp16=fp16",
+        "--use-amp~=fp16",
+    )
     loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
     initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
     min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)
@@ -182,10 +241,15 @@ class Precision:
 class Kernels:
     """Which device and which implementations."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
     attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
-        "how attention is computed", "auto", "--use-flash-attn=flash")
+        "how attention is computed",
+        "auto",
+        "--use-flash-attn=flash",
+        "--use-flash-attn-v2=flash",
+        also=dict(fused="sdpa", unfused="explicit", local="explicit"),
+    )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
 
 
@@ -193,9 +257,11 @@ class Kernels:
 class Checkpoint:
     """Where state is kept."""
 
-    save: Optional[str] = setting("folder to save into", None)
+    save: Optional[str] = setting("folder to save into", None, "--output-dir")
     load: Optional[str] = setting("folder to resume from", None)
-    save_interval: Optional[int] = setting("steps between checkpoints", None, "--save-steps")
+    save_interval: Optional[int] = setting(
+        "steps between checkpoints", None, "--save-steps", "--persistent-save-interval"
+    )
     keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
     auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
@@ -210,11 +276,15 @@ class Logging:
 
     log_interval: int = setting("steps between log lines", 100, "--logging-freq")
     log_progress: bool = setting("a live progress line on a terminal", False)
-    metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
+    metrics_file: Optional[str] = setting(
+        "JSON lines, one per logged step (default: metrics.jsonl under --save)", None
+    )
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
-    peak_tflops: Optional[float] = setting("peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None)
+    peak_tflops: Optional[float] = setting(
+        "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
+    )
     seed: int = setting("seed of weights, data order and dropout", 1234)
     debug: bool = setting("tracebacks with error messages", False)
 
