@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank harness itself: right answers, honest failures, nothing left behind."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def test_ranks_reduce_and_answer_in_rank_order(run_ranks):
+    def body(rank, factor):
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x)
+        return rank * factor, x
+
+    answers = run_ranks(3, body, 10)
+    assert [a for a, _ in answers] == [0, 10, 20]
+    assert all(x.item() == 3.0 for _, x in answers)
+
+
+def test_the_first_failing_rank_is_the_one_reported(run_ranks):
+    def body(rank):
+        if rank == 1:
+            raise ValueError("seven is not eight")
+        dist.all_reduce(torch.ones(1))  # hangs or breaks because rank 1 is gone
+
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1 of 2 failed first(.|\n)*seven is not eight"):
+        run_ranks(2, body)
+    assert time.monotonic() - start < 20
+
+
+def test_a_stopped_rank_is_noticed_and_killed(run_ranks, tmp_path):
+    def body(rank, folder):
+        (folder / str(rank)).write_text(str(os.getpid()))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return rank
+
+    with pytest.raises(AssertionError, match=r"ranks \[1\] of 2 did not answer"):
+        run_ranks(2, body, tmp_path, timeout=2)
+    for name in ("0", "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), 0)
+
+
+def test_a_killed_rank_is_reported(run_ranks):
+    def body(rank):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    with pytest.raises(AssertionError, match="rank 0 of 2 failed first(.|\n)*died without a word"):
+        run_ranks(2, body)
+
+
+def test_two_ranks_are_quick(run_ranks):
+    run_ranks(2, lambda rank: rank)
+    start = time.monotonic()
+    run_ranks(2, lambda rank: dist.barrier())
+    assert time.monotonic() - start < 5  # about 0.2 s when the machine is quiet
