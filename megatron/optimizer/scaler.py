@@ -3,13 +3,13 @@
 
 fp16 gradients underflow, so the loss is multiplied before the backward pass and gradients are divided after it. The
 scale doubles after `window` good steps in a row and halves once `hysteresis` overflows have happened. A good step does
-not give back a used-up hysteresis; only a growth does (as in Megatron-LM).
+not give a used-up hysteresis back; only a growth does (as in Megatron-LM).
 
     >>> scaler = LossScaler(scale=8.0, window=2, hysteresis=2, min_scale=1.0)
     >>> for found_inf in (True, True, True, False, False):
     ...     scaler = scaler.update(found_inf)
-    ...     print(scaler.scale, end=" ")
-    8.0 4.0 2.0 2.0 4.0
+    ...     print(int(scaler.scale), end=";")
+    8;4;2;2;4;
 """
 
 from dataclasses import dataclass, replace

@@ -2,8 +2,8 @@
 """Learning rate and weight decay as functions of the number of samples that advanced them.
 
 Every length is measured in samples, so a ramp-up of the batch size stretches the curves instead of bending them.
-A step whose gradients overflowed (fp16) is not counted. Values equal Megatron-LM's: the first step trains with the rate
-at 0 samples, the second with the rate at one batch, and so on.
+A step whose gradients overflowed (fp16) is not counted. Values equal Megatron-LM's: the first step trains with the
+rate at 0 samples, the second with the rate at one batch, and so on.
 
     >>> settings = Optimizer(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_warmup_iters=10)
     >>> lengths = Lengths.of(settings, Batch(global_batch_size=8, train_iters=100), dp=1)

@@ -2,16 +2,16 @@
 """Pipeline schedules as data: what each rank computes, in what order. No torch, no processes.
 
 A schedule is a list of ops per rank, made by a pure function. The same list is simulated, verified and drawn
-(`check.py`) and run (`execute.py`); without pipeline parallelism it is the list F0 B0 F1 B1 ... of one rank. Two ranks,
-three micro-batches:
+(`check.py`) and run (`execute.py`); without pipeline parallelism it is the list F0 B0 F1 B1 ... of one rank. Two
+ranks, three micro-batches:
 
     >>> for rank in range(2):
     ...     print(*make_schedule("1f1b", rank, pp=2, micros=3))
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-Which model part a rank's chunk is says the *map of stages*: stage -> (rank, chunk). `looped` is the usual one, where the
-stages go round the ranks chunk by chunk; `needs` and the verifier take any map.
+Which part of the model a rank's chunk is says the *map of stages*: stage -> (rank, chunk). `looped` is the usual one:
+the stages go round the ranks, chunk by chunk. `needs` and the verifier take any map.
 """
 
 from typing import NamedTuple
@@ -112,8 +112,8 @@ def one_f_one_b(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
 def zb_h1(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
     """1F1B whose backward is split, with W lagging by `rank` (arXiv:2401.10241, section 2).
 
-    The input's gradient travels on at once, the weights' gradient fills what was the bubble: about a third of 1F1B's is
-    left, with no more than pp activations alive on any rank, as on 1F1B's first.
+    The input's gradient travels on at once, the weights' gradient fills what was the bubble: about a third of 1F1B's
+    is left, with no more than pp activations alive on any rank, as on 1F1B's first.
     """
     order, waiting = [], []
     for op in one_f_one_b(rank, pp, micros, chunks):

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves for TensorBoard and Weights & Biases, under Megatron-LM's tags.
+
+A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The libraries are imported when a tracker is
+made, not before.
+"""
+
+import time
+
+from megatron.errors import SettingsError
+
+
+class TensorBoard:
+    """Event files in a folder: each tag over iterations, and "tag vs samples" over consumed samples."""
+
+    def __init__(self, folder: str):
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise _missing("--tensorboard-dir", "tensorboard", error) from None
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self.writer = EventFileWriter(folder, flush_secs=20)
+
+    def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        self._add(values, iteration)
+        self._add({f"{tag} vs samples": value for tag, value in values.items()}, consumed_samples)
+
+    def _add(self, values: dict[str, float], at: int) -> None:
+        points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.writer.add_event(self._event(wall_time=time.time(), step=at, summary=self._summary(value=points)))
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run at wandb.ai, or offline below `folder` with WANDB_MODE=offline."""
+
+    def __init__(self, project: str, name: str | None, folder: str | None, settings: dict):
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("--wandb-project", "wandb", error) from None
+        self.run = wandb.init(project=project, name=name or None, dir=folder, config=settings)
+
+    def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        self.run.log(values | {"consumed-samples": consumed_samples}, step=iteration)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _missing(flag: str, package: str, error: ImportError) -> SettingsError:
+    return SettingsError(
+        f"{flag} needs the package {package}", why=str(error), do=f"pip install {package}, or leave {flag} out"
+    )
