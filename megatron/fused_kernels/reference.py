@@ -15,9 +15,9 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, sc
               dropout: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:  # fmt: skip
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
-    Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each other.
-    `dropout` is applied to the weights as [b, g q, s, t]. `score_divisor` keeps half-precision scores in range: they are
-    divided by it and multiplied again inside the softmax.
+    Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each
+    other. `dropout` is applied to the weights as [b, g q, s, t]. `score_divisor` keeps half-precision scores in
+    range: they are divided by it and multiplied again inside the softmax.
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, cached keys and values.
 
-Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries of a
-group, d channels of a head, tp ranks that divide the groups.
+Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
+of a group, d channels of a head, tp ranks that divide the groups.
 """
 
 from dataclasses import dataclass
@@ -49,11 +49,11 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 
 
 class Attention(nn.Module):
-    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group its queries, then key, then value."""
+    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group its queries, then key, then
+    value.
+    """
 
-    def __init__(
-        self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels, **common
-    ):
+    def __init__(self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels, **common):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
         self.groups = model.query_groups // tp.size

@@ -26,9 +26,9 @@ from megatron.mpu.random import Dropout
 class GPT(nn.Module):
     """The layers `layers` (default: all) of a GPT, with the embedding if `first` and norm, output and loss if `last`.
 
-    Parameters are created empty: `mpu.random.init_parameter` fills them as `mpu.placement.placements(model)` says. They
-    are named by logical, global names (`blocks.17.attention.qkv.weight`), so a stage of any layout names them alike. A
-    last stage that is not the first holds a copy of a tied `embedding.word.weight`.
+    Parameters are created empty: `mpu.random.init_parameter` fills them as `mpu.placement.placements(model)` says.
+    They are named by logical, global names (`blocks.17.attention.qkv.weight`), so a stage of any layout names them
+    alike. A last stage that is not the first holds a copy of a tied `embedding.word.weight`.
     """
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, layers: Optional[range] = None, first: bool = True,
@@ -88,8 +88,9 @@ class GPT(nn.Module):
                last_only: bool = False, samples=None) -> torch.Tensor:  # fmt: skip
         """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`).
 
-        With a cache, `tokens` follow those that it holds and are added to it. position_ids [s, b]: default counts from
-        the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets an id of its own.
+        With a cache, `tokens` follow those that it holds and are added to it. position_ids [s, b]: default counts
+        from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets an id of
+        its own.
         """
         assert self.first and self.last, "logits need a whole model"
         x = self._run(self._embed(tokens, position_ids, cache, samples),
@@ -103,9 +104,7 @@ class GPT(nn.Module):
         """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage."""
         if self.first:
             x = self._embed(batch.tokens, batch.position_ids, None, batch.samples)
-        x = self._run(
-            x, self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples, None)
-        )
+        x = self._run(x, self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples, None))
         return self.enter_output(self.final_norm(x), self.tp) if self.last else x
 
     def _embed(self, tokens, position_ids, cache, samples) -> torch.Tensor:
@@ -137,7 +136,9 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). `only_output`: just the word table, for a tied last stage."""
+    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). `only_output`: just the word table, for a tied last
+    stage.
+    """
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, seed: int, only_output: bool, sequence_parallel: bool,
                  dtype, device):  # fmt: skip
@@ -151,9 +152,7 @@ class Embedding(nn.Module):
                 model.position_table, model.hidden_size, model.init_method_std, partial, dtype=dtype, device=device
             )
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.dropout = Dropout(
-            model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None
-        )
+        self.dropout = Dropout(model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None)
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""

@@ -25,8 +25,8 @@ class LearnedPositions(nn.Module):
 class Rotary:
     """Rotation of pairs of channels by position x frequency (RoFormer, arXiv:2104.09864).
 
-    Channel i is paired with channel i + n/2 of the n = `percent` x head_dim that are rotated, as in Megatron-LM and in
-    Hugging Face's Llama; the rest pass.
+    Channel i is paired with channel i + n/2 of the n = `percent` x head_dim that are rotated, as in Megatron-LM and
+    in Hugging Face's Llama; the rest pass.
     """
 
     def __init__(self, head_dim: int, base: float, percent: float = 1.0):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output layer and cross-entropy in one, over a vocabulary cut along the tensor-parallel axis, a chunk of rows at a time.
+"""Output layer and cross-entropy in one, over a vocabulary cut along the tensor-parallel axis, a chunk of rows at a
+time.
 
-The logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted, at
-once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward only multiplies by the
-gradient that arrives. Rows of the vocabulary that are padding are kept out of the softmax: no probability, no gradient.
+The logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
+at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward only multiplies
+by the gradient that arrives. Rows of the vocabulary that are padding are kept out of the softmax: no probability,
+no gradient.
 
 Legend: n tokens (s x b), h hidden, v padded vocabulary, tp size of the axis.
 """
@@ -22,10 +24,10 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
                          mask: Optional[torch.Tensor] = None, chunk: Optional[int] = None) -> torch.Tensor:  # fmt: skip
     """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
 
-    hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the mapping
-    that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded
-    vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones; chunk: rows of logits that exist at a
-    time.
+    hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
+    mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
+    onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones; chunk:
+    rows of logits that exist at a time.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     losses, hidden_gradient, weight_gradient = _chunks(

@@ -20,7 +20,9 @@ from megatron.mpu.placement import Constant, Normal, Placement
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., i] times weight [rows..., i] -> [..., product of rows]; the rows of a fused weight may have several dims."""
+    """x [..., i] times weight [rows..., i] -> [..., product of rows]; the rows of a fused weight may have several
+    dims.
+    """
     return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
 
@@ -48,7 +50,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[s, b, inputs/tp] -> [s, b, h]: each rank multiplies its part of the inputs; the products are summed over ranks."""
+    """[s, b, inputs/tp] -> [s, b, h]: each rank multiplies its part of the inputs; the products are summed over
+    ranks.
+    """
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, *, std: float, bias: bool = True,
                  sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output layer and cross-entropy in chunks equal F.cross_entropy over whole logits: values, gradients, padding,
+tp.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
+from megatron.mpu.mesh import Mesh
+
+N, H, V, PADDED = 37, 16, 100, 128
+
+
+def problem(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, H, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (N,), generator=generator)
+    mask = (torch.rand(N, generator=generator) > 0.3).float()
+    return hidden, weight, labels, mask
+
+
+def plain(hidden, weight, labels, mask=None):
+    losses = F.cross_entropy((hidden @ weight[:V].t()).float(), labels, reduction="none")
+    return losses.sum() if mask is None else (losses * mask).sum()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 10, 37, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_plain_cross_entropy(chunk, masked):
+    hidden, weight, labels, mask = problem()
+    mask = mask if masked else None
+    want = plain(hidden, weight, labels, mask)
+    wanted = torch.autograd.grad(want * 0.25, (hidden, weight))
+    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk)
+    torch.testing.assert_close(got, want)
+    gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
+    for gradient, expected in zip(gradients, wanted):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+    assert gradients[1][V:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 5, None])
+def test_bf16_gradients_do_not_lose_by_chunking(chunk):
+    """The error against fp64 stays that of the bf16 format itself, however many chunks are added up."""
+    hidden, weight, labels, _ = problem(torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    losses = F.cross_entropy(exact[0] @ exact[1][:V].t(), labels, reduction="sum")
+    wanted = torch.autograd.grad(losses, exact)
+    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=chunk)
+    assert abs(got.item() - losses.item()) < 0.01 * losses.item()
+    for gradient, expected in zip(torch.autograd.grad(got, (hidden, weight)), wanted):
+        assert gradient.dtype == torch.bfloat16
+        error = (gradient.double() - expected).norm() / expected.norm()
+        assert error < 0.01
+
+
+def test_losses_of_tokens_and_no_gradient_work():
+    hidden, weight, labels, _ = problem()
+    want = F.cross_entropy(hidden @ weight[:V].t(), labels, reduction="none")
+    got = token_losses(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=8)
+    torch.testing.assert_close(got, want.detach())
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp).requires_grad
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, labels, _ = problem()
+    got = linear_cross_entropy(hidden * 100, weight * 100, labels, vocab_size=V, tp=Mesh().tp, chunk=7)
+    torch.testing.assert_close(got, plain(hidden * 100, weight * 100, labels))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(got, (hidden, weight)))
+
+
+def test_vocabulary_cut_over_ranks(run_ranks):
+    """Four ranks of 32 rows: the last holds 4 real ones. Gradients to hidden are partial sums."""
+    hidden, weight, labels, mask = problem()
+    want = plain(hidden, weight, labels, mask)
+    wanted = torch.autograd.grad(want, (hidden, weight))
+
+    def body(rank):
+        tp = Mesh(rank, tp=4).tp
+        own = weight.detach()[rank * 32 : rank * 32 + 32].clone().requires_grad_()
+        mine = hidden.detach().clone().requires_grad_()
+        loss = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10)
+        loss.backward()
+        return loss.item(), mine.grad.numpy(), own.grad.numpy()
+
+    results = run_ranks(4, body)
+    for loss, _, _ in results:
+        assert loss == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(sum(torch.from_numpy(r[1]) for r in results), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([torch.from_numpy(r[2]) for r in results]), wanted[1], rtol=1e-5, atol=1e-5)
