@@ -26,9 +26,9 @@ def gpt2_in_our_names(theirs: dict) -> dict:
                 ours[f"blocks.{n}.{mine}.{kind}"] = get(name, kind)
             for mine, name in linears.items():
                 ours[f"blocks.{n}.{mine}.{kind}"] = get(name, kind).t() if kind == "weight" else get(name, kind)
-        # theirs [h, q k v x heads x d], ours [heads, q k v, d, h]
-        ours[f"blocks.{n}.attention.qkv.weight"] = get("attn.c_attn", "weight").view(H, 3, HEADS, D).permute(2, 1,
-        3, 0) ours[f"blocks.{n}.attention.qkv.bias"] = get("attn.c_attn", "bias").view(3, HEADS, D).transpose(0, 1)
+        qkv = get("attn.c_attn", "weight").view(H, 3, HEADS, D)  # ours is [heads, q k v, d, h]
+        ours[f"blocks.{n}.attention.qkv.weight"] = qkv.permute(2, 1, 3, 0)
+        ours[f"blocks.{n}.attention.qkv.bias"] = get("attn.c_attn", "bias").view(3, HEADS, D).transpose(0, 1)
     return ours
 
 
