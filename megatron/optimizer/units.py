@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.boxes import Box, flat_to_boxes
+from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.placement import Placement, placements
 from megatron.mpu.random import init_parameter
 
@@ -90,23 +90,15 @@ def initialise(units: list[Unit], weights: torch.Tensor, place: dict[str, int], 
             init_parameter(slot.name, view, slot.placement, place, seed)
 
 
-def pieces_of(unit: Unit, low: int, high: int, flat: torch.Tensor, place: dict[str, int]):
-    """What the range [low, high) of a unit holds of its logical tensors: yields (slot, Box, view into `flat`).
-
-    `flat` holds exactly that range. A range of a row-major tensor is a few boxes; rows that pad the vocabulary and
-    the gaps between parameters are in none of them.
-    """
+def pieces_of(
+    unit: Unit, low: int, high: int, flat: torch.Tensor, place: dict[str, int], prefix: str = ""
+) -> list[Piece]:
+    """What the range [low, high) of a unit, held in `flat`, is of its logical tensors; names get `prefix`."""
+    pieces = []
     for slot in unit.slots:
         start, stop = max(low, slot.start), min(high, slot.stop)
-        if start >= stop:
-            continue
-        shape = tuple(slot.parameter.shape)
-        offset, extent = slot.placement.box(shape, place)
-        stored = Box.whole(extent)
-        at = start - low
-        for box in flat_to_boxes(shape, start - slot.start, stop - slot.start):
-            kept = box.intersection(stored)
-            if kept is not None:
-                view = flat[at : at + box.size].view(box.extent)[kept.relative_to(box).slices()]
-                yield slot, kept.shifted(offset), view
-            at += box.size
+        if start < stop:
+            local = tuple(slot.parameter.shape)
+            box, own = slot.placement.box(local, place), flat[start - low : stop - low]
+            pieces += flat_pieces(prefix + slot.name, slot.placement.shape, box, local, own, start - slot.start)
+    return pieces

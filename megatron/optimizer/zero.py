@@ -20,6 +20,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from megatron import config
+from megatron.checkpoint.store import Piece
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import Unit, initialise, lay_out, materialise, pieces_of
@@ -180,13 +181,14 @@ class ShardedAdamW:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def pieces(self, moments: bool = True):
-        """What this rank holds of the logical state: yields (logical name, logical shape, Box, view of the state).
+    def pieces(self, moments: bool = True) -> list[Piece]:
+        """What this rank holds of the logical state, as views: saving reads them, loading fills them.
 
-        Names are those of the parameters for the fp32 weights and `optimizer.exp_avg.<parameter>` for the moments.
+        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front.
         """
-        for prefix, flat in [("", self.main), *self.moments.items()][: None if moments else 1]:
-            prefix = prefix and f"optimizer.{prefix}."
+        found = []
+        for name, flat in [("", self.main), *self.moments.items()][: None if moments else 1]:
+            prefix = name and f"optimizer.{name}."
             for own in self.owned:
-                for slot, box, view in pieces_of(own.unit, own.low, own.high, flat[own.place], self.mesh.place):
-                    yield prefix + slot.name, slot.placement, box, view
+                found += pieces_of(own.unit, own.low, own.high, flat[own.place], self.mesh.place, prefix)
+        return found

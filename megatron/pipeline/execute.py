@@ -49,7 +49,6 @@ def execute(
     ops: Sequence[Op],
     stages: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
-    axis: Axis,
     wire: Wire,
     objective=None,
 ) -> torch.Tensor:
@@ -59,6 +58,7 @@ def execute(
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
     objective:  (loss sum, tokens) of a micro-batch -> the scalar whose gradient is taken; None: no gradients at all
     """
+    axis = wire.axis
     live: dict[tuple, tuple] = {}
     sums, last = [], len(stages) * axis.size - 1
     for op in ops:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from megatron.mpu import collectives, mappings
+from megatron.mpu.mesh import Mesh
+
+# mapping -> what it makes of the ranks' inputs [x0, x1], for rank r
+FORWARD = {
+    "copy_to": lambda xs, r: xs[r],
+    "reduce_from": lambda xs, r: xs[0] + xs[1],
+    "gather_sequence": lambda xs, r: torch.cat(xs),
+    "scatter_sequence": lambda xs, r: (xs[0] + xs[1]).chunk(2)[r],
+    "split_sequence": lambda xs, r: xs[r].chunk(2)[r],
+    "join_last": lambda xs, r: torch.cat(xs, -1),
+}
+# mapping -> gradient of rank r's input, given the gradients [g0, g1] that the ranks' outputs receive
+BACKWARD = {
+    "copy_to": lambda gs, r: gs[0] + gs[1],
+    "reduce_from": lambda gs, r: gs[r],
+    "gather_sequence": lambda gs, r: (gs[0] + gs[1]).chunk(2)[r],
+    "scatter_sequence": lambda gs, r: torch.cat(gs),
+    "split_sequence": lambda gs, r: torch.cat(gs),
+    "join_last": lambda gs, r: gs[r].chunk(2, -1)[r],
+}
+
+
+def _random(rank, shape, salt):
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(10 * salt + rank))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_mapping_and_its_conjugate(name, run_ranks):
+    def body(rank):
+        axis = Mesh(rank, tp=2).tp
+        x = _random(rank, (4, 2, 6), 1).requires_grad_()
+        y = getattr(mappings, name)(x, axis)
+        y.backward(_random(rank, y.shape, 2))
+        return y.detach(), x.grad
+
+    xs = [_random(rank, (4, 2, 6), 1) for rank in range(2)]
+    outputs = run_ranks(2, body)
+    gs = [_random(rank, y.shape, 2) for rank, (y, _) in enumerate(outputs)]
+    for rank, (y, gradient) in enumerate(outputs):
+        torch.testing.assert_close(y, FORWARD[name](xs, rank))
+        torch.testing.assert_close(gradient, BACKWARD[name](gs, rank))
+
+
+def test_mappings_over_an_axis_of_one_are_the_identity():
+    x = torch.ones(4, 2)
+    for name in FORWARD:
+        assert getattr(mappings, name)(x, Mesh().tp) is x
+
+
+def test_collectives(run_ranks):
+    def body(rank):
+        axis = Mesh(rank, tp=2).tp
+        x = torch.arange(4.0).view(2, 2) + 10 * rank
+        return dict(
+            total=collectives.all_reduce(x.clone(), axis),
+            largest=collectives.all_reduce(x.clone(), axis, "max"),
+            gathered=collectives.all_gather(x, axis, 1),
+            scattered=collectives.reduce_scatter(x, axis, 1),
+            sent=collectives.broadcast(x.clone(), axis, source=1),
+            said=collectives.broadcast_object(dict(rank=rank), axis, source=1),
+        )
+
+    x = [torch.arange(4.0).view(2, 2) + 10 * rank for rank in range(2)]
+    for rank, got in enumerate(run_ranks(2, body)):
+        assert torch.equal(got["total"], x[0] + x[1])
+        assert torch.equal(got["largest"], x[1])
+        assert torch.equal(got["gathered"], torch.cat(x, 1))
+        assert torch.equal(got["scattered"], (x[0] + x[1])[:, rank : rank + 1])
+        assert torch.equal(got["sent"], x[1])
+        assert got["said"] == dict(rank=1)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.mpu.mesh import Mesh, ranks_along
+
+DOCUMENTED = dict(pp=4, dp=2, cp=1, tp=2)  # Megatron-LM's example of 16 GPUs
+
+
+@pytest.mark.parametrize(
+    "axis, groups",
+    [
+        ("tp", [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]),
+        ("dp", [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]),
+        ("pp", [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]),
+    ],
+)
+def test_groups_of_the_documented_example(axis, groups):
+    assert ranks_along(DOCUMENTED, [axis]) == groups
+
+
+@given(st.lists(st.integers(1, 4), min_size=5, max_size=5), st.sets(st.sampled_from(["pp", "a", "b", "cp", "tp"])))
+def test_groups_of_any_axes_divide_the_ranks(sizes, axes):
+    sizes = dict(zip(("pp", "a", "b", "cp", "tp"), sizes))
+    groups = ranks_along(sizes, axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(math.prod(sizes.values())))
+    assert {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}
+
+
+def test_a_large_job_is_laid_out_in_one_process():
+    mesh = Mesh(16383, tp=8, pp=16, replicate=16, shard=8, create_groups=False)
+    assert mesh.world_size == 16384
+    assert mesh.place == dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383)
+    assert mesh.pp.ranks[0] == 16383 - 15 * 1024
+
+
+def test_axes_of_size_one_have_no_group():
+    mesh = Mesh()
+    assert all(getattr(mesh, name).size == 1 and getattr(mesh, name).group is None for name in mesh.place)
+
+
+def test_topology_names_every_group():
+    text = Mesh(0, tp=2, pp=2, create_groups=False).topology()
+    assert "world size 4 = pp 2 x replicate 1 x shard 1 x cp 1 x tp 2" in text
+    assert " pp: [0,2] [1,3]" in text

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+import torch
+
+from megatron.mpu.mesh import Axis
+from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.mpu.random import BLOCK, Dropout, init_parameter, keep_mask, seed_of
+
+
+def _filled(shape, placement, place=None, name="w", seed=1):
+    parameter = torch.full(shape, float("nan"))
+    init_parameter(name, parameter, placement, place or {}, seed)
+    return parameter
+
+
+def test_pieces_of_any_layout_are_cut_from_the_same_weights():
+    shape = (600, 5000)  # more than one block of rows
+    assert shape[0] * shape[1] > 2 * BLOCK
+    whole = _filled(shape, Placement(shape, Normal(0.02)))
+    for dim, cut in ((0, (150, 5000)), (1, (600, 1250))):
+        placement = Placement(shape, Normal(0.02), cut={"tp": dim})
+        pieces = [_filled(cut, placement, {"tp": rank}) for rank in range(4)]
+        assert torch.equal(torch.cat(pieces, dim), whole)
+    assert abs(whole.std().item() - 0.02) < 1e-4 and abs(whole.mean().item()) < 1e-4
+
+
+def test_padding_is_zero_and_changes_nothing():
+    shape = (10, 4)
+    placement = Placement(shape, Normal(1.0), cut={"tp": 0})
+    first, second = _filled((8, 4), placement, {"tp": 0}), _filled((8, 4), placement, {"tp": 1})
+    assert torch.equal(torch.cat([first, second[:2]]), _filled(shape, Placement(shape, Normal(1.0))))
+    assert torch.equal(second[2:], torch.zeros(6, 4))
+    beyond = _filled((8, 4), placement, {"tp": 3})
+    assert torch.equal(beyond, torch.zeros(8, 4))
+
+
+def test_weights_depend_on_name_and_seed():
+    placement = Placement((4, 4), Normal(1.0))
+    base = _filled((4, 4), placement)
+    assert not torch.equal(base, _filled((4, 4), placement, name="v"))
+    assert not torch.equal(base, _filled((4, 4), placement, seed=2))
+    assert torch.equal(_filled((3,), Placement((3,), Constant(1.0))), torch.ones(3))
+
+
+def test_seeds_are_the_same_for_ever():
+    """A changed hash would change the weights and masks of every run that is resumed."""
+    assert seed_of(1234, "blocks.0.mlp.up.weight", 0) == 5451775161889001220
+
+
+def test_share_of_dropped_elements():
+    for drop in (0.1, 0.5, 0.9):
+        kept = keep_mask((1000, 1000), drop, 7, torch.device("cpu")).float().mean().item()
+        assert abs(kept - (1 - drop)) < 2e-3
+
+
+def test_dropout_depends_on_the_sample_and_not_on_its_batch():
+    dropout = Dropout(0.3, "mlp", 5, seed=1)
+    x = torch.ones(16, 4, 8)
+    together = dropout(x, torch.tensor([3, 4, 5, 6]))
+    alone = [dropout(x[:, :1], torch.tensor([n])) for n in (3, 4, 5, 6)]
+    assert torch.equal(together, torch.cat(alone, 1))
+    assert not torch.equal(together[:, 0], together[:, 1])
+    assert not torch.equal(together, Dropout(0.3, "mlp", 6, seed=1)(x, torch.tensor([3, 4, 5, 6])))
+    assert not torch.equal(together, Dropout(0.3, "attention", 5, seed=1)(x, torch.tensor([3, 4, 5, 6])))
+
+
+def test_dropout_keeps_the_mean_and_is_off_in_evaluation():
+    dropout = Dropout(0.25, "mlp", 0, seed=1)
+    x = torch.ones(512, 4, 64)
+    assert abs(dropout(x, torch.arange(4)).mean().item() - 1) < 5e-3
+    assert dropout.eval()(x, torch.arange(4)) is x
+
+
+def test_ranks_cut_one_mask():
+    x = torch.ones(8, 2, 6)
+    whole = Dropout(0.5, "mlp", 0, seed=1)(x, torch.tensor([1, 2]))
+    pieces = []
+    for rank in range(2):
+        cut = Dropout(0.5, "mlp", 0, seed=1, cut=0, axis=Axis("tp", (0, 1), rank))
+        pieces.append(cut(x[:4], torch.tensor([1, 2])))
+    assert torch.equal(torch.cat(pieces), whole)
