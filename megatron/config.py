@@ -64,9 +64,7 @@ class Model:
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
-    make_vocab_size_divisible_by: int = setting(
-        "pad the vocabulary to a multiple of this x tensor parallel size", 128
-    )
+    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor parallel size", 128)
     model_name_or_path: Optional[str] = setting(
         "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
     )
@@ -102,9 +100,7 @@ class Parallel:
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
     context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
-    sequence_parallel: bool = setting(
-        "split norms and dropouts over the sequence inside tensor parallel groups", False
-    )
+    sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
         "layers of a model chunk (interleaved schedule)", None
     )
@@ -118,9 +114,7 @@ class Parallel:
         "--data-parallel-sharding-strategy",
         also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
     )
-    sharding_degree: Optional[int] = setting(
-        "ranks that share one set of shards (default: all of data parallel)", None
-    )
+    sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
     distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
 
@@ -136,10 +130,9 @@ class Tokenizer:
     )
     vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None)
     merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None)
-    tokenizer_model: Optional[str] = setting(
-        "tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None
-    )
+    tokenizer_model: Optional[str] = setting("tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None)
     vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None)
+    tiktoken_pattern: Optional[str] = setting("gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None)
 
 
 @dataclass(frozen=True)
@@ -276,9 +269,7 @@ class Logging:
 
     log_interval: int = setting("steps between log lines", 100, "--logging-freq")
     log_progress: bool = setting("a live progress line on a terminal", False)
-    metrics_file: Optional[str] = setting(
-        "JSON lines, one per logged step (default: metrics.jsonl under --save)", None
-    )
+    metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)

@@ -141,9 +141,7 @@ class Reader:
     def unknown(self, flag: str, words: list[str], origin: str) -> None:
         near = difflib.get_close_matches(flag, self.spellings, n=3, cutoff=0.7)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        self.problems.append(
-            f"{origin}: unknown flag {flag}{hint}" if origin != flag else f"unknown flag {flag}{hint}"
-        )
+        self.problems.append(f"{origin}: unknown flag {flag}{hint}" if origin != flag else f"unknown flag {flag}{hint}")
 
     def read_file(self, path: str) -> None:
         from megatron.flag_file import read_settings

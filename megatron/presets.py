@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model shapes with a name, for `--model-name-or-path`.
+
+    >>> preset("gpt2-medium")["num_layers"], preset("gpt3-6.7B")["hidden_size"]
+    (24, 4096)
+
+GPT-2: Radford et al. 2019; GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1; 22B: Korthikanti et al. 2022
+(arXiv:2205.05198), table 3. The 1.3B has 16 heads, as the suites that train it do; the paper's 24 do not divide 2048.
+"""
+
+SHAPES = {  # layers, hidden size, heads, sequence length
+    "gpt2-small": (12, 768, 12, 1024),
+    "gpt2-medium": (24, 1024, 16, 1024),
+    "gpt2-large": (36, 1280, 20, 1024),
+    "gpt2-xl": (48, 1600, 25, 1024),
+    "125M": (12, 768, 12, 1024),
+    "345M": (24, 1024, 16, 1024),
+    "760M": (24, 1536, 16, 1024),
+    "1.3B": (24, 2048, 16, 1024),
+    "2.7B": (32, 2560, 32, 1024),
+    "6.7B": (32, 4096, 32, 1024),
+    "13B": (40, 5120, 40, 4096),
+    "22B": (48, 6144, 64, 2048),
+    "175B": (96, 12288, 96, 2048),
+}
+
+
+def preset(name: str) -> dict[str, int] | None:
+    """Settings of a named shape; None for a name that is none. `gpt3-`, `gpt-` and a trailing `-en` may be left out."""
+    short = name.lower().removesuffix("-en").removeprefix("gpt3-").removeprefix("gpt-")
+    short = "gpt2-small" if short == "gpt2" else short
+    for known, (layers, hidden, heads, length) in SHAPES.items():
+        if known.lower() == short:
+            return dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=length,
+                        max_position_embeddings=length)  # fmt: skip
+    return None
