@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint directory says about itself, believed only after checking.
+
+An index is untrusted input. Names, shapes, sizes and offsets are compared with each other and with the files on the disk
+before any memory is taken for them, so that a forged index is refused and not obeyed.
+"""
+
+import json
+import os
+import re
+import stat
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.checkpoint.boxes import Box, find_flaw
+from megatron.checkpoint.durable import Damaged, checksum, read_sealed
+from megatron.checkpoint.store import DTYPES, FORMAT, VERSION
+
+_FILE_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
+_HEADER_LIMIT = 1 << 28
+_BLOCK_LIMIT = 1 << 28
+_MAX_DIMS = 16
+
+
+class Stored(NamedTuple):
+    """One stored box: where it lies in its tensor and on the disk."""
+
+    box: Box
+    file: str
+    key: str
+    checksums: list[str]
+
+
+class Tensor(NamedTuple):
+    """What the index says of a logical tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stored: list[Stored]
+
+
+class Index(NamedTuple):
+    """index.json: bytes under one checksum, file name -> (bytes, checksum of its header), name -> Tensor."""
+
+    block: int
+    files: dict[str, tuple[int, str]]
+    tensors: dict[str, Tensor]
+    state_checksum: str
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint directory. Raises Damaged when it is absent, altered or makes no sense."""
+    path = folder / "index.json"
+    _, content = read_sealed(path)
+    if content.get("format") == FORMAT and content.get("version") != VERSION:
+        raise Damaged(f"{path} has version {content.get('version')!r} of its format, this program reads {VERSION}")
+    try:
+        _demand(content["format"] == FORMAT, f"format {content['format']!r}")
+        block = _count(content["block"])
+        _demand(0 < block <= _BLOCK_LIMIT and block % 16 == 0, f"block of {block} bytes")
+        files = {name: _file_entry(name, entry) for name, entry in content["files"].items()}
+        tensors = {name: _tensor(name, entry, block, files) for name, entry in content["tensors"].items()}
+        pairs = [(stored.file, stored.key) for tensor in tensors.values() for stored in tensor.stored]
+        _demand(len(set(pairs)) == len(pairs), "two boxes share the same bytes")
+        return Index(block, files, tensors, str(content["state"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{path} is not a valid index: {error}") from None
+
+
+def _demand(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _count(value: Any) -> int:
+    _demand(type(value) is int and 0 <= value < 1 << 63, f"{value!r} is not a count")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    _demand(type(values) is list and len(values) <= _MAX_DIMS, f"{values!r} is not a list of counts")
+    return tuple(map(_count, values))
+
+
+def _file_entry(name: str, entry: dict) -> tuple[int, str]:
+    _demand(_FILE_NAME.fullmatch(name) is not None, f"file name {name!r}")  # no paths, no dots, no devices
+    return _count(entry["bytes"]), str(entry["header"])
+
+
+def _tensor(name: str, entry: dict, block: int, files: dict) -> Tensor:
+    _demand(entry["dtype"] in DTYPES, f"{name}: dtype {entry['dtype']!r}")
+    dtype, shape = DTYPES[entry["dtype"]], _counts(entry["shape"])
+    stored = []
+    for offset, extent, file, key, checksums in entry["boxes"]:
+        box = Box(_counts(offset), _counts(extent))
+        size = box.size * dtype.itemsize
+        _demand(file in files, f"{name}: file {file!r} is not listed")
+        _demand(size <= files[file][0], f"{name}: {size} bytes in a file of {files[file][0]}")
+        _demand(type(key) is str and len(checksums) == -(-size // block), f"{name}: key {key!r} and its checksums")
+        stored.append(Stored(box, file, key, checksums))
+    flaw = find_flaw(shape, [item.box for item in stored])
+    _demand(flaw is None, f"{name}: {flaw}")
+    return Tensor(dtype, shape, stored)
+
+
+class ShardFile:
+    """An open safetensors file whose size and header are as the index says. Closed when nobody refers to it."""
+
+    def __init__(self, path: Path, size: int, header_checksum: str):
+        """Raises Damaged when the file is missing or another one."""
+        self.path, self.size = path, size
+        check_size(path, size)
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        self.entries = self._parse(header_checksum)
+
+    def _parse(self, header_checksum: str) -> dict[str, tuple[int, str, list[int]]]:
+        """Key -> (first byte, dtype code, shape)."""
+        head = bytearray(8)
+        self.read_into(0, memoryview(head), "the header")
+        length = int.from_bytes(head, "little")
+        if length > min(_HEADER_LIMIT, self.size - 8):
+            raise Damaged(f"{self.path} is damaged: a header of {length:,} bytes in a file of {self.size:,}")
+        header = bytearray(8 + length)
+        self.read_into(0, memoryview(header), "the header")
+        if checksum(header) != header_checksum:
+            raise Damaged(f"{self.path} is damaged in its header, or belongs to another checkpoint")
+        try:
+            entries, end = {}, 0
+            for key, entry in json.loads(header[8:]).items():
+                start, stop = _counts(entry["data_offsets"])
+                bytes_needed = prod(_counts(entry["shape"])) * DTYPES[entry["dtype"]].itemsize
+                _demand(start == end and stop - start == bytes_needed, f"{key}: bytes {start} to {stop}")
+                entries[key], end = (8 + length + start, entry["dtype"], entry["shape"]), stop
+            _demand(8 + length + end == self.size, f"{end} bytes of data")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{self.path} has no valid header: {error}") from None
+        return entries
+
+    def read_into(self, at: int, data: memoryview, what: str) -> None:
+        """Fill `data` with the bytes from `at` on. Raises Damaged, naming `what` was read."""
+        done = 0
+        while done < len(data):
+            try:
+                count = os.preadv(self._file.fileno(), [data[done:]], at + done)
+            except OSError as error:
+                raise Damaged(f"{self.path} cannot be read in {what}: {error.strerror}") from None
+            if count == 0:
+                raise Damaged(f"{self.path} ends in {what}, at byte {at + done:,}")
+            done += count
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise Damaged unless `path` is a regular file of this size. Reads no data."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path} is not a regular file")
+    if found.st_size != size:
+        raise Damaged(f"{path} has {found.st_size:,} bytes instead of {size:,}")

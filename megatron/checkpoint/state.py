@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of checkpoints: which one is newest, which one is good, how one more arrives, which ones go.
+
+    --save/
+        iter_0000100/ iter_0000200/           complete checkpoints, by rename: there are no half ones
+        latest_checkpointed_iteration.txt     "200", as in Megatron-LM
+        .tmp-iter_0000300-5f0c/               being written; left over by a killed run until the next one saves
+        .old-iter_0000200-91aa/               set aside for the moment in which iteration 200 is saved again
+
+The ranks of a job act together through one function, `exchange(value) -> [value of rank 0, value of rank 1, ...]`
+(`torch.distributed.all_gather_object`, say). It carries every failure to every rank, so none is left waiting.
+"""
+
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.checkpoint.durable import Damaged, WriterLock, replace_file, storage, sync_folder
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import Piece, commit, write_shard
+from megatron.errors import CheckpointError, Failure, StorageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"(?:\.old-)?iter_(\d{7,})(?:-[0-9a-f]+)?")
+
+Exchange = Callable[[Any], list]
+
+
+def alone(value: Any) -> list:
+    """The exchange of a job with one rank."""
+    return [value]
+
+
+# ---------------------------------------------------------------------------------------------------- finding
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Iteration -> directory of every checkpoint, oldest first; one that was set aside counts while it has no successor."""
+    found: dict[int, Path] = {}
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):  # ".old-..." sorts before "iter_...", which takes its place
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_tracker(folder: Path) -> Optional[int]:
+    """The iteration that the tracker names; None when it is missing or torn."""
+    try:
+        text = (folder / TRACKER).read_bytes()[:32].decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Checkpoints to try, best first, and what the user should hear about how they were chosen."""
+
+    paths: tuple[Path, ...]
+    notices: tuple[str, ...] = ()
+
+
+def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = False) -> Choice:
+    """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
+
+    step:         only this iteration (`--ckpt-step`)
+    allow_empty:  nothing there is an answer, not an error (`--auto-resume`)
+    A directory that is itself a checkpoint is chosen as it is. Those whose index or files are visibly damaged (nothing is
+    read but the index and the sizes) are named in the notices and left out. Raises CheckpointError when nothing is left.
+    """
+    if (folder / "index.json").exists():
+        return Choice((folder,))
+    found = checkpoints(folder)
+    if step is not None:
+        if step not in found:
+            listed = ", ".join(map(str, found)) or "none"
+            raise CheckpointError(
+                f"{folder} has no checkpoint of iteration {step}", f"it has: {listed}", "see --ckpt-step"
+            )
+        return Choice((found[step],))
+    if not found:
+        if allow_empty:
+            return Choice(())
+        why = None if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder} holds no checkpoint", why, "check --load, or start anew with --auto-resume")
+    named, notices = read_tracker(folder), []
+    order = sorted(found, reverse=True)
+    if named in found:
+        newer = [iteration for iteration in order if iteration > named]
+        order = [iteration for iteration in order if iteration <= named] + newer[::-1]
+        if newer:
+            notices.append(f"{folder / TRACKER} names iteration {named}; newer ones are there too: {newer[::-1]}")
+    else:
+        torn = f"names iteration {named}, which is not there" if named is not None else "is missing or torn"
+        notices.append(f"{folder / TRACKER} {torn}; taking the newest checkpoint, iteration {order[0]}")
+    paths = []
+    for iteration in order:
+        problem = _visible_damage(found[iteration])
+        if problem:
+            notices.append(problem)
+        else:
+            paths.append(found[iteration])
+    if not paths:
+        raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+    return Choice(tuple(paths), tuple(notices))
+
+
+def _visible_damage(path: Path) -> Optional[str]:
+    if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
+        return f"{path} is in Megatron-LM's own format, which is not read here"
+    try:
+        with Reader(path) as reader:
+            reader.check_files()
+    except Damaged as problem:
+        return str(problem)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run was restored from; `notices` are for the user."""
+
+    path: Path
+    state: dict[str, Any]
+    notices: tuple[str, ...]
+
+
+def restore(
+    folder: Path,
+    pieces: Iterable[Piece],
+    *,
+    step: Optional[int] = None,
+    allow_empty: bool = False,
+    names: Optional[Collection[str]] = None,
+    cast: bool = False,
+    rank: int = 0,
+    exchange: Exchange = alone,
+) -> Optional[Restored]:
+    """Fill the pieces of all ranks from the newest checkpoint whose every byte is good; None when allowed and empty.
+
+    All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
+    the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names` and
+    `cast` as in `Reader.load`.
+    """
+    folder, pieces = Path(folder), list(pieces)
+    choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
+    notices = list(choice.notices)
+    for path in choice.paths:
+        try:
+            state = _together(lambda path=path: _load(path, pieces, names, cast, rank), exchange)[0]
+        except Damaged as problem:
+            if step is not None or len(choice.paths) == 1:
+                raise
+            notices.append(str(problem))
+        else:
+            return Restored(path, state, tuple(notices))
+    if not choice.paths:
+        return None
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+
+
+def _load(path: Path, pieces: list[Piece], names, cast: bool, rank: int) -> Optional[dict[str, Any]]:
+    with Reader(path) as reader:
+        reader.load(pieces, names=names, cast=cast)
+        return reader.state if rank == 0 else None
+
+
+def _together(action: Callable[[], Any], exchange: Exchange) -> list:
+    """Results of `action` on all ranks. When it fails anywhere it raises on every rank: damage last, it has a remedy."""
+    try:
+        result, failure = action(), None
+    except (Failure, OSError) as error:
+        result, failure = None, error
+    told = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
+    answers = exchange((result, told and (type(told), told.what, told.why, told.do)))
+    failures = [(rank, *problem) for rank, (_, problem) in enumerate(answers) if problem]
+    if not failures:
+        return [value for value, _ in answers]
+    rank, kind, what, why, do = min(failures, key=lambda item: issubclass(item[1], Damaged))
+    raise kind(what if len(answers) == 1 else f"{what} (rank {rank})", why, do) from failure
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+
+
+class Saver:
+    """The right to write checkpoints into a folder, held by one job for as long as this object is open.
+
+    All ranks create it, call `save` and `close` together. At any moment, kill -9 and power loss included, every
+    checkpoint that was complete before a save can be loaded after it, unless `keep_last` let it go.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: Optional[int] = None, rank: int = 0, exchange: Exchange = alone):
+        """Raises StorageError when the folder cannot be written, Locked when another job writes into it."""
+        self.folder, self.keep_last, self.rank, self.exchange = Path(folder), keep_last, rank, exchange
+        self._lock: Optional[WriterLock] = None
+        _together(self._claim, exchange)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other jobs write."""
+        if self._lock:
+            self._lock.release()
+
+    def _claim(self) -> None:
+        if self.rank == 0:
+            with storage(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = WriterLock(self.folder)
+                clean(self.folder)
+
+    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Path:
+        """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.
+
+        state: of rank 0; a dict that JSON can hold, `iteration` is added. A checkpoint of the same iteration is replaced.
+        Raises, on all ranks, StorageError when the disk is full or failing (what was there before stays), and
+        CheckpointError when the pieces do not make whole tensors.
+        """
+        final = self.folder / f"iter_{iteration:07d}"
+        try:
+            temporary = _together(lambda: self._begin(final), self.exchange)[0]
+            sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.exchange)
+            _together(lambda: self._finish(temporary, final, len(sizes), iteration, state), self.exchange)
+        except Failure:
+            if self.rank == 0:
+                _discard(self.folder)
+            raise
+        return final
+
+    def _begin(self, final: Path) -> Optional[Path]:
+        if self.rank != 0:
+            return None
+        with storage(final):
+            clean(self.folder)
+            temporary = self.folder / f".tmp-{final.name}-{secrets.token_hex(4)}"
+            temporary.mkdir()
+        return temporary
+
+    def _finish(self, temporary: Path, final: Path, writers: int, iteration: int, state: dict) -> None:
+        if self.rank != 0:
+            return
+        with storage(final):
+            commit(temporary, final, writers, {**state, "iteration": iteration})
+            replace_file(self.folder / TRACKER, str(iteration).encode())
+            clean(self.folder)
+        if self.keep_last:
+            prune(self.folder, self.keep_last)
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed saves left behind. Only for the holder of the lock."""
+    for path in folder.glob(".old-iter_*"):
+        final = folder / _NAME.fullmatch(path.name)[0].removeprefix(".old-").partition("-")[0]
+        if final.exists():
+            _remove(path)
+        else:
+            path.rename(final)  # killed between setting it aside and its successor's arrival
+    _discard(folder)
+
+
+def prune(folder: Path, keep_last: int) -> list[Path]:
+    """Delete all but the `keep_last` newest checkpoints up to the tracker's; returns what is gone.
+
+    Checkpoints newer than the tracker's stay: somebody went back to an older one, and may change their mind.
+    """
+    newest = read_tracker(folder)
+    old = [path for iteration, path in checkpoints(folder).items() if newest is not None and iteration <= newest]
+    gone = old[: len(old) - keep_last] if keep_last > 0 else []
+    for path in gone:
+        with storage(path):
+            _remove(path)
+    return gone
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory so that no half of it is ever seen under a checkpoint's name."""
+    doomed = path.with_name(f".tmp-gone-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    path.rename(doomed)
+    sync_folder(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _discard(folder: Path) -> None:
+    for path in folder.glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
