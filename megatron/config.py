@@ -71,10 +71,10 @@ class Model:
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the MLP; SwiGLU keeps the parameter count of 4h with 8/3 h, rounded up to 64 (Megatron)."""
+        """Width inside the MLP; SwiGLU keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return -(-self.hidden_size * 8 // 3 // 64) * 64 if self.swiglu else 4 * self.hidden_size
+        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
 
     @property
     def head_dim(self) -> int:

@@ -34,6 +34,11 @@ def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
     return None
 
 
+def known_flags() -> list[str]:
+    """Every name that the tables spell out."""
+    return [name for name in (*_IGNORED, *_REFUSED) if "*" not in name]
+
+
 def _judge(refused: bool, sentence: str, name: str, words) -> Answer:
     word = " ".join(words)
     if word.lower() == "false" or (refused and word in ("none", *_NEUTRAL.get(name, ()))):
@@ -41,234 +46,317 @@ def _judge(refused: bool, sentence: str, name: str, words) -> Answer:
     return Answer(refused, sentence)
 
 
-IGNORED = {
-    # Speed: other arrangements of the same arithmetic.
-    "there is one implementation of the model": "--transformer-impl --use-mcore-models --use-legacy-models",
-    "kernels are chosen by what is installed (python -m megatron.tools.doctor); fused or not, the result is the same":
-        "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion "
-        "--no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm "
-        "--use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser --use-kitchen-attention "
-        "--kitchen-attention-backend --flash-attention-version --use-flash-attn-triton --fused-linear --fuse-attn-qkv "
-        "--no-fuse-attn-qkv --tensor-fusion --gdp-cutedsl-kernel --disable-symmetric-registration",
-    "gradients are always accumulated and reduced in fp32":
-        "--no-gradient-accumulation-fusion --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 "
-        "--no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation "
-        "--ddp-param-name-patterns-for-fp32-local-accumulation --disable-bf16-reduced-precision-matmul",
-    "the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)":
-        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --fp16-lm-cross-entropy",
-    "CUDA graphs would only save launch time; see --torch-compile":
-        "--enable-cuda-graph --cuda-graph-* --external-cuda-graph --optimizer-cuda-graph",
-    "when and how ranks exchange data changes the speed, not the result; this suite arranges it by itself":
-        "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step --overlap-p2p-communication* "
-        "--no-overlap-p2p-communication --ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-align-* --disable-align-* "
-        "--no-async-tensor-model-parallel-allreduce --disable-async-tensor-model-parallel-allreduce "
-        "--use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline "
-        "--tp-comm-* --no-tp-comm-* --disable-tp-comm-* --defer-embedding-wgrad-compute --wgrad-deferral-limit "
-        "--delay-wgrad-compute --create-all-gather-group --high-priority-* --use-nccl-ub --use-sharp --sharp-enabled-group "
-        "--nccl-communicator-config-path --disable-gloo-process-groups --no-paired-barrier --no-pre-communication-optimization "
-        "--pipeline-model-parallel-comm-backend --suggested-communication-unit-size --no-data-sharding "
-        "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --use-layer-wise-* --no-use-layer-wise-*",
-    "ranks are always ordered tensor, context, data, pipeline": "--use-tp-pp-dp-mapping",
-    "memory and garbage are collected as Python and torch do by themselves":
-        "--manual-gc* --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level --train-sync-interval",
-    "there is no pipeline unless --pipeline-model-parallel-size is above 1": "--no-pipeline-parallel",
-    # Randomness and initial weights.
-    "runs repeat bit by bit anyway on the same CPU threads; on CUDA, attention's backward pass may still differ":
-        "--deterministic-mode",
-    "randomness is a function of seed and position, so there is no random state to track, save or load":
-        "--no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks",
-    "initial weights depend on --seed and their names alone, wherever they are drawn":
-        "--use-cpu-initialization --no-initialization --init-model-with-meta-device --lazy-mpu-init",
-    "torchrun tells each process its rank": "--local-rank",
-    # Checkpoints.
-    "checkpoints have one format (safetensors with checksums), written and read in parallel, which every layout loads":
-        "--ckpt-format --dist-ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-* "
-        "--no-ckpt-fully-parallel-save --disable-ckpt-fully-parallel-save --ckpt-assume-constant-structure "
-        "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient --use-persistent-ckpt-worker "
-        "--dist-ckpt-workers --dist-ckpt-save-pre-mcore-014 --ckpt-pg-* --ckpt-drop-redundant-extra-state "
-        "--no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity --verify-integrity "
-        "--delta-offload-bytes-across-pp-ranks --async-ckpt-* --save-tokenizer-assets --no-save-tokenizer-assets "
-        "--disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
-    "a tensor that is missing, extra or of another shape is always an error": "--dist-ckpt-strictness",
-    "training goes on when the checkpoint is on disk": "--async-save --async-strategy --async-mode",
-    "a folder without a valid checkpoint is an error anyway (see --auto-resume)": "--exit-on-missing-checkpoint",
-    "settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error":
-        "--use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args "
-        "--use-mp-args-from-checkpoint-args",
-    "learning rate and weight decay always follow the flags": "--override-opt-param-scheduler --override-lr-scheduler",
-    "the schedule is computed from the flags and the samples so far: repeat the first run's flags to continue it":
-        "--use-checkpoint-opt-param-scheduler --use-checkpoint-lr-scheduler",
-    # Data.
-    ".bin/.idx files are always memory-mapped": "--data-impl --no-mmap-bin-files --mmap-warmup --dataset-impl --lazy-loader",
-    "index maps are built once, in seconds, and kept in --data-cache-path":
-        "--num-dataset-builder-threads --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
-        "--mid-level-dataset-surplus",
-    "causal masks are never stored": "--no-create-attention-mask-in-dataloader",
-    "the fastest tokenizer whose ids agree is chosen": "--use-gigatoken --legacy-tokenizer",
-    "only local files are read": "--enable-msc --disable-msc --object-storage-cache-path",
-    # Logs.
-    "the time of a step is logged; its parts are not timed yet":
-        "--timing-log-level --timing-log-option --log-timers-to-tensorboard --no-barrier-with-level-1-timing",
-    "every figure that the run logs goes to TensorBoard as well, at --log-interval":
-        "--log-throughput --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
-        "--log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard "
-        "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --tensorboard-log-interval "
-        "--tensorboard-queue-size",
-    "this figure is not logged yet":
-        "--log-num-zeros-in-grad --log-params-norm --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard "
-        "--log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy --log-max-attention-logit "
-        "--log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging --logging-level "
-        "--measure-activation-memory",
-    "no outside service is told about the run":
-        "--no-one-logger --one-logger-* --app-tag-run-* --otel-* --config-logger-dir --run-workload-inspector-server",
-    "wandb reads WANDB_ENTITY and WANDB_DIR from the environment": "--wandb-entity --wandb-save-dir",
-    # Checks.
-    "a loss or gradient that is not finite is never trained on": "--no-check-for-nan-in-loss-and-grad",
-    "replicas and repeated steps are not compared yet":
-        "--check-weight-hash-across-dp-replicas-interval --rerun-mode --test-mode --enable-exactly-numeric-match "
-        "--enable-optimizer-post-validation",
-    "this suite trains GPT models": "--model-type",
-}  # fmt: skip
+# A sentence, and indented under it the flags that it answers.
+IGNORED = """
+# Speed: other arrangements of the same arithmetic.
+there is one implementation of the model
+    --transformer-impl --use-mcore-models --use-legacy-models
+kernels are chosen by what is installed; fused or not, the result is the same
+    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
+    --no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
+    --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
+    --use-kitchen-attention --kitchen-attention-backend --flash-attention-version --use-flash-attn-triton
+    --fused-linear --fuse-attn-qkv --no-fuse-attn-qkv --tensor-fusion --gdp-cutedsl-kernel
+    --disable-symmetric-registration
+gradients are always accumulated and reduced in fp32
+    --no-gradient-accumulation-fusion --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+    --no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation
+    --ddp-param-name-patterns-for-fp32-local-accumulation --disable-bf16-reduced-precision-matmul
+the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)
+    --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fp16-lm-cross-entropy
+CUDA graphs would only save launch time; see --torch-compile
+    --enable-cuda-graph --cuda-graph-* --external-cuda-graph --optimizer-cuda-graph
+when and how ranks exchange data changes the speed, not the result; this suite arranges it by itself
+    --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step
+    --overlap-p2p-communication* --no-overlap-p2p-communication --ddp-* --DDP-impl
+    --no-contiguous-buffers-in-local-ddp --no-align-* --disable-align-* --no-async-tensor-model-parallel-allreduce
+    --disable-async-tensor-model-parallel-allreduce --use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline
+    --tp-comm-* --no-tp-comm-* --disable-tp-comm-* --defer-embedding-wgrad-compute --wgrad-deferral-limit
+    --delay-wgrad-compute --create-all-gather-group --high-priority-* --use-nccl-ub --use-sharp
+    --sharp-enabled-group --nccl-communicator-config-path --disable-gloo-process-groups --no-paired-barrier
+    --no-pre-communication-optimization --pipeline-model-parallel-comm-backend --suggested-communication-unit-size
+    --no-data-sharding --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
+    --use-layer-wise-* --no-use-layer-wise-*
+ranks are always ordered tensor, context, data, pipeline
+    --use-tp-pp-dp-mapping
+memory and garbage are collected as Python and torch do by themselves
+    --manual-gc* --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level --train-sync-interval
+there is no pipeline unless --pipeline-model-parallel-size is above 1
+    --no-pipeline-parallel
 
+# Randomness and initial weights.
+runs repeat bit by bit anyway on the same CPU threads; on CUDA, attention's backward pass may still differ
+    --deterministic-mode
+randomness is a function of seed and position, so there is no random state to track, save or load
+    --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks
+initial weights depend on --seed and their names alone, wherever they are drawn
+    --use-cpu-initialization --no-initialization --init-model-with-meta-device --lazy-mpu-init
+torchrun tells each process its rank
+    --local-rank
 
-REFUSED = {
-    # What comes next.
-    "recomputing activations is not built yet; leave it out: the result is the same, activations take more memory":
-        "--recompute-* --checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers --checkpoint-in-cpu "
-        "--distribute-checkpointed-activations --distribute-saved-activations --deepspeed-activation-checkpointing "
-        "--use-recompute --no-recompute-layers",
-    "interleaved and uneven pipelines are not built yet":
-        "--num-virtual-stages-per-pipeline-rank --virtual-pp-degree --microbatch-group-size-per-virtual-pipeline-stage "
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers "
-        "--decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --allow-padding-num-layers "
-        "--standalone-embedding-stage --pipeline-stage-layers",
-    "zero-bubble schedules are not built yet; see --pipeline-schedule":
-        "--enable-zero-bubble --enable-zb* --zero-bubble-* --interleave-group-size",
-    "keeping state on the host is not built yet":
-        "--optimizer-cpu-offload --optimizer-offload-fraction --param-cpu-offload --use-torch-optimizer-for-cpu-offload "
-        "--overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --cpu-offload* --cpu-optimizer --fine-grained-* --activation-offload-fraction "
-        "--offload-* --auto-offload-time --min-offloaded-tensor-size --delay-offload-until-cuda-graph --nvme-offload-*",
-    "profiling is not built yet": "--profile* --use-pytorch-profiler --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges",
-    "catching a signal is not built yet; --exit-duration-in-mins saves and stops in time": "--exit-signal*",
-    "choosing the layout by itself is not built yet: say --tensor-model-parallel-size, --pipeline-model-parallel-size ...":
-        "--auto-parallel --max-global-batch-size",
-    "training ends by --train-iters or --train-samples": "--train-epochs --iter-per-epoch",
-    "say --global-batch-size; steps are split into micro-batches by themselves":
-        "--gradient-accumulation-steps --local-batch-size --accumulate-steps",
-    # Sharding and distribution by other means.
-    "use --sharding-stage 3":
-        "--use-megatron-fsdp --use-torch-fsdp2 --use-custom-fsdp --megatron-fsdp-* --fsdp-* --torch-fsdp2-* "
-        "--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp",
-    "use --sharding-degree": "--num-distributed-optimizer-instances",
-    "this is DeepSpeed's; use --bf16 or --fp16, --sharding-stage and --load here": "--deepspeed* --ds-* --universal-checkpoint",
-    "layer dropping and curricula of DeepSpeed are not part of this suite": "--random-ltd --data-efficiency-curriculum-learning",
-    "long sequences are split by --context-parallel-size alone":
-        "--cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank "
-        "--sequence-parallel-size",
-    "this is a flag of torchrun: put it before the name of the script":
-        "--nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts",
-    "weight sharding across recomputation groups is not part of this suite": "--gtp-* --*-num-weight-shards",
-    # Batch, schedule, optimizer.
-    "count in samples: tokens / --seq-length, as --train-samples, --lr-decay-samples, --lr-warmup-samples":
-        "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
-    "use --rampup-batch-size START INCREMENT SAMPLES": "--step-batch-size-schedule",
-    "the batch size does not change with the number of ranks": "--decrease-batch-size-if-needed",
-    "all parameters share one learning rate": "--decoupled-lr --decoupled-min-lr --head-lr-mult",
-    "the optimizer is AdamW with fp32 state": "--sgd-* --muon-* --lion-* --soap-* --use-precision-aware-optimizer "
-        "--main-params-dtype --main-grads-dtype --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt",
-    "weight decay applies to matrices, not to biases and norms":
-        "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map",
-    "loss spikes are not watched yet": "--check-for-spiky-loss --check-for-large-grads",
-    "every iteration is trained": "--iterations-to-skip --phase-transition-iterations",
-    "to start counting anew from loaded weights, use --finetune": "--reset-iteration --no-load-lr-state",
-    "use --amp-level's meaning directly: --bf16 or --fp16, weights kept in fp32 beside": "--amp-level --amp-*",
-    # Evaluation.
-    "to evaluate without training: python -m megatron.tools.evaluate": "--skip-train",
-    "evaluation uses the training batch, --eval-iters of it each --eval-interval":
-        "--eval-global-batch-size --eval-micro-batch-size --full-validation --multiple-validation-sets --validation-set-names "
-        "--start-eval-at-iter --test-iters",
-    # Model.
-    "mixtures of experts are not part of this suite; models are dense":
-        "--num-experts --moe-* --expert-* --mlp-type --overlap-moe-* --overlap-dispatch-* --ep-overlap-* "
-        "--save-tokens-per-expert-interval --use-grouped-gemm-* --topk --high-priority-a2a-comm-stream",
-    "attention is multi-head or grouped-query (--group-query-attention)":
-        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-        "--mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --hybrid-* "
-        "--attention-output-gate --window-* --softmax-type --qk-clip* --qk-l2-norm --enable-gpt-oss",
-    "Mamba layers are not part of this suite": "--mamba-* --is-hybrid-model --disable-mamba-mem-eff-path",
-    "8- and 4-bit training is not part of this suite; use --bf16":
-        "--fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16 "
-        "--te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
-    "residuals and embeddings have the format of --precision": "--fp32-residual-connection --embedding-weights-in-fp32",
-    "norms have a plain scale; use --normalization LayerNorm": "--apply-layernorm-1p",
-    "leave out --no-bias-gelu-fusion: the tanh form is this suite's default": "--openai-gelu",
-    "the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion) or --swiglu":
-        "--squared-relu --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value",
-    "rotary positions rotate halves (as Llama does), unscaled":
-        "--rotary-interleaved --rotary-scaling-factor --rotary-seq-len-interpolation-factor --use-rope-scaling "
-        "--rope-scaling-factor --rope-type --yarn-* --no-yarn-* --no-rope-freq --mrope-section --mscale* --relative-attention-*",
-    "weights start from N(0, --init-method-std), output layers scaled by depth":
-        "--init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*",
-    "biases are on, or off everywhere with --disable-bias-linear": "--add-qkv-bias",
-    "blocks are pre-norm": "--apply-residual-connection-post-layernorm",
-    "all layers are alike and predict one token": "--heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --spec "
-        "--freeze-all-layers --enable-experimental",
-    "the vocabulary is padded to a multiple of --make-vocab-size-divisible-by":
-        "--padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size --vocab-extra-ids",
-    "encoder-decoder models are not part of this suite yet":
-        "--encoder-num-layers --decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank",
-    # Other recipes.
-    "masked language models are not part of this suite yet": "--bert-* --mask-* --short-seq-prob --num-tokentypes --output-bert-embeddings",
-    "fill-in-the-middle is not part of this suite": "--fim-*",
-    "fine-tuning on conversations is not part of this suite": "--sft* --chat-template",
-    "reinforcement learning is not part of this suite": "--rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method",
-    "retrieval models are not part of this suite":
-        "--retro-* --retriever-* --ict-* --biencoder-* --block-data-path --embedding-path --evidence-data-path --indexer-* "
-        "--query-in-block-prob --titles-data-path --use-one-sent-docs --result-rejected-tracker-filename",
-    "vision models are not part of this suite":
-        "--vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction "
-        "--data-per-class-fraction --sample-rate",
-    "distillation and pruning are not part of this suite yet":
-        "--kd* --*-teacher --load-teacher --export-* --modelopt-* --logits-* --output-logit-dtype --teacher-load",
-    # Text generation.
-    "this belongs to text generation: python -m megatron.tools.generate --help":
-        "--inference-* --no-inference-* --prompts --prompt-file* --top-k --top-p --top-n-logprobs --temperature --stop-words "
-        "--num-tokens-to-generate --return-log-probs --incoming-requests-* --output-path --output-every-n-results "
-        "--termination-id --max-tokens-to-oom --flash-decode --enable-chunked-prefill --disable-chunked-prefill "
-        "--use-legacy-static-engine --use-coordinator --num-speculative-tokens --decode-only-cuda-graphs --symmetric-ar-type "
-        "--nccl-all-reduce-for-prefill --mlp-chunks-for-* --batch-invariant-* --cache-dir",
-    # Data and tokenizers.
-    "say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml":
-        "--data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path "
-        "--train-sample-idx-path --train-shuffle-idx-path --input-dir --num-tokens-from-file --dataset-type",
-    "the document boundary of NullTokenizer is --vocab-size": "--null-tokenizer-eod-id --null-tokenizer-pad-id",
-    "a tokenizer's files say this themselves": "--tiktoken-* --tokenizer-* --no-tokenizer-* --disable-tokenizer-* --allow-ambiguous-pad-tokens",
-    "code from a model's folder is never run": "--trust-remote-code",
-    "documents are separated by --reset-attention-mask and --reset-position-ids": "--dataloader-inter-document-masking",
-    # Checkpoints and failures.
-    "use --config FILE.yaml": "--yaml-cfg",
-    "use --keep-last": "--save-retain-interval",
-    "use --load, with --ckpt-step for a certain step": "--override-ckpt-iteration --pretrained-checkpoint",
-    "there is one kind of checkpoint: --save, --save-interval": "--non-persistent-* --replication* --ckpt-convert-* "
-        "--save-activations-interval --save-dgrads-interval --save-params-interval --save-wgrads-interval",
-    "restarting inside the process and injecting faults are not part of this suite":
-        "--inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-* --adlr-autoresume* "
-        "--gpu-sniff-test-interval",
-    "see --distributed-timeout-minutes": "--distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* "
-        "--disable-flight-recorder-* --fake-process-group --throughput-check-only",
-}  # fmt: skip
+# Checkpoints.
+checkpoints have one format (safetensors with checksums), written and read in parallel, which every layout loads
+    --ckpt-format --dist-ckpt-format --use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-*
+    --no-ckpt-fully-parallel-save --disable-ckpt-fully-parallel-save --ckpt-assume-constant-structure
+    --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient --use-persistent-ckpt-worker
+    --dist-ckpt-workers --dist-ckpt-save-pre-mcore-014 --ckpt-pg-* --ckpt-drop-redundant-extra-state
+    --no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity --verify-integrity
+    --delta-offload-bytes-across-pp-ranks --async-ckpt-* --save-tokenizer-assets --no-save-tokenizer-assets
+    --disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
+a tensor that is missing, extra or of another shape is always an error
+    --dist-ckpt-strictness
+training goes on when the checkpoint is on disk
+    --async-save --async-strategy --async-mode
+a folder without a valid checkpoint is an error anyway (see --auto-resume)
+    --exit-on-missing-checkpoint
+settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error
+    --use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
+    --disable-use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args
+learning rate and weight decay always follow the flags
+    --override-opt-param-scheduler --override-lr-scheduler
+the schedule is computed from the flags and the samples so far: repeat the first run's flags to continue it
+    --use-checkpoint-opt-param-scheduler --use-checkpoint-lr-scheduler
+
+# Data.
+.bin/.idx files are always memory-mapped
+    --data-impl --no-mmap-bin-files --mmap-warmup --dataset-impl --lazy-loader
+index maps are built once, in seconds, and kept in --data-cache-path
+    --num-dataset-builder-threads --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap
+    --mid-level-dataset-surplus
+causal masks are never stored
+    --no-create-attention-mask-in-dataloader
+the fastest tokenizer whose ids agree is chosen
+    --use-gigatoken --legacy-tokenizer
+only local files are read
+    --enable-msc --disable-msc --object-storage-cache-path
+
+# Logs.
+the time of a step is logged; its parts are not timed yet
+    --timing-log-level --timing-log-option --log-timers-to-tensorboard --no-barrier-with-level-1-timing
+every figure that the run logs goes to TensorBoard as well, at --log-interval
+    --log-throughput --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
+    --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard
+    --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --tensorboard-log-interval
+    --tensorboard-queue-size
+this figure is not logged yet
+    --log-num-zeros-in-grad --log-params-norm --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
+    --log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy
+    --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
+    --logging-level --measure-activation-memory
+no outside service is told about the run
+    --no-one-logger --one-logger-* --app-tag-run-* --otel-* --config-logger-dir --run-workload-inspector-server
+wandb reads WANDB_ENTITY and WANDB_DIR from the environment
+    --wandb-entity --wandb-save-dir
+
+# Checks.
+a loss or gradient that is not finite is never trained on
+    --no-check-for-nan-in-loss-and-grad
+replicas and repeated steps are not compared yet
+    --check-weight-hash-across-dp-replicas-interval --rerun-mode --test-mode --enable-exactly-numeric-match
+    --enable-optimizer-post-validation
+this suite trains GPT models
+    --model-type
+"""
+
+REFUSED = """
+# What comes next.
+recomputing activations is not built yet; leave it out: the result is the same, activations take more memory
+    --recompute-* --checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers --checkpoint-in-cpu
+    --distribute-checkpointed-activations --distribute-saved-activations --deepspeed-activation-checkpointing
+    --use-recompute --no-recompute-layers
+interleaved and uneven pipelines are not built yet
+    --num-virtual-stages-per-pipeline-rank --virtual-pp-degree --microbatch-group-size-per-virtual-pipeline-stage
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+    --allow-padding-num-layers --standalone-embedding-stage --pipeline-stage-layers
+zero-bubble schedules are not built yet; see --pipeline-schedule
+    --enable-zero-bubble --enable-zb* --zero-bubble-* --interleave-group-size
+keeping state on the host is not built yet
+    --optimizer-cpu-offload --optimizer-offload-fraction --param-cpu-offload --use-torch-optimizer-for-cpu-offload
+    --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --cpu-offload* --cpu-optimizer --fine-grained-*
+    --activation-offload-fraction --offload-* --auto-offload-time --min-offloaded-tensor-size
+    --delay-offload-until-cuda-graph --nvme-offload-*
+profiling is not built yet
+    --profile* --use-pytorch-profiler --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
+catching a signal is not built yet; --exit-duration-in-mins saves and stops in time
+    --exit-signal*
+choosing the layout by itself is not built yet: say --tensor-model-parallel-size, --pipeline-model-parallel-size ...
+    --auto-parallel --max-global-batch-size
+training ends by --train-iters or --train-samples
+    --train-epochs --iter-per-epoch
+say --global-batch-size; steps are split into micro-batches by themselves
+    --gradient-accumulation-steps --local-batch-size --accumulate-steps
+
+# Sharding and distribution by other means.
+use --sharding-stage 3
+    --use-megatron-fsdp --use-torch-fsdp2 --use-custom-fsdp --megatron-fsdp-* --fsdp-* --torch-fsdp2-*
+    --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+use --sharding-degree
+    --num-distributed-optimizer-instances
+this is DeepSpeed's; use --bf16 or --fp16, --sharding-stage and --load here
+    --deepspeed* --ds-* --universal-checkpoint
+layer dropping and curricula of DeepSpeed are not part of this suite
+    --random-ltd --data-efficiency-curriculum-learning
+long sequences are split by --context-parallel-size alone
+    --cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+    --sequence-parallel-size
+this is a flag of torchrun: put it before the name of the script
+    --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
+weight sharding across recomputation groups is not part of this suite
+    --gtp-* --*-num-weight-shards
+
+# Batch, schedule, optimizer.
+count in samples: tokens / --seq-length, as --train-samples, --lr-decay-samples, --lr-warmup-samples
+    --train-tokens --lr-decay-tokens --lr-warmup-tokens
+use --rampup-batch-size START INCREMENT SAMPLES
+    --step-batch-size-schedule
+the batch size does not change with the number of ranks
+    --decrease-batch-size-if-needed
+all parameters share one learning rate
+    --decoupled-lr --decoupled-min-lr --head-lr-mult
+the optimizer is AdamW with fp32 state
+    --sgd-* --muon-* --lion-* --soap-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
+    --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt
+weight decay applies to matrices, not to biases and norms
+    --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map
+loss spikes are not watched yet
+    --check-for-spiky-loss --check-for-large-grads
+every iteration is trained
+    --iterations-to-skip --phase-transition-iterations
+to start counting anew from loaded weights, use --finetune
+    --reset-iteration --no-load-lr-state
+use --amp-level's meaning directly: --bf16 or --fp16, weights kept in fp32 beside
+    --amp-level --amp-*
+
+# Evaluation.
+to evaluate without training: python -m megatron.tools.evaluate
+    --skip-train
+evaluation uses the training batch, --eval-iters of it each --eval-interval
+    --eval-global-batch-size --eval-micro-batch-size --full-validation --multiple-validation-sets
+    --validation-set-names --start-eval-at-iter --test-iters
+
+# Model.
+mixtures of experts are not part of this suite; models are dense
+    --num-experts --moe-* --expert-* --mlp-type --overlap-moe-* --overlap-dispatch-* --ep-overlap-*
+    --save-tokens-per-expert-interval --use-grouped-gemm-* --topk --high-priority-a2a-comm-stream
+attention is multi-head or grouped-query (--group-query-attention)
+    --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+    --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
+    --disable-dsa-* --gdp-* --hybrid-* --attention-output-gate --window-* --softmax-type --qk-clip* --qk-l2-norm
+    --enable-gpt-oss
+Mamba layers are not part of this suite
+    --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+8- and 4-bit training is not part of this suite; use --bf16
+    --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16
+    --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
+residuals and embeddings have the format of --precision
+    --fp32-residual-connection --embedding-weights-in-fp32
+norms have a plain scale; use --normalization LayerNorm
+    --apply-layernorm-1p
+leave out --no-bias-gelu-fusion: the tanh form is this suite's default
+    --openai-gelu
+the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion) or --swiglu
+    --squared-relu --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
+rotary positions rotate halves (as Llama does), unscaled
+    --rotary-interleaved --rotary-scaling-factor --rotary-seq-len-interpolation-factor --use-rope-scaling
+    --rope-scaling-factor --rope-type --yarn-* --no-yarn-* --no-rope-freq --mrope-section --mscale*
+    --relative-attention-*
+weights start from N(0, --init-method-std), output layers scaled by depth
+    --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
+biases are on, or off everywhere with --disable-bias-linear
+    --add-qkv-bias
+blocks are pre-norm
+    --apply-residual-connection-post-layernorm
+all layers are alike and predict one token
+    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --spec --freeze-all-layers --enable-experimental
+the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
+    --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size --vocab-extra-ids
+encoder-decoder models are not part of this suite yet
+    --encoder-num-layers --decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank
+
+# Other recipes.
+masked language models are not part of this suite yet
+    --bert-* --mask-* --short-seq-prob --num-tokentypes --output-bert-embeddings
+fill-in-the-middle is not part of this suite
+    --fim-*
+fine-tuning on conversations is not part of this suite
+    --sft* --chat-template
+reinforcement learning is not part of this suite
+    --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
+retrieval models are not part of this suite
+    --retro-* --retriever-* --ict-* --biencoder-* --block-data-path --embedding-path --evidence-data-path
+    --indexer-* --query-in-block-prob --titles-data-path --use-one-sent-docs --result-rejected-tracker-filename
+vision models are not part of this suite
+    --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction
+    --data-per-class-fraction --sample-rate
+distillation and pruning are not part of this suite yet
+    --kd* --*-teacher --load-teacher --export-* --modelopt-* --logits-* --output-logit-dtype --teacher-load
+
+# Text generation.
+this belongs to text generation: python -m megatron.tools.generate --help
+    --inference-* --no-inference-* --prompts --prompt-file* --top-k --top-p --top-n-logprobs --temperature
+    --stop-words --num-tokens-to-generate --return-log-probs --incoming-requests-* --output-path
+    --output-every-n-results --termination-id --max-tokens-to-oom --flash-decode --enable-chunked-prefill
+    --disable-chunked-prefill --use-legacy-static-engine --use-coordinator --num-speculative-tokens
+    --decode-only-cuda-graphs --symmetric-ar-type --nccl-all-reduce-for-prefill --mlp-chunks-for-*
+    --batch-invariant-* --cache-dir
+
+# Data and tokenizers.
+say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml
+    --data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path
+    --train-sample-idx-path --train-shuffle-idx-path --input-dir --num-tokens-from-file --dataset-type
+the document boundary of NullTokenizer is --vocab-size
+    --null-tokenizer-eod-id --null-tokenizer-pad-id
+a tokenizer's files say this themselves
+    --tiktoken-* --tokenizer-* --no-tokenizer-* --disable-tokenizer-* --allow-ambiguous-pad-tokens
+code from a model's folder is never run
+    --trust-remote-code
+documents are separated by --reset-attention-mask and --reset-position-ids
+    --dataloader-inter-document-masking
+
+# Checkpoints and failures.
+use --config FILE.yaml
+    --yaml-cfg
+use --keep-last
+    --save-retain-interval
+use --load, with --ckpt-step for a certain step
+    --override-ckpt-iteration --pretrained-checkpoint
+there is one kind of checkpoint: --save, --save-interval
+    --non-persistent-* --replication* --ckpt-convert-* --save-activations-interval --save-dgrads-interval
+    --save-params-interval --save-wgrads-interval
+restarting inside the process and injecting faults are not part of this suite
+    --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
+    --adlr-autoresume* --gpu-sniff-test-interval
+see --distributed-timeout-minutes
+    --distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*
+    --fake-process-group --throughput-check-only
+"""
 
 # Values that ask for nothing.
-NEUTRAL = (
-    "--num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1 --moe-expert-parallel-size=1 "
-    "--num-distributed-optimizer-instances=1 --cp-comm-type=p2p --num-virtual-stages-per-pipeline-rank=1 --virtual-pp-degree=1 "
-    "--fp8-recipe=delayed --moe-aux-loss-coeff=0 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla --rope-type=rope "
-    "--rotary-scaling-factor=1.0 --gradient-accumulation-steps=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8"
-)
+NEUTRAL = """
+--num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
+--moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1 --cp-comm-type=p2p
+--num-virtual-stages-per-pipeline-rank=1 --virtual-pp-degree=1 --fp8-recipe=delayed --moe-aux-loss-coeff=0
+--moe-aux-loss-coeff=0.0 --softmax-type=vanilla --rope-type=rope --rotary-scaling-factor=1.0
+--gradient-accumulation-steps=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
+"""
 
 
-def _by_name(table: dict[str, str]) -> dict[str, str]:
-    return {name.replace("_", "-"): sentence for sentence, names in table.items() for name in names.split()}
+def sentences(table: str) -> dict[str, list[str]]:
+    """A table as sentence -> names."""
+    found: dict[str, list[str]] = {}
+    sentence = ""
+    for line in table.splitlines():
+        if line.startswith(" "):
+            found[sentence] += line.split()
+        elif line and not line.startswith("#"):
+            sentence = line
+            found[sentence] = []
+    return found
+
+
+def _by_name(table: str) -> dict[str, str]:
+    return {name: sentence for sentence, names in sentences(table).items() for name in names}
 
 
 _IGNORED, _REFUSED = _by_name(IGNORED), _by_name(REFUSED)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from megatron import config as schema
 from megatron.errors import UsageError
+from megatron.flag_table import answer, known_flags
+from megatron.presets import SHAPES, preset
 from megatron.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
 
 COMMON = (
@@ -56,7 +58,7 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
     Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
-    reader = Reader(spellings_of(settings))
+    reader = Reader(settings)
     words = read_argv(argv, reader)
     asked = {flag for flag, _ in words}
     prog = prog or Path(sys.argv[0]).name
@@ -119,8 +121,9 @@ def _with_dashes(word: str) -> str:
 class Reader:
     """Collects what was given for each setting, and every problem on the way."""
 
-    def __init__(self, spellings: dict[str, Spelling]):
-        self.spellings = spellings
+    def __init__(self, settings: list[Setting]):
+        self.spellings = spellings_of(settings)
+        self.pretraining = set(schema.GROUPS) <= {s.group for s in settings}
         self.given: list[Given] = []
         self.problems: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> flags
@@ -129,7 +132,7 @@ class Reader:
         """Take one `flag words` of a command line, or one `key: words` of a file."""
         spelling = self.spellings.get(flag)
         if spelling is None:
-            return self.unknown(flag, words, origin)
+            return self.unknown(flag, words, origin, level)
         try:
             value = spelling.value(words)
         except BadValue as bad:
@@ -138,10 +141,26 @@ class Reader:
             if value is not None:
                 self.given.append(Given(spelling, value, origin, level))
 
-    def unknown(self, flag: str, words: list[str], origin: str) -> None:
-        near = difflib.get_close_matches(flag, self.spellings, n=3, cutoff=0.7)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        self.problems.append(f"{origin}: unknown flag {flag}{hint}" if origin != flag else f"unknown flag {flag}{hint}")
+    def unknown(self, flag: str, words: list[str], origin: str, level: int) -> None:
+        """Answer a flag that is no setting here: of pretraining only, of Megatron-LM, or misspelled."""
+        where = "" if level == COMMAND else f"{origin}: "
+        if not self.pretraining and flag in spellings_of(settings_of(schema.GROUPS)):
+            if level == COMMAND:  # a file may serve several commands
+                self.problems.append(f"{flag} is a setting of pretraining; this command has no use for it")
+            return
+        known = answer(flag, words)
+        if known and not known.refused:
+            if known.sentence:
+                self.notices.setdefault(known.sentence, []).append(where + flag)
+        elif known and self.pretraining:
+            self.problems.append(f"{where}{flag} is not supported: {known.sentence}")
+        else:
+            self.problems.append(f"{where}unknown {'flag' if level == COMMAND else 'key'} {flag}{self._near(flag)}")
+
+    def _near(self, flag: str) -> str:
+        near = difflib.get_close_matches(flag.rstrip(";,"), self.spellings, n=2, cutoff=0.75)
+        near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
 
     def read_file(self, path: str) -> None:
         from megatron.flag_file import read_settings
@@ -153,7 +172,20 @@ class Reader:
             self.problems.append(str(error))
 
     def apply_preset(self) -> None:
-        pass
+        """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
+        names = [g for g in self.given if g.spelling.setting.name == "model_name_or_path"]
+        if not names:
+            return
+        chosen = max(names, key=lambda g: g.level)
+        name, values = str(chosen.value), preset(str(chosen.value))
+        if values is None and Path(name).is_dir():
+            values = {"load": name}
+        if values is None:
+            self.problems.append(f"{_shown(chosen)}: neither a folder nor a known shape ({', '.join(SHAPES)})")
+            return
+        for key, value in values.items():
+            if dashed(key) in self.spellings:
+                self.given.append(Given(self.spellings[dashed(key)], value, f"preset {name}", PRESET))
 
     def choose(self) -> dict[str, Given]:
         """The winner for each setting: the highest level; inside a level two spellings must agree."""
@@ -177,7 +209,9 @@ class Reader:
     def say_notices(self) -> None:
         if os.environ.get("RANK", "0") == "0":
             for sentence, flags in self.notices.items():
-                print(f"note: {', '.join(dict.fromkeys(flags))}: {sentence}", file=sys.stderr, flush=True)
+                flags = list(dict.fromkeys(flags))
+                verb = "has" if len(flags) == 1 else "have"
+                print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
 
 
 def _shown(given: Given) -> str:
@@ -191,7 +225,10 @@ def _key(flag: str) -> str:
 
 
 def _missing(settings: list[Setting]) -> str:
-    return "missing: " + ", ".join(s.flag for s in settings)
+    shape = (
+        " (or a whole shape: --model-name-or-path gpt2-medium)" if settings[0].name in (preset("gpt2") or ()) else ""
+    )
+    return "missing: " + ", ".join(s.flag for s in settings) + shape
 
 
 def usage_error(problems: list[str], prog: str) -> UsageError:

@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The main spelling: `--no-x` for a switch that is on by default, since only switching it off says anything."""
+        """The main spelling: `--no-x` for a switch that is on by default: only switching it off says anything."""
         return negated(self.name) if self.default is True else dashed(self.name)
 
     def value(self, words: list[str]):
@@ -62,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Spelling:
-    """A flag that sets a setting. `implies` is its value when it stands alone; a `yielding` one gives way to others."""
+    """A flag that sets a setting. `implies`: its value, when it stands alone. A `yielding` one gives way to others."""
 
     flag: str
     setting: Setting
