@@ -32,8 +32,8 @@ def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict
         host=socket.gethostname(),
         machine=f"{platform.system()} {platform.machine()}",
         command=sys.argv,
-        commit=_commit(),
-        versions=_versions(),
+        commit=source_commit(),
+        versions=library_versions(),
         mesh=dict(mesh),
         config=dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config,
         **more,
@@ -44,7 +44,7 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     found = dict(python=platform.python_version())
     for name in LIBRARIES:
         try:
@@ -54,7 +54,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> Optional[str]:
+def source_commit() -> Optional[str]:
     """Commit of the source tree, with a + when files differ from it; None outside a checkout."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():

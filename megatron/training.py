@@ -7,94 +7,30 @@ checkpoint keeps: data order, batch size, learning rate and dropout are all comp
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional
+from dataclasses import replace
+from typing import Optional
 
 import torch
 
 from megatron import config as schema
-from megatron.batch import batch_size, total_iterations
+from megatron.batch import batch_size
 from megatron.errors import NumericsError
-from megatron.metrics import Metrics, Step
+from megatron.metrics import Step
 from megatron.mpu import collectives
-from megatron.mpu.context import Context
-from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.schedule import Lengths, learning_rate, weight_decay
-from megatron.optimizer.zero import ShardedAdamW
-from megatron.pipeline.execute import Wire, execute
+from megatron.optimizer.schedule import learning_rate, weight_decay
+from megatron.pipeline.execute import execute
 from megatron.pipeline.schedule import make_schedule
+from megatron.run import Recipe, Run, State
+from megatron.startup import build_run
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained; how it is trained is the same for every recipe.
-
-    build_model:     (config, mesh, vocab_size, dtype=, device=) -> module whose forward takes (hidden, MicroBatch)
-    build_datasets:  (config, tokenizer, vocab_size, sizes) -> (train, valid, test), each a dataset or None
-    """
-
-    name: str
-    build_model: Callable
-    build_datasets: Callable
-
-
-@dataclass(frozen=True)
-class State:
-    """Where a run is. Everything a step depends on besides settings and weights; saved in every checkpoint."""
-
-    scaler: LossScaler
-    iteration: int = 0
-    consumed_samples: int = 0
-    scheduled_samples: int = 0  # those whose step was not skipped: what learning rate and weight decay count
-    consumed_valid_samples: int = 0
-    skipped_iterations: int = 0
-
-    def after(self, samples: int, skipped: bool) -> "State":
-        """The state after a step of this many samples."""
-        return replace(
-            self,
-            scaler=self.scaler.update(skipped),
-            iteration=self.iteration + 1,
-            consumed_samples=self.consumed_samples + samples,
-            scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
-            skipped_iterations=self.skipped_iterations + skipped,
-        )
-
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {**asdict(self), "scaler": self.scaler.state()}
-
-    def restored(self, record: dict[str, Any]) -> "State":
-        """This state's settings with a checkpoint's counts."""
-        return replace(self, **{**record, "scaler": self.scaler.restored(record["scaler"])})
-
-
-@dataclass
-class Run:
-    """A job in progress: what was built once, and `state`, which moves."""
-
-    config: schema.Config
-    context: Context
-    stages: list[torch.nn.Module]
-    wire: Wire
-    optimizer: ShardedAdamW
-    lengths: Lengths
-    train_batches: Any
-    valid_batches: Optional[Any]
-    test_batches: Optional[Any]
-    saver: Optional[Any]
-    metrics: Metrics
-    state: State
-    started: float
-
-    @property
-    def dp(self) -> int:
-        return self.context.mesh.dp.size
-
-    @property
-    def train_iters(self) -> int:
-        return total_iterations(self.config.batch, self.dp)
+def pretrain(config: schema.Config, recipe: Recipe) -> None:
+    """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
+    run = build_run(config, recipe)
+    try:
+        train(run)
+    finally:
+        run.close()
 
 
 def train(run: Run) -> None:
@@ -111,13 +47,13 @@ def train(run: Run) -> None:
         stop = reason_to_stop(run)
         if run.saver and (stop or due(run.config.checkpoint.save_interval, run.state)):
             with run.metrics.paused():
-                run.saver.save(run)
+                run.save()
             saved_at = run.state.iteration
         if stop:
             run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop}")
             return
     if run.saver and saved_at < run.state.iteration:
-        run.saver.save(run)
+        run.save()
     for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
         if batches:
             evaluate(run, batches, split, final=True)

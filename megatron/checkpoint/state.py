@@ -142,6 +142,7 @@ def restore(
     allow_empty: bool = False,
     names: Optional[Collection[str]] = None,
     cast: bool = False,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
     rank: int = 0,
     exchange: Exchange = alone,
 ) -> Optional[Restored]:
@@ -149,14 +150,14 @@ def restore(
 
     All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
     the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names` and
-    `cast` as in `Reader.load`.
+    `cast` as in `Reader.load`; `check` sees the state before anything is read and may raise.
     """
     folder, pieces = Path(folder), list(pieces)
     choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
     notices = list(choice.notices)
     for path in choice.paths:
         try:
-            state = _together(lambda path=path: _load(path, pieces, names, cast, rank), exchange)[0]
+            state = _together(lambda path=path: _load(path, pieces, names, cast, check, rank), exchange)[0]
         except Damaged as problem:
             if step is not None or len(choice.paths) == 1:
                 raise
@@ -168,8 +169,9 @@ def restore(
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _load(path: Path, pieces: list[Piece], names, cast: bool, rank: int) -> Optional[dict[str, Any]]:
+def _load(path: Path, pieces: list[Piece], names, cast: bool, check, rank: int) -> Optional[dict[str, Any]]:
     with Reader(path) as reader:
+        check(reader.state)
         reader.load(pieces, names=names, cast=cast)
         return reader.state if rank == 0 else None
 

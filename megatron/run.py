@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pretraining job is made of: a `Recipe` says what is trained, a `Run` is the job, its `State` is what moves."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Optional
+
+import torch
+
+from megatron import config as schema
+from megatron.batch import total_iterations
+from megatron.checkpoint.state import Saver
+from megatron.data.loader import Batches
+from megatron.metrics import Metrics
+from megatron.mpu.context import Context, leave
+from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.schedule import Lengths
+from megatron.optimizer.zero import ShardedAdamW
+from megatron.pipeline.execute import Wire
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained; how it is trained is the same for every recipe.
+
+    build_model:     (config, mesh, vocab_size, dtype=, device=) -> module whose forward takes (hidden, MicroBatch)
+    build_datasets:  (config, tokenizer, vocab_size, sizes) -> (train, valid, test), each a dataset or None
+    """
+
+    name: str
+    build_model: Callable
+    build_datasets: Callable
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is. Everything a step depends on besides settings and weights; saved in every checkpoint."""
+
+    scaler: LossScaler
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0  # those whose step was not skipped: what learning rate and weight decay count
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+
+    def after(self, samples: int, skipped: bool) -> "State":
+        """The state after a step of this many samples."""
+        return replace(
+            self,
+            scaler=self.scaler.update(skipped),
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + samples,
+            scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
+            skipped_iterations=self.skipped_iterations + skipped,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**asdict(self), "scaler": self.scaler.state()}
+
+    def restored(self, record: dict[str, Any]) -> "State":
+        """This state's settings with a checkpoint's counts."""
+        return replace(self, **{**record, "scaler": self.scaler.restored(record["scaler"])})
+
+
+@dataclass
+class Run:
+    """A job in progress: what was built once, and `state`, which moves."""
+
+    config: schema.Config  # resolved
+    context: Context
+    stages: list[torch.nn.Module]  # this rank's model chunks
+    wire: Wire  # to the neighbouring pipeline stages
+    optimizer: ShardedAdamW
+    lengths: Lengths
+    train_batches: Batches
+    valid_batches: Optional[Batches]
+    test_batches: Optional[Batches]
+    saver: Optional[Saver]
+    metrics: Metrics
+    state: State
+    origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+    started: float = field(default_factory=time.time)
+
+    @property
+    def dp(self) -> int:
+        return self.context.mesh.dp.size
+
+    @property
+    def train_iters(self) -> int:
+        return total_iterations(self.config.batch, self.dp)
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state; all ranks together. Raises StorageError when that fails."""
+        started = time.perf_counter()
+        moments = not self.config.checkpoint.no_save_optim
+        record = dict(
+            state=self.state.record(),
+            optimizer_steps=self.optimizer.step_count if moments else None,
+            config=asdict(self.config),
+            mesh=self.context.mesh.sizes,
+            **self.origin,
+        )
+        pieces = self.optimizer.pieces(moments)
+        if self.context.mesh.replicate.rank != 0:
+            pieces = []
+        path = self.saver.save(self.state.iteration, pieces, record)
+        self.metrics.say(
+            f"  successfully saved checkpoint at iteration {self.state.iteration:7d} to {path} "
+            f"({time.perf_counter() - started:.2f} s)"
+        )
+
+    def close(self) -> None:
+        """Stop helpers, close files, part from the other ranks."""
+        for batches in (self.train_batches, self.valid_batches, self.test_batches):
+            if batches:
+                batches.close()
+        self.metrics.close()
+        if self.saver:
+            self.saver.close()
+        leave(self.context)

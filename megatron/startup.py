@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
+
+import sys
+from dataclasses import asdict, replace
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from megatron import __version__, flops
+from megatron import config as schema
+from megatron.batch import batch_size, total_iterations, total_samples
+from megatron.checkpoint.state import Saver, alone, restore
+from megatron.data.loader import Batches
+from megatron.errors import CheckpointError, SettingsError
+from megatron.fused_kernels.cpu import keep_memory
+from megatron.metrics import Metrics
+from megatron.metrics import Run as Rates
+from megatron.mpu import context as ranks
+from megatron.mpu.context import DTYPES, Context
+from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.schedule import Lengths
+from megatron.optimizer.zero import ShardedAdamW
+from megatron.pipeline.execute import Wire
+from megatron.records import library_versions, run_record, source_commit
+from megatron.run import Recipe, Run, State
+from megatron.tokenizer import build_tokenizer
+
+
+def build_run(config: schema.Config, recipe: Recipe) -> Run:
+    """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
+    context = ranks.join(config.parallel, config.kernels)
+    config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
+        config.precision.precision, context)))  # fmt: skip
+    say = _speaker(context)
+    if context.device.type == "cpu":
+        keep_memory()
+    tokenizer, vocab_size = build_vocabulary(config, say)
+    saver = open_saver(config.checkpoint, context)  # before the work: a locked or read-only folder is told at once
+    dtype = DTYPES[config.precision.precision]
+    model = recipe.build_model(config, context.mesh, vocab_size, dtype=dtype, device="meta")
+    optimizer = ShardedAdamW(model, context.mesh, config.optimizer, dtype=dtype, device=context.device,
+                             seed=config.logging.seed)  # fmt: skip
+    state, notices = load(config, context, optimizer, State(LossScaler.of(config.precision)))
+    datasets = recipe.build_datasets(
+        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
+    )
+    if datasets[0] is None:
+        raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
+    train, valid, test = build_batches(config, context, datasets, tokenizer)
+    say(summary(config, context, recipe, vocab_size, state))
+    for notice in notices:
+        say(f"note: {notice}")
+    return Run(
+        config=config,
+        context=context,
+        stages=[model],
+        wire=wire_of(config, context, dtype),
+        optimizer=optimizer,
+        lengths=Lengths.of(config.optimizer, config.batch, context.mesh.dp.size),
+        train_batches=train,
+        valid_batches=valid,
+        test_batches=test,
+        saver=saver,
+        metrics=build_metrics(config, context, vocab_size, state),
+        state=state,
+        origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
+    )
+
+
+def _speaker(context: Context):
+    def say(text: str) -> None:
+        if context.first:
+            print(text, flush=True)
+
+    return say
+
+
+def exchange_over(context: Context):
+    """`exchange(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
+    if context.mesh.world_size == 1:
+        return alone
+
+    def exchange(value: Any) -> list:
+        answers = [None] * context.mesh.world_size
+        dist.all_gather_object(answers, value)
+        return answers
+
+    return exchange
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
+    """(tokenizer or None, size of the vocabulary without padding)."""
+    settings = config.tokenizer
+    if settings.tokenizer_type is None and config.data.mock_data and settings.vocab_size:
+        return None, settings.vocab_size
+    tokenizer = build_tokenizer(settings, say)
+    if (
+        settings.vocab_size
+        and settings.vocab_size < tokenizer.vocab_size
+        and settings.tokenizer_type != "NullTokenizer"
+    ):
+        raise SettingsError(f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
+                            do="leave --vocab-size out, or give at least the tokenizer's size")  # fmt: skip
+    return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
+
+
+def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
+    """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
+    iterations = total_iterations(batch, dp)
+    evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
+    each = batch.eval_iters * batch.global_batch_size
+    return total_samples(batch, dp), evaluations * each, each
+
+
+def build_batches(config: schema.Config, context: Context, datasets, tokenizer) -> list[Optional[Batches]]:
+    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
+    dp = context.mesh.dp
+    batch = config.batch
+
+    def constant(consumed: int) -> tuple[int, int]:
+        return batch.global_batch_size, batch.global_batch_size // batch.micro_batch_size // dp.size
+
+    def ramped(consumed: int) -> tuple[int, int]:
+        return batch_size(batch, dp.size, consumed)
+
+    return [
+        dataset and Batches(
+            dataset, config.data, micro_batch_size=batch.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size,
+            eod=tokenizer.eod if tokenizer else None, device=context.device, sizes=sizes,
+        )
+        for dataset, sizes in zip(datasets, (ramped, constant, constant))
+    ]  # fmt: skip
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def open_saver(settings: schema.Checkpoint, context: Context) -> Optional[Saver]:
+    """The right to write into `--save`; None without it."""
+    if settings.save is None:
+        return None
+    return Saver(settings.save, keep_last=settings.keep_last, rank=context.mesh.rank, exchange=exchange_over(context))
+
+
+def load(config: schema.Config, context: Context, optimizer: ShardedAdamW, fresh: State) -> tuple[State, list[str]]:
+    """Fill the optimizer's state from `--load`. Returns the state to go on from, and what the user should hear."""
+    settings = config.checkpoint
+    if settings.load is None:
+        return fresh, []
+    exchange = exchange_over(context)
+    weights_only = settings.finetune or settings.no_load_optim
+    pieces = optimizer.pieces(moments=not weights_only)
+    names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
+    restored = restore(
+        settings.load, pieces, names=names, step=settings.ckpt_step, allow_empty=settings.auto_resume,
+        check=lambda record: check_model(config, record), rank=context.mesh.rank, exchange=exchange,
+    )  # fmt: skip
+    if restored is None:
+        return fresh, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
+    record = exchange(restored.state)[0]
+    optimizer.publish()
+    notices = [*restored.notices, f"loaded checkpoint {restored.path}"]
+    if settings.finetune:
+        return fresh, notices
+    if not weights_only:
+        if record["optimizer_steps"] is None:
+            raise CheckpointError(f"{restored.path} holds no optimizer state", do="add --no-load-optim or --finetune")
+        optimizer.step_count = record["optimizer_steps"]
+    return fresh.restored(record["state"]), notices + changed_settings(config, record["config"])
+
+
+MODEL_SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups",
+    "position_embedding_type", "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
+    "qk_layernorm",
+)  # fmt: skip
+
+
+def check_model(config: schema.Config, record: dict[str, Any]) -> None:
+    """Raise SettingsError when a checkpoint's model is not the one that the settings describe."""
+    saved, now = record["config"]["model"], asdict(config.model)
+    different = [f"--{name.replace('_', '-')}: {saved[name]} in the checkpoint, {now[name]} now"
+                 for name in MODEL_SHAPE if name in saved and saved[name] != now[name]]  # fmt: skip
+    if different:
+        raise SettingsError("the checkpoint is of another model than the settings", "\n  ".join(different),
+                            "give the checkpoint's settings, or another --load")  # fmt: skip
+
+
+def changed_settings(config: schema.Config, saved: dict[str, Any]) -> list[str]:
+    """A sentence for each setting that differs from the run that wrote the checkpoint, where that can matter."""
+    now, told = asdict(config), []
+    for group in ("model", "data", "batch", "optimizer", "precision"):
+        for name, value in saved.get(group, {}).items():
+            if name in now[group] and now[group][name] != value:
+                told.append(f"--{name.replace('_', '-')} was {value} in the checkpoint, is {now[group][name]} now")
+    return told
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def wire_of(config: schema.Config, context: Context, dtype: torch.dtype) -> Wire:
+    """The wire between pipeline stages, for hidden states [s, b, h] (or [s/tp, b, h])."""
+    model, mesh = config.model, context.mesh
+    s = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    return Wire(mesh.pp, (s, config.batch.micro_batch_size, model.hidden_size), dtype, context.device)
+
+
+def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:
+    """The log of a run, opened on the first rank."""
+    name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
+    peak = config.logging.peak_tflops
+    rates = Rates(
+        total_iterations(config.batch, context.mesh.dp.size),
+        config.model.seq_length,
+        ranks=context.mesh.world_size,
+        flops_per_token=flops.model_flops(config.model, vocab_size),
+        peak_flops=peak * 1e12 if peak else flops.peak_flops(name, config.precision.precision),
+        device=context.device.type,
+    )
+    header = run_record(config, context.mesh.sizes, state.iteration, device=name)
+    return Metrics(config.logging, rates, header=header, iteration=state.iteration, save=config.checkpoint.save,
+                   active=context.first)  # fmt: skip
+
+
+def summary(config: schema.Config, context: Context, recipe: Recipe, vocab_size: int, state: State) -> str:
+    """What is about to happen, in a few lines."""
+    mesh, batch, model = context.mesh, config.batch, config.model
+    size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)
+    count = flops.parameters(model, vocab_size)
+    return "\n".join([
+        f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
+        f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
+        f" > {recipe.name} of {count:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {vocab_size}",
+        f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
+        f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
+        f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+    ])  # fmt: skip

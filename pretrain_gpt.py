@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a GPT: this file is the whole recipe, and `megatron.training` the story of a run.
+
+    python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
+        --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
+    torchrun --nproc-per-node 2 pretrain_gpt.py ...
+"""
+
+from megatron.errors import run_main
+from megatron.flags import parse_pretrain
+
+
+def main(argv: list[str]) -> None:
+    """Check the settings, which needs no torch; then train."""
+    from megatron.rules import settle
+
+    config = settle(parse_pretrain(argv))
+
+    from megatron.training import Recipe, pretrain
+
+    pretrain(config, Recipe("GPT", build_model, build_datasets))
+
+
+def build_model(config, mesh, vocab_size, *, dtype, device):
+    """A GPT, or what a rank of the mesh holds of it."""
+    from megatron.model.gpt import GPT
+
+    return GPT(
+        config.model, mesh, vocab_size, kernels=config.kernels, seed=config.logging.seed, dtype=dtype, device=device
+    )
+
+
+def build_datasets(config, tokenizer, vocab_size, sizes, say):
+    """Training, validation and test samples of seq_length + 1 tokens each."""
+    from megatron.data.gpt_dataset import build_datasets
+
+    return build_datasets(config.data, config.model.seq_length, sizes, config.logging.seed,
+                          eod=tokenizer.eod if tokenizer else None, vocab_size=vocab_size, say=say)  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flat, sharded AdamW against torch's own, and one layout against another."""
+
+import pytest
+import torch
+
+from megatron import config
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import Constant, Normal, Placement, placements
+from megatron.optimizer.units import ALIGN, lay_out
+from megatron.optimizer.zero import ShardedAdamW
+
+SETTINGS = config.Optimizer(lr=1e-2, weight_decay=0.1)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, inputs, outputs, device="meta"):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, device=device))
+        self.bias = torch.nn.Parameter(torch.empty(outputs, device=device))
+        self.placements = dict(
+            weight=Placement((outputs, inputs), Normal(0.3)), bias=Placement((outputs,), Constant(0.1), decay=False)
+        )
+
+    def forward(self, x):
+        return x @ self.weight.t().float() + self.bias.float()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({"0": Layer(5, 7), "1": Layer(7, 7)})
+        self.output = Layer(7, 3)
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = torch.tanh(block(x))
+        return self.output(x)
+
+
+def _data(step, rows=8):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def _train(rank, mesh_sizes, steps, micros=2, dtype=torch.float32, clip=None):
+    """Losses, norms and weights after some steps; data-parallel ranks and micro-batches share 8 rows."""
+    mesh = Mesh(rank, **mesh_sizes)
+    model = Model()
+    optimizer = ShardedAdamW(model, mesh, SETTINGS, dtype=dtype, device="cpu", seed=1)
+    dp, seen = mesh.dp, []
+    for step in range(steps):
+        total = 0.0
+        x, y = _data(step)
+        for part in range(micros):
+            mine = slice(part * dp.size + dp.rank, None, micros * dp.size)
+            loss = ((model(x[mine]) - y[mine]) ** 2).sum()
+            total += loss.item()
+            loss.backward()
+        sums, norm = optimizer.totals(torch.tensor([total, 1.0], dtype=torch.float64))
+        optimizer.step(1e-2, 0.1, 1 / 8)
+        seen.append((sums[0].item(), norm))
+    weights = {name: parameter.detach().clone() for name, (parameter, _) in placements(model).items()}
+    return seen, weights, optimizer.main.numel()
+
+
+def _torch_reference(steps):
+    model = Model()
+    ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    model2 = Model().to_empty(device="cpu")
+    model2.load_state_dict(model.state_dict())
+    named = placements(model2)
+    groups = [dict(params=[p for p, place in named.values() if place.decay is decay], weight_decay=0.1 * decay)
+              for decay in (True, False)]  # fmt: skip
+    adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    seen = []
+    for step in range(steps):
+        x, y = _data(step)
+        loss = ((model2(x) - y) ** 2).sum()
+        (loss / 8).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad * 8 for p in model2.parameters()]).item()
+        seen.append((loss.item(), norm))
+        adam.step()
+        adam.zero_grad()
+    return seen, {name: parameter.detach() for name, (parameter, _) in named.items()}
+
+
+def test_equals_torch_adamw():
+    seen, weights, _ = _train(0, {}, 5)
+    expected, expected_weights = _torch_reference(5)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh, micros", [(dict(replicate=2), 1), (dict(shard=2), 2), (dict(replicate=2, shard=2), 1), (dict(shard=4), 1)]
+)
+def test_layouts_agree(mesh, micros, run_ranks):
+    expected, expected_weights, elements = _train(0, {}, 4)
+    world = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    for seen, weights, own in run_ranks(world, _train, mesh, 4, micros):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-7)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
+        assert own <= elements / mesh.get("shard", 1) + 3 * ALIGN * 4  # three units, padded
+
+
+def test_bf16_weights_are_rounded_main_weights():
+    model = Model()
+    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
+    assert optimizer.main.dtype == torch.float32 and model.output.weight.dtype == torch.bfloat16
+    before = optimizer.main.clone()
+    for _ in range(3):
+        x, y = _data(0)
+        ((model(x) - y) ** 2).sum().backward()
+        optimizer.totals(torch.zeros(2))
+        optimizer.step(1e-5, 0.0, 1.0)
+    assert (optimizer.main - before).abs().max() > 1e-6  # steps far below bf16's resolution are not lost
+    assert torch.equal(optimizer.weights, optimizer.main.bfloat16())
+
+
+def test_gradients_accumulate_and_a_step_starts_anew():
+    model = Model()
+    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    for _ in range(3):
+        x, y = _data(0)
+        ((model(x) - y) ** 2).sum().backward()
+        ((model(x) - y) ** 2).sum().backward()
+        _, norm = optimizer.totals(torch.zeros(2))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    ((model(x) - y) ** 2).sum().backward()
+    assert norm == pytest.approx(2 * optimizer.totals(torch.zeros(2))[1], rel=1e-6)
+
+
+def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
+    model = Model()
+    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    model(_data(0)[0]).sum().backward()
+    optimizer.totals(torch.zeros(2))
+    model.blocks["0"](_data(0)[0]).sum().backward()
+    optimizer.totals(torch.zeros(2))
+    unit = next(unit for unit in optimizer.units if unit.name == "output")
+    assert not optimizer.reduced[unit.start : unit.start + unit.size].any()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_on_one_rank_is_seen_by_all(bad, run_ranks):
+    def body(rank):
+        model = Model()
+        optimizer = ShardedAdamW(model, Mesh(rank, shard=2), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+        x, _ = _data(0)
+        (model(x).sum() * (bad if rank == 1 else 1.0)).backward()
+        return optimizer.totals(torch.zeros(2))[1]
+
+    assert not any(torch.isfinite(torch.tensor(run_ranks(2, body))))
+
+
+def test_units_are_aligned_and_decayed_first():
+    units = lay_out(Model(), pieces=3)
+    assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "output"]
+    for unit in units:
+        assert unit.start % ALIGN == 0 and unit.size % (3 * ALIGN) == 0
+        assert [slot.name.split(".")[-1] for slot in unit.slots] == ["weight", "bias"]
+        assert all(slot.start % ALIGN == 0 for slot in unit.slots)
+        assert unit.slots[0].stop <= unit.decay <= unit.slots[1].start
+
+
+def test_pieces_tile_every_tensor(run_ranks):
+    """What the ranks of any sharding would save is every logical tensor exactly once, moments included."""
+    from megatron.checkpoint.boxes import find_flaw
+
+    def body(rank):
+        optimizer = ShardedAdamW(Model(), Mesh(rank, shard=3), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
+        return [(piece.name, piece.shape, piece.box) for piece in optimizer.pieces()]
+
+    boxes: dict = {}
+    for name, shape, box in [entry for entries in run_ranks(3, body) for entry in entries]:
+        boxes.setdefault((name, shape), []).append(box)
+    assert len(boxes) == 3 * 6
+    for (name, shape), found in boxes.items():
+        assert find_flaw(shape, found) is None, name
