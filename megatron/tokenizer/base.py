@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one interface of all tokenizers, and how a faster library may stand in for the reference.
+
+A tokenizer owns a list of *engines*: libraries that turn a text into ids. The last one is the reference that defines
+the ids. A faster one is used only after it gave the same ids on probes and on documents of the actual input.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Encode = Callable[[str], Sequence[int]]
+
+# Texts on which byte-level BPE libraries are known to disagree: contractions, runs of space, other scripts, joined
+# emoji, combining marks, control characters, digits of other scripts, text that looks like a special token.
+PROBES = (
+    "I'm we'll they'd it's o'clock 'tis DON'T 'S 'LL she\u2019s",
+    "a  b   c    \n\n d\t\te \r\n\r\n  f\u00a0g\u3000h\u2028i\x85j ",
+    "trailing spaces   ",
+    "x=1+22-333*4444/55555%666666 1,234.56 \u0661\u0662\u0663 \u00b2\u00bd \u2167",
+    "caf\u00e9 cafe\u0301 na\u00efve \u0421\u043b\u043e\u0432\u043e \u4e2d\u6587\u5206\u8bcd",
+    "\u65e5\u672c\u8a9e \u0939\u093f\u0928\u094d\u0926\u0940 \u0e20\u0e32\u0e29\u0e32",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \ufffd \x00\x01\x7f \ufeff",
+    "<|endoftext|> text <|endoftext|><s></s>[SEP]<unk> <pad>",
+    "snake_case CamelCase kebab-case http://example.org/a?b=c&d=%20 {\"k\": [1, 2.5e-3]} \\u0041 ~~~ ``` ----- ______",
+)  # fmt: skip
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    `vocab_size` counts ids without padding. `eod` is the id that ends a document, None where the vocabulary has none.
+    `fingerprint` identifies the vocabulary: equal fingerprints give equal ids. `engine` names the library in use.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        eod: int | None,
+        fingerprint: str,
+        engines: dict[str, Callable[[], Encode]],
+        decode: Callable[[list[int]], str],
+    ):
+        """`engines`: fastest first, the reference last; each value builds the engine when it is needed."""
+        self.name, self.vocab_size, self.eod, self.fingerprint = name, vocab_size, eod, fingerprint
+        self.engine = list(engines)[-1]
+        self._engines, self._decode = engines, decode
+        self._encode: Encode | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Names of special tokens inside it are text like any other."""
+        return np.asarray(self.encoder(text)).tolist()
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts end to end, and the number of ids of each text (int64)."""
+        encode = self.encoder
+        return join([encode(text) for text in texts])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids. Bytes that are no UTF-8, for example half a character, become U+FFFD."""
+        return self._decode([int(id) for id in ids])
+
+    @property
+    def encoder(self) -> Encode:
+        """The engine's function: ids of one text as a list or an integer array."""
+        if self._encode is None:
+            self._encode = self._engines[self.engine]()
+        return self._encode
+
+    def use_fastest(self, sample: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> str:
+        """Switch to the fastest engine whose ids equal the reference's on PROBES and `sample`; returns its name.
+
+        `notify` receives one line for each engine that is missing or disagrees.
+        """
+        *candidates, reference_name = self._engines
+        if not candidates:
+            return self.engine
+        texts = [*PROBES, *sample]
+        reference = self._engines[reference_name]()
+        expected = [np.asarray(reference(text), np.int64) for text in texts]
+        for name in candidates:
+            reason, encode = self._try(name, texts, expected)
+            if reason is None:
+                self.engine, self._encode = name, encode
+                return name
+            notify(f"tokenizer engine {name} is not used: {reason}")
+        self.engine, self._encode = reference_name, reference
+        return reference_name
+
+    def _try(self, name: str, texts: list[str], expected: list[np.ndarray]) -> tuple[str | None, Encode | None]:
+        """Why an engine cannot be used (None: it can), and the engine."""
+        try:
+            encode = self._engines[name]()
+            for text, ids in zip(texts, expected):
+                if not np.array_equal(np.asarray(encode(text), np.int64), ids):
+                    return f"its ids differ from the reference's on {text[:60]!r}", None
+        except ImportError:
+            return "it is not installed", None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a Rust library is no Exception
+            return f"{type(error).__name__}: {error}", None
+        return None, encode
+
+
+def join(parts: list[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Lists or arrays of ids -> all ids end to end, and the length of each (int64)."""
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    if parts and isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts), lengths
+    return np.fromiter((id for part in parts for id in part), np.int64, int(lengths.sum())), lengths
+
+
+def fingerprint(*pieces: bytes | str) -> str:
+    """32 hex digits that stand for a vocabulary."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        data = piece.encode() if isinstance(piece, str) else piece
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()[:32]

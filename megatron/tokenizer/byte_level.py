@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-2's byte-level BPE from `vocab.json` (token -> id) and `merges.txt` (pairs, most important first).
+
+Tokens are written with one printable character per byte (0x20 is written as U+0120). Ids need not follow the order of
+the merges: vocabularies trained by the `tokenizers` library sort their first 256 ids differently from GPT-2's.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import Tokenizer as TokenizerSettings
+from megatron.errors import DataError
+from megatron.tokenizer import engines
+from megatron.tokenizer.base import Tokenizer, fingerprint
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
+    vocab_text = read_text(settings.vocab_file, "--vocab-file")
+    vocab = parse_vocab(vocab_text, settings.vocab_file)
+    merges_text = read_text(settings.merge_file, "--merge-file")
+    merges = parse_merges(merges_text, settings.merge_file)
+    strangers = [left + right for left, right in merges if left + right not in vocab]
+    if strangers:
+        raise DataError(
+            f"{settings.merge_file} does not belong to {settings.vocab_file}",
+            f"{len(strangers)} of {len(merges)} merged tokens are not in the vocabulary, for example {strangers[0]!r}",
+            "give the --vocab-file and --merge-file of the same tokenizer",
+        )
+    description = describe(vocab_text, merges)
+    tokens = {id: token for token, id in vocab.items()}
+    reference = lambda: engines.tokenizers_engine(description)
+    return Tokenizer(
+        name="GPT2BPETokenizer",
+        vocab_size=max(tokens) + 1,
+        eod=vocab.get(END_OF_TEXT),
+        fingerprint=fingerprint("byte-level", json.dumps(vocab, sort_keys=True), json.dumps(merges)),
+        engines={
+            "gigatoken": lambda: engines.gigatoken_engine(description, reference),
+            "tiktoken": lambda: engines.tiktoken_engine(*ranks(vocab, merges)),
+            "tokenizers": reference,
+        },
+        decode=lambda ids: "".join(tokens.get(id, "") for id in ids).translate(CHARACTER_TO_BYTE)
+        .encode("latin-1", "replace").decode("utf-8", "replace"),
+    )  # fmt: skip
+
+
+def read_text(path: str, flag: str) -> str:
+    """The UTF-8 text of a vocabulary file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{flag} {path}: no such file") from None
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise DataError(f"{flag} {path}: not a UTF-8 text file", str(error)) from None
+
+
+def parse_vocab(text: str, path: str) -> dict[str, int]:
+    try:
+        vocab = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"--vocab-file {path}: not JSON", str(error), "give the vocab.json of a byte-level BPE"
+        ) from None
+    if not isinstance(vocab, dict) or not vocab or not all(type(id) is int and id >= 0 for id in vocab.values()):
+        do = "a tokenizer.json goes to --tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+        raise DataError(f"--vocab-file {path}: not a vocabulary (an object of token: id)", do=do)
+    if len(set(vocab.values())) != len(vocab):
+        raise DataError(f"--vocab-file {path}: two tokens share an id")
+    return vocab
+
+
+def parse_merges(text: str, path: str) -> list[tuple[str, str]]:
+    """Pairs in order of importance. A first line `#version: ...` is skipped."""
+    merges = []
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.rstrip("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not all(pair):
+            why = f"line {number} is {line[:60]!r}, not two tokens with a space between them"
+            raise DataError(
+                f"--merge-file {path}: not a list of merges", why, "give the merges.txt of a byte-level BPE"
+            )
+        merges.append((pair[0], pair[1]))
+    if not merges:
+        raise DataError(f"--merge-file {path}: holds no merges", do="give the merges.txt of a byte-level BPE")
+    return merges
+
+
+def describe(vocab_text: str, merges: list[tuple[str, str]]) -> str:
+    """The same tokenizer as a tokenizer.json. It names no special tokens, so that their names stay text."""
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    model = dict(
+        type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False,
+        byte_fallback=False, ignore_merges=False, vocab={}, merges=[f"{left} {right}" for left, right in merges],
+    )  # fmt: skip
+    whole = dict(
+        version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=byte_level,
+        post_processor=None, decoder=byte_level, model=model,
+    )  # fmt: skip
+    return json.dumps(whole, ensure_ascii=False).replace('"vocab": {}', f'"vocab": {vocab_text}', 1)
+
+
+def ranks(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tuple[dict[bytes, int], str, np.ndarray | None]:
+    """Arguments for tiktoken: bytes -> priority, the splitting pattern, and ids by priority where they differ.
+
+    tiktoken merges the adjacent pair whose joined bytes have the lowest rank, so ranks must follow the merges; ids
+    that already increase along the merges serve as they are.
+    """
+    joined = [left + right for left, right in merges]
+    if len(set(joined)) != len(joined):
+        raise ValueError("two merges make the same token, which ranks cannot express")
+    order = [*BYTE_TO_CHARACTER, *joined]
+    missing = [token for token in order if token not in vocab]
+    if missing:
+        raise ValueError(f"{len(missing)} bytes are not in the vocabulary")
+    ids = np.array([vocab[token] for token in order], np.uint32)
+    keys = [token.translate(CHARACTER_TO_BYTE).encode("latin-1") for token in order]
+    merged = ids[len(BYTE_TO_CHARACTER) :].astype(np.int64)
+    if (np.diff(merged) > 0).all():
+        return dict(zip(keys, ids.tolist())), engines.PATTERNS["gpt2"], None
+    return dict(zip(keys, range(len(keys)))), engines.PATTERNS["gpt2"], ids
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte: itself where it is printable, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
+
+
+BYTE_TO_CHARACTER = _byte_characters()
+CHARACTER_TO_BYTE = {ord(character): byte for byte, character in enumerate(BYTE_TO_CHARACTER)}

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries that turn text into ids, each as a function `text -> ids`. They are imported when one is built."""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron.tokenizer.base import Encode
+
+# How published vocabularies split text before byte-pair merging. Possessive quantifiers (++) keep the matcher from
+# backtracking: ten million spaces in a row neither overflow its stack nor take quadratic time.
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def tokenizers_engine(tokenizer_json: str) -> Encode:
+    """Hugging Face `tokenizers`. One thread: our processes are the parallelism, and fork must stay safe."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tokenizers import Tokenizer
+
+    model = Tokenizer.from_str(tokenizer_json)
+    return lambda text: model.encode(text, add_special_tokens=False).ids
+
+
+def gigatoken_engine(tokenizer_json: str, exact: Callable[[], Encode]) -> Encode:
+    """gigatoken, from the same description. Its `encode` never starts threads and its result is an array."""
+    from gigatoken import Tokenizer
+
+    return guarded(Tokenizer.from_json(tokenizer_json).encode, exact)
+
+
+def gigatoken_ranks_engine(path: str, pattern: str, exact: Callable[[], Encode]) -> Encode:
+    """gigatoken from a .tiktoken file; `pattern` is one of its names for ways to split."""
+    from gigatoken import Tokenizer
+
+    return guarded(Tokenizer.from_tiktoken(path, pretokenizer=pattern).encode, exact)
+
+
+def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
+    """`fast`, except for texts with letters of Unicode 17: those go to `exact()`, built when the first one comes.
+
+    gigatoken 0.10 knows Unicode 17; tiktoken and `tokenizers`, which define the ids, do not take its new characters
+    for letters and split the text elsewhere. All other code points were compared, one by one: they agree.
+    """
+    slow: list[Encode] = []
+
+    def encode(text: str):
+        if text.isascii() or not has_unicode_17(text):
+            return fast(text)
+        if not slow:
+            slow.append(exact())
+        return slow[0](text)
+
+    return encode
+
+
+def has_unicode_17(text: str) -> bool:
+    """Whether a text has a character that Unicode 17 added (370 MB/s and more, where a regular expression does 70)."""
+    for character in UNICODE_17_LOW:
+        if character in text:
+            return True
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    points = points[points > 0xFFFF]
+    starts, ends = UNICODE_17_HIGH
+    return bool((np.searchsorted(starts, points, "right") > np.searchsorted(ends, points, "left")).any())
+
+
+UNICODE_17_LOW = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
+UNICODE_17_HIGH = np.array(  # first and last code point of each range; some have gaps, which does no harm
+    [
+        (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DE9), (0x16EA0, 0x16ED3), (0x16FF2, 0x16FF6),
+        (0x187F8, 0x187FF), (0x18D09, 0x18DF2), (0x1E6C0, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD),
+        (0x323B0, 0x33479),
+    ]
+).T  # fmt: skip
+
+
+def tiktoken_engine(ranks: dict[bytes, int], pattern: str, ids: np.ndarray | None = None) -> Encode:
+    """tiktoken from ranks (bytes -> merge priority). `ids[rank]` is the id where priorities are not the ids."""
+    import tiktoken
+
+    model = tiktoken.Encoding("local", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    if ids is None:
+        return lambda text: model.encode_to_numpy(text, disallowed_special=())
+    return lambda text: ids[model.encode_to_numpy(text, disallowed_special=())]

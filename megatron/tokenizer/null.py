@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that are already numbers ("3 1 4"), for benchmarks and checks. Ids go to `--vocab-size` - 1, EOD follows."""
+
+from megatron.config import Tokenizer as TokenizerSettings
+from megatron.errors import DataError
+from megatron.tokenizer.base import Tokenizer, fingerprint
+
+
+def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
+    size = settings.vocab_size
+
+    def encode(text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError("NullTokenizer: the text is not numbers", str(error)) from None
+        if ids and not 0 <= min(ids) <= max(ids) <= size:
+            raise DataError(f"NullTokenizer: ids {min(ids)}..{max(ids)} are outside of 0..{size} (--vocab-size {size})")
+        return ids
+
+    return Tokenizer(
+        name="NullTokenizer",
+        vocab_size=size + 1,
+        eod=size,
+        fingerprint=fingerprint("null", str(size)),
+        engines={"null": lambda: encode},
+        decode=lambda ids: " ".join(map(str, ids)),
+    )
