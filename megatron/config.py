@@ -124,7 +124,14 @@ class Tokenizer:
     """Text to ids and back."""
 
     tokenizer_type: Optional[
-        Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer", "NullTokenizer"]
+        Literal[
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ]
     ] = setting(
         "which kind of vocabulary (NullTokenizer: numbers, no text)", None, also=dict(GPTTokenizer="GPT2BPETokenizer")
     )

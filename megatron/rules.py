@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings work together: one table of rules, walked once, so that all violations are reported at once.
+
+    resolve(config, world_size) -> config with derived values filled in, or SettingsError with every violation
+
+Everything is pure; files are looked at later, by whoever opens them. A rule sees all settings under their own names in
+one record `s`, beside `s.world` (ranks), `s.dp` (data parallel ranks) and `s.head` (width of a head).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields, replace
+from types import SimpleNamespace
+
+from megatron import batch, config
+from megatron.errors import SettingsError
+from megatron.optimizer import schedule
+
+
+def resolve(settings: config.Config, world_size: int) -> config.Config:
+    """The settings with derived values filled in. Raises SettingsError with everything that cannot work."""
+    found = check(settings, world_size)
+    if len(found) == 1:
+        raise SettingsError(found[0])
+    if found:
+        lines = "".join(f"\n  {number}. {text}" for number, text in enumerate(found, 1))
+        raise SettingsError(f"{len(found)} settings cannot work:{lines}")
+    return _filled(settings, world_size)
+
+
+def check(settings: config.Config, world_size: int) -> list[str]:
+    """Every violation on this many ranks, in the words of the flags, with values near by that would work."""
+    found, settings = _out_of_range(settings)
+    s = _record(settings, world_size)
+    found += [rule.say(s) for rule in RULES + NOT_YET if rule.broken(s)]
+    if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
+        found += batch.problems(settings.batch, s.dp)
+    return found + schedule.problems(settings.optimizer, settings.batch, s.dp)
+
+
+def remarks(settings: config.Config, world_size: int) -> list[str]:
+    """What works and is probably not meant, one sentence each: for the log, before training."""
+    s = _record(settings, world_size)
+    return [rule.say(s) for rule in REMARKS if rule.broken(s)]
+
+
+def _filled(c: config.Config, world: int) -> config.Config:
+    """Derived values. Each field gets here what its help calls its default."""
+    m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
+    dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
+    by_iters = b.train_iters is not None and o.lr_decay_iters is None
+    by_samples = b.train_samples is not None and o.lr_decay_samples is None
+    return replace(
+        c,
+        model=replace(
+            m,
+            ffn_hidden_size=m.ffn_size,
+            kv_channels=m.head_dim,
+            num_query_groups=m.query_groups,
+            max_position_embeddings=m.position_table,
+        ),
+        parallel=replace(p, data_parallel_size=dp, sharding_degree=p.sharding_degree or dp),
+        batch=replace(b, global_batch_size=batch.full_size(b, dp)),
+        optimizer=replace(
+            o,
+            lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
+            lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
+        ),
+        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or _tokenizer_type(t, c.data.mock_data)),
+    )
+
+
+def _tokenizer_type(t: config.Tokenizer, mock_data: bool) -> str | None:
+    """The type that the given files can only mean, as in Megatron-LM; numbers for mock data. None: not clear."""
+    if t.vocab_file and t.merge_file:
+        return "GPT2BPETokenizer"
+    return "NullTokenizer" if mock_data and t.vocab_size and not t.tokenizer_model else None
+
+
+# Ranges of single values ----------------------------------------------------------------------------------------------
+
+RANGES = {  # what a value must be -> test, fields
+    "at least 1": (lambda v: v >= 1, """
+        num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+        num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
+        context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage sharding_degree vocab_size
+        micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk save_interval
+        keep_last log_interval loss_scale_window hysteresis"""),
+    "at least 0": (lambda v: v >= 0, """
+        train_iters eval_iters num_workers ckpt_step seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
+        lr_warmup_samples"""),
+    "above 0": (lambda v: v > 0, """
+        norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
+        initial_loss_scale min_loss_scale"""),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout adam_beta1 adam_beta2"),
+    "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
+}  # fmt: skip
+
+
+def _out_of_range(settings: config.Config) -> tuple[list[str], config.Config]:
+    """Violations of ranges, and the settings with harmless values in their place, so that other rules can go on."""
+    found = []
+    for name in config.GROUPS:
+        group = getattr(settings, name)
+        harmless = {}
+        for field in fields(group):
+            value = getattr(group, field.name)
+            for words, (works, names) in RANGES.items():
+                if value is not None and field.name in names.split() and not works(value):
+                    found.append(f"--{field.name.replace('_', '-')} {value} must be {words}")
+                    harmless[field.name] = 1 if field.default in (MISSING, None) else field.default
+        settings = replace(settings, **{name: replace(group, **harmless)})
+    return found, settings
+
+
+# Settings that depend on each other -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken(s)` is true where the settings cannot work; `say(s)` tells so, with values that do."""
+
+    broken: Callable[[SimpleNamespace], object]
+    say: Callable[[SimpleNamespace], str]
+
+
+def _record(settings: config.Config, world: int) -> SimpleNamespace:
+    s = SimpleNamespace(**{f.name: getattr(getattr(settings, g), f.name)
+                           for g in config.GROUPS for f in fields(config.GROUPS[g])})  # fmt: skip
+    s.tp, s.pp, s.cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
+    s.world, s.model_ranks = world, s.tp * s.pp * s.cp
+    s.dp = max(1, world // s.model_ranks)
+    s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
+    s.rotary = int(s.head * s.rotary_percent)
+    s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
+    s.tokenizer = s.tokenizer_type or _tokenizer_type(settings.tokenizer, s.mock_data)
+    return s
+
+
+RULES = (
+    # Ranks.
+    Rule(lambda s: s.world % s.model_ranks,
+         lambda s: f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
+                   f"{s.cp} = {s.model_ranks}; run on {_or(_multiples(s.world, s.model_ranks))} ranks, or choose sizes "
+                   f"whose product divides {s.world} ({_or(_divisors(s.world, s.model_ranks))})"),
+    Rule(lambda s: s.data_parallel_size not in (None, s.dp) and s.world % s.model_ranks == 0,
+         lambda s: f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
+                   f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
+                   "ranks"),
+    Rule(lambda s: s.sharding_degree and s.dp % s.sharding_degree,
+         lambda s: f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
+                   f"{_or(_divisors(s.dp, s.sharding_degree))}"),
+    Rule(lambda s: s.num_layers % s.pp,
+         lambda s: f"--num-layers {s.num_layers} is not a multiple of --pipeline-model-parallel-size {s.pp}; nearest: "
+                   f"{_or(_multiples(s.num_layers, s.pp))} layers, or {_or(_divisors(s.num_layers, s.pp))} stages"),
+    Rule(lambda s: s.num_attention_heads % s.tp,
+         lambda s: f"--num-attention-heads {s.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
+                   f"{s.tp}; nearest: {_or(_multiples(s.num_attention_heads, s.tp))} heads, or tensor parallel size "
+                   f"{_or(_divisors(s.num_attention_heads, s.tp))}"),
+    Rule(lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
+         lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)"),
+    # The model.
+    Rule(lambda s: s.kv_channels is None and s.hidden_size % s.num_attention_heads,
+         lambda s: f"--hidden-size {s.hidden_size} is not a multiple of --num-attention-heads {s.num_attention_heads}; "
+                   f"nearest: {_or(_multiples(s.hidden_size, s.num_attention_heads))}, or "
+                   f"{_or(_divisors(s.hidden_size, s.num_attention_heads))} heads (or set --kv-channels)"),
+    Rule(lambda s: s.num_query_groups and s.num_attention_heads % s.num_query_groups,
+         lambda s: f"--num-attention-heads {s.num_attention_heads} cannot be shared by --num-query-groups "
+                   f"{s.num_query_groups}; nearest: {_or(_divisors(s.num_attention_heads, s.num_query_groups))} groups"),
+    Rule(lambda s: s.group_query_attention and s.num_query_groups is None,
+         lambda s: "--group-query-attention needs --num-query-groups: 1, "
+                   f"{_or(_divisors(s.num_attention_heads, s.num_attention_heads ** 0.5))} ..."),
+    Rule(lambda s: s.position_embedding_type == "learned_absolute" and s.max_position_embeddings
+         and s.seq_length > s.max_position_embeddings,
+         lambda s: f"--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
+                   f"lower the one, raise the other to {s.seq_length}, or use --position-embedding-type rope"),
+    Rule(lambda s: s.position_embedding_type == "rope" and (s.rotary % 2 or s.rotary < 2),
+         lambda s: f"rotary positions turn pairs: {s.rotary} of {s.head} (--rotary-percent {s.rotary_percent:g} of the "
+                   f"width of a head) is not an even number above zero; {_even_rotary(s)}"),
+    # The vocabulary.
+    Rule(lambda s: s.tokenizer is None and not s.tokenizer_model,
+         lambda s: "no vocabulary is given; " + ("--vocab-size N is enough for --mock-data" if s.mock_data else
+                   "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or "
+                   "--tokenizer-type NullTokenizer --vocab-size N")),
+    Rule(lambda s: _missing_for_tokenizer(s),
+         lambda s: f"--tokenizer-type {s.tokenizer} needs {' and '.join(_missing_for_tokenizer(s))}"),
+    # The data.
+    Rule(lambda s: not (s.mock_data or s.data_path or s.paths),
+         lambda s: "no data is given; --data-path PREFIX (of .bin/.idx files, from preprocess_data.py), "
+                   "--train-data-path and its like, or --mock-data for synthetic samples"),
+    Rule(lambda s: s.mock_data and (s.data_path or s.paths),
+         lambda s: "--mock-data reads no files, and files are given "
+                   f"({', '.join(_given_paths(s))}); drop one or the other"),
+    Rule(lambda s: s.data_path and s.paths,
+         lambda s: f"--data-path goes with --split, and {', '.join(_given_paths(s)[1:])} without; give one or the other"),
+    Rule(lambda s: s.paths and "train" not in s.paths and not s.data_path,
+         lambda s: f"{', '.join(_given_paths(s))} without --train-data-path: there is nothing to train on"),
+    Rule(lambda s: s.data_path and not s.paths and _split(s.split) is None,
+         lambda s: f"--split {s.split} must be up to three numbers for train,valid,test, as in 969,30,1"),
+    Rule(lambda s: s.data_path and not s.paths and _split(s.split) and not _split(s.split)[0],
+         lambda s: f"--split {s.split} leaves nothing to train on; raise its first number"),
+    Rule(lambda s: _blend_problems(s), lambda s: "; ".join(_blend_problems(s))),
+    # How long.
+    Rule(lambda s: s.train_iters is None and s.train_samples is None,
+         lambda s: "the length of training is missing; --train-iters N (steps) or --train-samples N"),
+    # Number formats.
+    Rule(lambda s: s.precision == "fp16" and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale,
+         lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}"),
+    # Checkpoints.
+    *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
+           lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
+      for name, needs, why in (
+          ("save_interval", "save", "there is no folder to save into"),
+          ("keep_last", "save", "there is no folder to keep checkpoints in"),
+          ("finetune", "load", "there are no weights to start from"),
+          ("ckpt_step", "load", "there is no folder to look in"),
+          ("auto_resume", "load", "it says what to do when the folder is empty"))),
+    Rule(lambda s: s.finetune and s.auto_resume,
+         lambda s: "--finetune needs a checkpoint in --load, and --auto-resume allows for none; drop one of them"),
+    Rule(lambda s: s.wandb_exp_name and not s.wandb_project,
+         lambda s: "--wandb-exp-name needs --wandb-project"),
+)  # fmt: skip
+
+# Declared and not built yet: delete a row when its feature arrives.
+NOT_YET = (
+    Rule(lambda s: s.tp > 1,
+         lambda s: f"--tensor-model-parallel-size {s.tp} is not built yet; leave it at 1"),
+    Rule(lambda s: s.pp > 1,
+         lambda s: f"--pipeline-model-parallel-size {s.pp} is not built yet; leave it at 1"),
+    Rule(lambda s: s.cp > 1,
+         lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),
+    Rule(lambda s: s.sequence_parallel,
+         lambda s: "--sequence-parallel is not built yet, and splits nothing without tensor parallel ranks; leave it out"),
+    Rule(lambda s: s.num_layers_per_virtual_pipeline_stage,
+         lambda s: "--num-layers-per-virtual-pipeline-stage is not built yet; leave it out"),
+    Rule(lambda s: s.sharding_stage,
+         lambda s: f"--sharding-stage {s.sharding_stage} (--use-distributed-optimizer is stage 1) is not built yet; leave "
+                   "it out: the result is the same, optimizer state takes more memory"),
+)  # fmt: skip
+
+REMARKS = (
+    Rule(lambda s: s.precision == "fp16" and s.device == "cpu",
+         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
+    Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,
+         lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16"),
+    Rule(lambda s: not s.save,
+         lambda s: "--save is not given: nothing of this training will be kept"),
+    Rule(lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
+         lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope"),
+    Rule(lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters,
+         lambda s: f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
+                   "evaluation happens at the end alone"),
+)  # fmt: skip
+
+
+# Words for the rules --------------------------------------------------------------------------------------------------
+
+
+def _multiples(value: int, of: int) -> list[int]:
+    """The multiples of `of` below and above a value that is none."""
+    return [n for n in (value // of * of, value // of * of + of) if n]
+
+
+def _divisors(of: int, near: float) -> list[int]:
+    """The two divisors of a number that lie nearest."""
+    return sorted(sorted((n for n in range(1, of + 1) if of % n == 0), key=lambda n: abs(n - near))[:2])
+
+
+def _or(values: Iterable[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _even_rotary(s: SimpleNamespace) -> str:
+    even = max(2, s.rotary // 2 * 2)
+    return (
+        f"--rotary-percent {even / s.head:g} rotates {even}" if even < s.head else f"choose heads wider than {s.head}"
+    )
+
+
+_TOKENIZER_NEEDS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
+    needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
+    return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
+
+
+def _given_paths(s: SimpleNamespace) -> list[str]:
+    return ["--data-path"] * bool(s.data_path) + [f"--{name}-data-path" for name in s.paths]
+
+
+def _split(text: str) -> list[float] | None:
+    """The parts of --split, or None if they are none."""
+    try:
+        parts = [float(word) for word in text.replace("/", ",").split(",")]
+    except ValueError:
+        return None
+    return parts if len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts) < math.inf else None
+
+
+def _blend_problems(s: SimpleNamespace) -> list[str]:
+    """What is wrong with lists of weights and prefixes; a list of an odd length is a list of prefixes."""
+    found = []
+    for flag in _given_paths(s):
+        words = getattr(s, flag[2:].replace("-", "_"))
+        weights = [_number(word) for word in words[::2]]
+        if len(words) == 1 and len(words[0].split()) > 1 and _number(words[0].split()[0]) is not None:
+            found.append(f"{flag} '{words[0]}' is one word for the shell; leave out the quotes")
+        elif len(words) % 2 and len(words) > 1 and any(_number(word) is not None for word in words):
+            found.append(f"{flag} {' '.join(words)}: weights and prefixes must alternate (0.3 a 0.7 b), one is missing")
+        elif len(words) % 2 == 0 and any(weight is not None for weight in weights):
+            bad = [word for word, weight in zip(words[::2], weights) if weight is None or not 0 < weight < math.inf]
+            found += [f"{flag}: '{word}' stands for a weight, which must be a number above 0" for word in bad]
+    return found
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
