@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# Short names for what a developer does often. `make` alone lists them.
+PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+help:            ## list these targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## */\t/' | expand -t 16
+
+check:           ## lint, format, import floors, sizes, flag table (seconds)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pytest tests/test_floors.py tests/test_sizes.py
+
+format:          ## let ruff repair format and imports
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+test:            ## set-up and all tests
+	bash scripts/test.sh
+
+test-gpu:        ## the tests that need a GPU
+	bash scripts/test.sh -m gpu tests
+
+quickstart:      ## corpus, vocabulary, training, evaluation, samples, report
+	bash scripts/quickstart.sh
+
+clean:           ## remove what running left behind, but not .venv
+	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help check format test test-gpu quickstart clean
