@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of seq_length + 1 tokens out of token files: training, validation and test data of a run.
+
+    train, valid, test = build_datasets(config.data, seq_length=1024, sizes=(16000, 800, 80), seed=1234)
+    train[0]  # int64 [1025]: [:-1] is the input, [1:] the labels
+
+Which tokens make which sample is Megatron-LM's choice, element for element: index_maps.py says how. Where Megatron-LM
+loops for ever or dies later (an empty split, too little data), there is an error that says what would work.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+from megatron.config import Data
+from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
+from megatron.data.index_cache import cached_arrays
+from megatron.data.index_maps import Plan, Share, build_index_maps, make_plan, parse_split, sequences_of, suggest_split
+from megatron.data.indexed import IndexedDataset
+from megatron.data.mock import MockDataset
+from megatron.errors import DataError, SettingsError
+
+SPLITS = ("train", "valid", "test")
+TRAIN, VALID, TEST = range(3)
+VERSION = 1  # of the index maps: when their meaning changes, older caches are not looked at
+
+
+def build_datasets(
+    data: Data,
+    seq_length: int,
+    sizes: Sequence[int],
+    seed: int,
+    *,
+    eod: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple:
+    """(train, valid, test) with at least `sizes` samples each; None for a split of weight or size 0, or without a path.
+
+    Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, unless it is a mock, `d.origin(i)`. Every rank calls
+    this; the index maps are built by whoever comes first. `say` is given a line when that, or waiting, takes time.
+    Validation goes over one epoch, again and again if more is asked for, so its order does not change with
+    --train-iters; training and test have as many epochs as they need, shuffled together, as in Megatron-LM.
+
+    Raises DataError where data is missing, damaged, too little, or (when it is read) of another vocabulary.
+    """
+    if data.mock_data:
+        if vocab_size is None:
+            raise SettingsError("--mock-data needs the size of a vocabulary", do="--vocab-size N")
+        mocks = [MockDataset(size, seq_length, vocab_size, eod, seed, split) for split, size in enumerate(sizes)]
+        return tuple(mock if len(mock) else None for mock in mocks)
+    blends, shares = _sources(data)
+    wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
+    request = Request(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, say)
+    return tuple(
+        _build_split(blends[split], split, request) if wanted[split] else None for split in (TRAIN, VALID, TEST)
+    )
+
+
+class Part(NamedTuple):
+    """A piece of a sample: tokens [offset, offset + length) of a sequence ("document") of a token file."""
+
+    document: int
+    offset: int
+    length: int
+
+
+class Origin(NamedTuple):
+    """Where a sample comes from: token file, number of the sample before the shuffle, and its pieces in order."""
+
+    prefix: str
+    number: int
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the datasets of one run have in common. Lists are over train, valid, test."""
+
+    seq_length: int
+    seed: int
+    vocab_size: Optional[int]
+    cache: Optional[str]
+    shares: list[Optional[Share]]
+    sizes: list[int]
+    say: Callable[[str], None]
+    files: dict[str, IndexedDataset] = field(default_factory=dict)  # opened so far
+
+    def open(self, prefix: str) -> IndexedDataset:
+        if prefix not in self.files:
+            self.files[prefix] = IndexedDataset(prefix)
+        return self.files[prefix]
+
+    def cached(self, beside: str, name: str, key: dict, build) -> dict[str, np.ndarray]:
+        """Index maps from the cache: `--data-cache-path`, or a folder beside the data."""
+        folder = Path(self.cache) if self.cache else Path(beside).parent / "index_cache"
+        key = dict(key, version=VERSION)
+        return cached_arrays(folder, name, key, build, say=self.say, required=bool(self.cache))
+
+
+class GPTDataset:
+    """Samples of one split of one token file, as `plan` says."""
+
+    def __init__(self, tokens: IndexedDataset, plan: Plan, split: str, request: Request):
+        self.tokens, self.plan, self.vocab_size = tokens, plan, request.vocab_size
+        lengths = tokens.sequence_lengths
+        own = np.ascontiguousarray(lengths[plan.first : plan.last])
+        name = f"{Path(tokens.prefix).name}-{split}"
+
+        def build():
+            request.say(f"building index maps of {name}: {len(own):,} sequences, {plan.epochs:,} epochs")
+            return build_index_maps(plan, lengths)._asdict()
+
+        key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))
+        maps = request.cached(tokens.prefix, name, key, build)
+        self.document_index, self.sample_index, self.shuffle_index = maps["document"], maps["sample"], maps["shuffle"]
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Token ids [seq_length + 1], int64. Raises DataError for a token outside of the vocabulary."""
+        sample = np.empty(self.plan.seq_length + 1, np.int64)
+        at = 0
+        for document, offset, length in self._parts(int(self.shuffle_index[index])):
+            sample[at : at + length] = self.tokens.get(document, offset, length)
+            at += length
+        if self.vocab_size is not None and (sample.max() >= self.vocab_size or sample.min() < 0):
+            wrong = sample[(sample >= self.vocab_size) | (sample < 0)][0]
+            raise DataError(
+                f"{self.tokens.prefix}.bin holds token {wrong}, outside of the vocabulary of {self.vocab_size}",
+                f"in sample {index}, which starts in document {self.origin(index).parts[0].document}",
+                "train with the tokenizer that the data was preprocessed with",
+            )
+        return sample
+
+    def origin(self, index: int) -> Origin:
+        """Token file and documents of a sample, without reading its tokens."""
+        number = int(self.shuffle_index[index])
+        return Origin(self.tokens.prefix, number, [Part(*part) for part in self._parts(number) if part[2]])
+
+    def _parts(self, number: int) -> list[tuple[int, int, int]]:
+        """(document, offset, length) of each piece of sample `number` of the unshuffled order."""
+        (first, offset), (last, end) = self.sample_index[number : number + 2].tolist()
+        if first == last:
+            return [(int(self.document_index[first]), offset, end + 1 - offset)]
+        documents = self.document_index[first : last + 1]
+        lengths = self.tokens.sequence_lengths[documents].tolist()
+        lengths[-1] = end + 1  # the label of the last position is the next sample's first token
+        lengths[0] -= offset
+        return list(zip(documents.tolist(), [offset] + [0] * (last - first), lengths))
+
+
+def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[Share]]]:
+    """(blend, share of its sequences) of each split."""
+    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    if data.data_path and any(per_split):
+        raise SettingsError(
+            "--data-path and --train-data-path, --valid-data-path, --test-data-path exclude each other",
+            do="give either one blend that --split divides, or one blend for each split",
+        )
+    if data.data_path:
+        return [parse_blend(data.data_path, "--data-path")] * 3, parse_split(data.split)
+    if not any(per_split):
+        raise SettingsError("no data is given", do="--data-path PREFIX, or --mock-data for synthetic samples")
+    blends = []
+    for split, words in zip(SPLITS, per_split):
+        blend = parse_blend(words, f"--{split}-data-path") if words else None
+        # Here a single prefix with a weight is the prefix alone; under --data-path it is a blend of one (Megatron-LM).
+        blends.append(blend._replace(weights=None) if blend and len(blend.prefixes) == 1 else blend)
+    return blends, [(0.0, 1.0) if blend else None for blend in blends]
+
+
+def _build_split(blend: Blend, split: int, request: Request):
+    """The dataset of one split, with at least the samples asked for."""
+    size = request.sizes[split]
+    if blend.weights is not None:
+        planned, built = share_sizes(blend.weights, size)
+        datasets = [_build_file(prefix, count, split, request) for prefix, count in zip(blend.prefixes, built)]
+        return _build_blend(datasets, blend.prefixes, blend.weights, sum(planned), split, request)
+    if len(blend.prefixes) == 1:
+        return _build_file(blend.prefixes[0], size, split, request)
+    datasets = [_build_file(prefix, None, split, request) for prefix in blend.prefixes]
+    lengths = [len(dataset) for dataset in datasets]
+    total = sum(lengths)
+    if size > total and split != VALID:
+        weighted = " ".join(f"{count} {prefix}" for count, prefix in zip(lengths, blend.prefixes))
+        raise DataError(
+            f"{SPLITS[split]} needs {size:,} samples, one epoch of all prefixes has {total:,}",
+            "prefixes without weights are gone through once, each in proportion to its size",
+            f"for several epochs give weights, here: {weighted}",
+        )
+    blended = _build_blend(datasets, blend.prefixes, lengths, min(size, total), split, request)
+    return blended if size <= total else Repeated(blended, size)
+
+
+def _build_file(prefix: str, num_samples: Optional[int], split: int, request: Request):
+    """Samples of one token file: at least `num_samples`, or one epoch of them (None)."""
+    tokens = request.open(prefix)
+    lengths = tokens.sequence_lengths
+    sequences = sequences_of(request.shares[split], len(tokens))
+    if not lengths[sequences.start : sequences.stop].any():
+        raise _empty_split(tokens, split, request)
+
+    def plan_for(count: Optional[int]) -> Plan:
+        return make_plan(sequences, lengths, request.seq_length, request.seed, count)
+
+    if split == VALID and num_samples is not None:
+        plan = plan_for(None)
+        if plan.num_samples == 0:
+            plan = plan_for(1)  # as many epochs as one sample takes
+        dataset = GPTDataset(tokens, plan, SPLITS[split], request)
+        return dataset if len(dataset) >= num_samples else Repeated(dataset, num_samples)
+    plan = plan_for(num_samples)
+    if plan.num_samples == 0:
+        raise DataError(
+            f"{prefix}: {SPLITS[split]} has {plan.tokens} tokens, less than one sample",
+            f"--seq-length {plan.seq_length} needs {plan.seq_length + 1}",
+            "leave this dataset out, give weights (--data-path WEIGHT PREFIX ...), or shorten --seq-length",
+        )
+    return GPTDataset(tokens, plan, SPLITS[split], request)
+
+
+def _build_blend(
+    datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, request: Request
+):
+    """`size` samples of several datasets."""
+    weights, limits = normalized(weights), [len(dataset) for dataset in datasets]
+
+    def build():
+        request.say(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
+        return dict(zip(("dataset", "sample"), interleave(weights, size, limits)))
+
+    key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)
+    maps = request.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build)
+    return BlendedDataset(datasets, maps["dataset"], maps["sample"])
+
+
+def _empty_split(tokens: IndexedDataset, split: int, request: Request) -> DataError:
+    """The error of a split without tokens, with the nearest --split that would work."""
+    if not tokens.sequence_lengths.any():
+        return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")
+    total = len(tokens)
+    mine = sequences_of(request.shares[split], total)
+    ends = [sequences_of(share, total).stop if share else None for share in request.shares[:2]]
+    ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])
+    counts = suggest_split(tokens.sequence_lengths, ends, [size > 0 for size in request.sizes])
+    do = f"--split {','.join(map(str, counts))} gives each its part" if counts else "take more documents"
+    return DataError(
+        f"{tokens.prefix}: --split leaves nothing for {SPLITS[split]}",
+        f"it has {total:,} sequences; {SPLITS[split]} gets {len(mine)} of them, without a token",
+        do if split == TRAIN else f"{do}; or --eval-iters 0 for no evaluation",
+    )

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that are built once and then shared by every process that maps them.
+
+One process builds while the others wait on a file, never inside a collective: a build may take minutes and a collective
+has a timeout. An entry is a folder of plain `.npy` files with an `index.json` that says what they were built from, their
+shapes and their checksums; it is written aside and renamed, so an entry that exists is complete.
+
+The lock is `flock`: the kernel releases it when its owner dies, and a waiting process takes over. Where a file system
+has no locks, several processes may build the same entry; the last rename wins and all of them are equal.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+
+from megatron.errors import StorageError
+
+Arrays = dict[str, np.ndarray]
+Say = Callable[[str], None]
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+SAY_EVERY = 10.0  # seconds between two messages of a process that waits
+
+
+def cached_arrays(
+    folder: Path, name: str, key: dict, build: Callable[[], Arrays], *, say: Say, required: bool = False
+) -> Arrays:
+    """The arrays that `build()` returns, memory-mapped from `folder` when they are there and whole.
+
+    `key`: everything the arrays depend on (JSON values); `name` starts the entry's file name, for humans.
+    `required`: a folder that cannot be written is an error; otherwise it is said and the arrays stay in memory.
+    """
+    entry = folder / f"{name}-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:16]}"
+    arrays, _ = load(entry, key)
+    if arrays is not None:
+        return arrays
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(f"{entry}.lock", "a+") as lock:
+            return _build_or_wait(entry, key, build, lock, say)
+    except OSError as error:
+        if required:
+            raise StorageError(
+                f"{folder}: cannot keep index maps here: {error.strerror or error}",
+                do="give a --data-cache-path that can be written",
+            ) from error
+        say(f"index maps of {name} stay in memory: {folder}: {error.strerror or error} (--data-cache-path keeps them)")
+        return build()
+
+
+def load(entry: Path, key: dict) -> tuple[Optional[Arrays], Optional[str]]:
+    """(arrays, None) of a whole entry, (None, what is wrong) of a damaged one, (None, None) where there is none."""
+    try:
+        manifest = json.loads((entry / "index.json").read_text())
+    except FileNotFoundError:
+        return None, "index.json is missing" if entry.is_dir() else None
+    except (OSError, ValueError) as error:
+        return None, f"index.json cannot be read: {error}"
+    try:
+        if manifest["key"] != json.loads(_canonical(key)):
+            return None, "it was built from something else"
+        arrays = {}
+        for name, facts in manifest["arrays"].items():
+            array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            if [array.dtype.str, list(array.shape)] != [facts["dtype"], facts["shape"]]:
+                return None, f"{name}.npy has another type or shape"
+            if zlib.crc32(array.reshape(-1).view(np.uint8)) != facts["crc32"]:
+                return None, f"{name}.npy does not match its checksum"
+            arrays[name] = array
+        return arrays, None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _build_or_wait(entry: Path, key: dict, build, lock, say: Say) -> Arrays:
+    """Under the lock: build. While another process holds it: wait for what it builds, or for its death."""
+    started, said, seen = time.monotonic(), 0.0, _stamp(entry)
+    while not _try_lock(lock):
+        if _stamp(entry) != seen:
+            seen = _stamp(entry)
+            arrays, _ = load(entry, key)
+            if arrays is not None:
+                return arrays
+        waited = time.monotonic() - started
+        if waited - said >= SAY_EVERY:
+            said = waited
+            say(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
+        time.sleep(min(0.02 + waited / 10, 0.5))
+    try:
+        arrays, damage = load(entry, key)  # another process may have been quicker
+        if arrays is None:
+            if damage:
+                say(f"index maps {entry} are damaged and built again: {damage}")
+            _note_owner(lock)
+            _store(entry, key, build())
+            arrays, damage = load(entry, key)
+            if arrays is None:
+                raise OSError(errno.EIO, f"what was just written reads back wrong ({damage})")
+        return arrays
+    finally:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        except OSError:
+            pass  # no locks here; closing the file is enough
+
+
+def _store(entry: Path, key: dict, arrays: Arrays) -> None:
+    """Write an entry aside, with checksums, and rename it into place."""
+    for left_behind in entry.parent.glob(f"{entry.name}.building-*"):  # by a builder that died
+        if _is_dead(left_behind.name.rpartition("-")[2]):
+            shutil.rmtree(left_behind, ignore_errors=True)
+    aside = entry.with_name(f"{entry.name}.building-{socket.gethostname()}:{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        facts = {}
+        for name, array in arrays.items():
+            array = np.ascontiguousarray(array)
+            with open(aside / f"{name}.npy", "wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            crc = zlib.crc32(array.reshape(-1).view(np.uint8))
+            facts[name] = dict(dtype=array.dtype.str, shape=list(array.shape), crc32=crc)
+        (aside / "index.json").write_text(json.dumps(dict(key=key, arrays=facts), indent=1))
+        if entry.exists():  # damaged: nobody maps it for long, and who does keeps what is mapped
+            shutil.rmtree(entry)
+        try:
+            aside.rename(entry)
+        except OSError:
+            if not entry.exists():  # else another builder was quicker, on a file system without locks
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _try_lock(lock) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in NO_LOCKS
+    return True
+
+
+def _note_owner(lock) -> None:
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+
+
+def _owner(lock) -> str:
+    lock.seek(0)
+    return lock.read() or "another process"
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether `host:pid` was a process of this host that has ended."""
+    host, _, pid = owner.rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return int(pid) == os.getpid()
+
+
+def _stamp(entry: Path):
+    """Changes when the entry is replaced."""
+    try:
+        status = os.stat(entry / "index.json")
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _canonical(key: dict) -> str:
+    return json.dumps(key, sort_keys=True)

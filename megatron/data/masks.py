@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents inside a sample: loss mask, positions and attention groups from the end-of-document token. b: batch, s: sequence.
+
+The end-of-document token belongs to the document that it ends:
+
+    >>> tokens = np.array([[5, 6, 0, 7, 8]])  # 0 ends a document
+    >>> document_ids(tokens, eod=0), position_ids(tokens, eod=0), loss_mask(tokens, eod=0)
+    (array([[0, 0, 0, 1, 1]], dtype=int32), array([[0, 1, 2, 0, 1]]), array([[1., 1., 0., 1., 1.]], dtype=float32))
+"""
+
+import numpy as np
+
+
+def document_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Number of the document that each token belongs to, from 0 in every row: [b, s] -> [b, s] int32."""
+    ids = np.zeros(tokens.shape, np.int32)
+    np.cumsum(tokens[:, :-1] == eod, axis=1, out=ids[:, 1:])
+    return ids
+
+
+def position_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Positions that start again at 0 after each end of document: [b, s] -> [b, s] int64."""
+    positions = np.arange(tokens.shape[1])
+    starts = np.zeros(tokens.shape, np.int64)
+    starts[:, 1:] = np.where(tokens[:, :-1] == eod, positions[1:], 0)
+    return positions - np.maximum.accumulate(starts, axis=1)
+
+
+def loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """0 where the input is the end of a document, else 1: [b, s] -> [b, s] float32.
+
+    Predicting the end of a document is trained; what follows it cannot be predicted and is not.
+    """
+    return (tokens != eod).astype(np.float32)
