@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are complete or absent, that show any damage, and that one job writes at a time.
 
-A small file is *sealed*: JSON whose first line carries the checksum of all bytes that follow, so that a flipped, missing
-or added byte is noticed before anything is parsed. A file or folder appears under its name by a rename after everything in
+A small file is *sealed*: JSON that begins with the checksum of all bytes that follow, so that a flipped, missing or added
+byte is noticed before anything is parsed. A file or folder appears under its name by a rename after everything in
 it has reached the disk. Errors of the operating system become `StorageError`s that say how much space was needed.
 """
 
@@ -21,7 +21,8 @@ import xxhash
 from megatron.errors import CheckpointError, Locked, StorageError
 
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
-_SEAL = '{{"checksum": "{}",\n'
+_SEAL = '{{"checksum": "{}"'
+_SEAL_LENGTH = len(_SEAL.format("0" * 32))
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without advisory locks
 
 
@@ -38,7 +39,7 @@ def checksum(data) -> str:
 
 
 def seal(content: dict[str, Any]) -> tuple[str, bytes]:
-    """(checksum, file content) of a non-empty dict as sealed JSON, entries of its dicts one a line."""
+    """(checksum, file content) of a dict as sealed JSON, entries of its dicts one a line."""
     rows = []
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -46,7 +47,7 @@ def seal(content: dict[str, Any]) -> tuple[str, bytes]:
             rows.append(f"{json.dumps(key)}: {{\n{entries}\n}}")
         else:
             rows.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    body = (",\n".join(rows) + "\n}\n").encode()
+    body = "".join([*(f",\n{row}" for row in rows), "\n}\n"]).encode()
     mark = checksum(body)
     return mark, _SEAL.format(mark).encode() + body
 
@@ -60,10 +61,9 @@ def read_sealed(path: Path) -> tuple[str, dict[str, Any]]:
         raw = path.read_bytes()
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    start = raw.find(b"\n") + 1
-    mark = checksum(raw[start:])
-    if raw[:start] != _SEAL.format(mark).encode():
-        raise Damaged(f"{path} is damaged: its {size:,} bytes do not have the checksum of its first line")
+    mark = checksum(raw[_SEAL_LENGTH:])
+    if raw[:_SEAL_LENGTH] != _SEAL.format(mark).encode():
+        raise Damaged(f"{path} is damaged: its {size:,} bytes do not have the checksum that they begin with")
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -100,7 +100,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- each writer
 
 
-def write_shard(folder: Path, writer: int, pieces: Iterable[Piece]) -> int:
+def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int = BLOCK) -> int:
     """Write this writer's file and its part of the index into `folder`, durably; returns the bytes of the file.
 
     Empty pieces only tell that their tensor exists. Raises StorageError when the disk is full or read-only.
@@ -118,13 +118,13 @@ def write_shard(folder: Path, writer: int, pieces: Iterable[Piece]) -> int:
     with storage(path, size), open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
-            sums = _write_blocks(file, piece.tensor)
+            sums = _write_blocks(file, piece.tensor, block)
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
         os.fsync(file.fileno())
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     partial = folder / f"part_{writer:05d}.json"
     with storage(partial):
-        write_synced(partial, seal({"files": files, "tensors": tensors})[1])
+        write_synced(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
     return size
 
 
@@ -153,14 +153,13 @@ def _header(pieces: list[Piece]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + at
 
 
-def _write_blocks(file, tensor: torch.Tensor) -> list[str]:
+def _write_blocks(file, tensor: torch.Tensor, block: int) -> list[str]:
     """Append a tensor's bytes and return a checksum per block, taken while the block is in the cache."""
     data = memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy())
     sums = []
-    for at in range(0, len(data), BLOCK):
-        block = data[at : at + BLOCK]
-        sums.append(checksum(block))
-        _write_all(file, block)
+    for at in range(0, len(data), block):
+        sums.append(checksum(data[at : at + block]))
+        _write_all(file, data[at : at + block])
     return sums
 
 
@@ -183,7 +182,7 @@ def commit(folder: Path, final: Path, num_writers: int, state: dict[str, Any]) -
     with storage(folder):
         state_sum, content = seal(state)
         write_synced(folder / "state.json", content)
-        head = {"format": FORMAT, "version": VERSION, "block": BLOCK, "state": state_sum}
+        head = {"format": FORMAT, "version": VERSION, "state": state_sum}
         write_synced(folder / "index.json", seal({**head, **index})[1])
         for writer in range(num_writers):
             os.unlink(folder / f"part_{writer:05d}.json")
@@ -195,9 +194,10 @@ def commit(folder: Path, final: Path, num_writers: int, state: dict[str, Any]) -
 
 
 def merge(parts: Iterable[dict]) -> dict:
-    """One index from the writers' parts: {"files": ..., "tensors": ...}, names sorted."""
-    files, tensors = {}, {}
+    """One index from the writers' parts: {"block": ..., "files": ..., "tensors": ...}, names sorted."""
+    blocks, files, tensors = set(), {}, {}
     for part in parts:
+        blocks.add(part["block"])
         files.update(part["files"])
         for name, entry in part["tensors"].items():
             known = tensors.setdefault(name, {**entry, "boxes": []})
@@ -209,4 +209,5 @@ def merge(parts: Iterable[dict]) -> dict:
         flaw = find_flaw(entry["shape"], [Box(tuple(offset), tuple(extent)) for offset, extent, *_ in entry["boxes"]])
         if flaw:
             raise CheckpointError(f"{name}: the writers' pieces do not make the tensor: {flaw}")
-    return {"files": files, "tensors": dict(sorted(tensors.items()))}
+    (block,) = blocks
+    return {"block": block, "files": files, "tensors": dict(sorted(tensors.items()))}
