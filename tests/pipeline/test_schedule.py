@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden orders were made with megatron-core 0.16.1's schedule table and warm-up counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule import SCHEDULES, Op, looped, make_schedule, needs, problems
+
+ONE_CHUNK = {  # pp, micros -> order of each rank
+    (1, 3): ["F0 B0 F1 B1 F2 B2"],
+    (2, 1): ["F0 B0", "F0 B0"],
+    (3, 5): [
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ],
+    (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
+}
+TWO_CHUNKS = {
+    (2, 2): [
+        "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1",
+    ],
+    (2, 4): [
+        "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
+    ],
+}
+
+
+def text(ops) -> str:
+    return " ".join(map(str, ops))
+
+
+@pytest.mark.parametrize("shape", ONE_CHUNK)
+def test_1f1b_equals_megatrons(shape):
+    pp, micros = shape
+    assert [text(make_schedule("1f1b", rank, pp, micros)) for rank in range(pp)] == ONE_CHUNK[shape]
+
+
+@pytest.mark.parametrize("shape", TWO_CHUNKS)
+def test_interleaved_1f1b_equals_megatrons(shape):
+    pp, micros = shape
+    assert [text(make_schedule("1f1b", rank, pp, micros, 2)) for rank in range(pp)] == TWO_CHUNKS[shape]
+
+
+def test_gpipe_and_forward_only():
+    assert text(make_schedule("gpipe", 0, 2, 3)) == "F0 F1 F2 B0 B1 B2"
+    assert text(make_schedule("gpipe", 1, 2, 2, 2)) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
+    assert text(make_schedule("forward-only", 1, 2, 3, 2)) == "F0 F1 F0.1 F1.1 F2 F2.1"
+
+
+def test_zb_h1_splits_every_backward_and_delays_weights_by_rank():
+    assert text(make_schedule("zb-h1", 0, 2, 2)) == "F0 F1 I0 W0 I1 W1"
+    assert text(make_schedule("zb-h1", 1, 2, 3)) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 8), st.integers(1, 24), st.integers(1, 4))
+def test_every_op_comes_once_and_work_without_pipeline_needs_nobody(name, pp, micros, chunks):
+    if problems(name, pp, micros, chunks):
+        with pytest.raises(ValueError):
+            make_schedule(name, 0, pp, micros, chunks)
+        return
+    kinds = {"zb-h1": "FIW", "forward-only": "F"}.get(name, "FB")
+    for rank in range(pp):
+        ops = make_schedule(name, rank, pp, micros, chunks)
+        assert sorted(ops) == sorted(Op(k, m, c) for k in kinds for m in range(micros) for c in range(chunks))
+    if pp == 1:
+        stages = looped(1, chunks)
+        assert all(source == 0 for op in ops for source, _ in needs(op, 0, stages))
+
+
+def test_needs_names_the_neighbours():
+    stages = looped(2, 2)  # stage 0: rank 0, 1: rank 1, 2: rank 0 chunk 1, 3: rank 1 chunk 1
+    assert needs(Op("F", 7), 0, stages) == []
+    assert needs(Op("F", 7, 1), 0, stages) == [(1, Op("F", 7, 0))]
+    assert needs(Op("B", 7, 1), 1, stages) == [(1, Op("F", 7, 1))]
+    assert needs(Op("I", 7, 0), 1, stages) == [(1, Op("F", 7, 0)), (0, Op("I", 7, 1))]
+    assert needs(Op("W", 7, 0), 1, stages) == [(1, Op("I", 7, 0))]
+
+
+def test_stages_may_lie_anywhere():
+    v_shape = ((0, 0), (1, 0), (1, 1), (0, 1))
+    assert needs(Op("F", 3, 1), 1, v_shape) == [(1, Op("F", 3, 0))]
+    assert needs(Op("B", 3, 0), 0, v_shape) == [(0, Op("F", 3, 0)), (1, Op("B", 3, 0))]
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        (("2f2b", 2, 4, 1), "choose from gpipe, 1f1b, zb-h1"),
+        (("1f1b", 2, 0, 1), "at least 1"),
+        (("1f1b", 1, 4, 2), "--pipeline-model-parallel-size of at least 2"),
+        (("1f1b", 4, 6, 2), "6 is no multiple; 4 or 8 would work"),
+        (("1f1b", 4, 3, 2), "3 is no multiple; 4 would work"),
+        (("zb-h1", 4, 8, 2), "one model chunk"),
+    ],
+)
+def test_impossible_schedules_say_why(shape, words):
+    assert any(words in line for line in problems(*shape)), problems(*shape)
+    with pytest.raises(ValueError):
+        make_schedule(shape[0], 0, *shape[1:])
