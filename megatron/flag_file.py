@@ -25,7 +25,9 @@ def read_settings(path: str) -> list[tuple[str, list[str], int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UsageError(
+            f"{where}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
+        ) from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

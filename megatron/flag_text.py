@@ -35,16 +35,23 @@ def help_text(settings: list[Setting], prog: str, description: str, common: tupl
     return "\n".join(lines)
 
 
-def setting_help(setting: Setting, aliases: bool = False) -> str:
+def setting_help(setting: Setting, aliases: bool = False, default: bool = True) -> str:
     """A setting's sentence with its default and, if asked, its other spellings."""
     text = setting.help
-    if setting.required:
+    if default and setting.required:
         text += " [required]"
-    elif setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
-        text += f" [{value_text(setting.default)}]"
+    elif default and setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
+        text += f" [{str(setting.default) if isinstance(setting.default, str) else value_text(setting.default)}]"
     if aliases and setting.alias:
-        text += f" (also {', '.join(alias.replace('~=', '=').partition('=')[0] for alias in setting.alias)})"
+        text += f" (also {', '.join(_alias_text(alias) for alias in setting.alias)})"
+    if aliases and setting.also:
+        text += f" (also understood: {', '.join(f'{word} = {value}' for word, value in setting.also.items())})"
     return text
+
+
+def _alias_text(alias: str) -> str:
+    flag, equals, value = alias.replace("~=", "=").partition("=")
+    return f"{flag} for {value}" if equals else flag
 
 
 def placeholder(setting: Setting) -> str:
@@ -69,7 +76,8 @@ def value_text(value) -> str:
     if isinstance(value, str):
         plain = value and all(c.isalnum() or c in "._/-+" for c in value) and value[0] not in "-."
         return value if plain and value.lower() not in ("null", "true", "false", "yes", "no") else json.dumps(value)
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point
 
 
 def config_text(settings: list[Setting], chosen: dict) -> str:

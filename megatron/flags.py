@@ -11,6 +11,7 @@ may be given a value (`--bf16 true`), and every problem of a command line is rep
 import argparse
 import difflib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,12 @@ class Given:
 PRESET, FILE, COMMAND = 1, 2, 3
 
 
-def parse_pretrain(argv: list[str], extra_groups: dict[str, type] | None = None) -> schema.Config:
+def parse_pretrain(
+    argv: list[str], extra_groups: dict[str, type] | None = None, description: str = "Pretrain a GPT."
+) -> schema.Config:
     """The settings of a pretraining recipe; a recipe's own groups arrive in `Config.extra`. Not yet checked by rules."""
     extra_groups = extra_groups or {}
-    groups = parse(argv, schema.GROUPS | extra_groups, description="Pretrain a GPT.")
+    groups = parse(argv, schema.GROUPS | extra_groups, description=description)
     return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
 
 
@@ -73,7 +76,8 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
             reader.give(flag, values, flag, COMMAND)
     reader.apply_preset()
     chosen = reader.choose()
-    missing = [s for s in settings if s.required and s.name not in chosen]
+    said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
+    missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
         reader.problems.append(_missing(missing))
     if reader.problems:
@@ -97,7 +101,8 @@ def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     argv = [_with_dashes(word) for word in argv]
-    met = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    parser._negative_number_matcher = re.compile(r"-[.\d]")  # -1e-4 is a value, which argparse doubts before 3.14
+    met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *reader.spellings, *met]):
         parser.add_argument(flag, nargs="*", action=_Record, dest="words")
     namespace, rest = parser.parse_known_args(argv)
@@ -143,7 +148,7 @@ class Reader:
 
     def unknown(self, flag: str, words: list[str], origin: str, level: int) -> None:
         """Answer a flag that is no setting here: of pretraining only, of Megatron-LM, or misspelled."""
-        where = "" if level == COMMAND else f"{origin}: "
+        where = "" if level == COMMAND else f"{origin}: "  # run.yaml:3
         if not self.pretraining and flag in spellings_of(settings_of(schema.GROUPS)):
             if level == COMMAND:  # a file may serve several commands
                 self.problems.append(f"{flag} is a setting of pretraining; this command has no use for it")
@@ -155,21 +160,26 @@ class Reader:
         elif known and self.pretraining:
             self.problems.append(f"{where}{flag} is not supported: {known.sentence}")
         else:
-            self.problems.append(f"{where}unknown {'flag' if level == COMMAND else 'key'} {flag}{self._near(flag)}")
+            near = self._near(flag)
+            spell = str if level == COMMAND else _key
+            hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
+            self.problems.append(f"{where}unknown {'flag' if level == COMMAND else 'key'} {spell(flag)}{hint}")
 
-    def _near(self, flag: str) -> str:
-        near = difflib.get_close_matches(flag.rstrip(";,"), self.spellings, n=2, cutoff=0.75)
-        near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
-        return f"; did you mean {' or '.join(near)}?" if near else ""
+    def _near(self, flag: str) -> list[str]:
+        flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
+        if flag in self.spellings:
+            return [flag]
+        near = difflib.get_close_matches(flag, self.spellings, n=2, cutoff=0.75)
+        return near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
 
     def read_file(self, path: str) -> None:
         from megatron.flag_file import read_settings
 
-        try:
-            for key, words, line in read_settings(path):
-                self.give(dashed(key), words, f"{path}:{line}", FILE)
-        except UsageError as error:
-            self.problems.append(str(error))
+        for key, words, line in read_settings(path):
+            spelling = self.spellings.get(dashed(key))
+            if spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1:
+                words = [",".join(words)]  # split: [969, 30, 1]
+            self.give(dashed(key), words, f"{path}:{line}", FILE)
 
     def apply_preset(self) -> None:
         """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""

@@ -48,6 +48,8 @@ class Setting:
     def value(self, words: list[str]):
         """Words of a command line or a file as a value: `["3"] -> 3`. Raises BadValue."""
         if self.many:
+            if self.kind is not str:
+                words = " ".join(words).split()  # "16 16 1000" in quotes is three numbers too
             if not words:
                 raise BadValue("needs at least one value")
             return [one_value(self.kind, word, self.also) for word in words]
@@ -110,6 +112,8 @@ def negated(name: str) -> str:
 def one_value(kind: type | tuple, word: str, also: dict | None = None):
     """One word as a bool, int, float, str or choice. Raises BadValue with what would be understood."""
     word = str((also or {}).get(word, word))
+    if not word.strip():
+        raise BadValue("is empty (a shell variable that is not set?)")
     if isinstance(kind, tuple):
         for choice in kind:
             if str(choice).lower() == word.lower():

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/flags.md, written from the settings themselves: `python -m megatron.tools.flag_docs --output docs/flags.md`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from megatron import config, flag_table
+from megatron.config import setting
+from megatron.errors import run_main
+from megatron.flag_text import placeholder, setting_help, value_text
+from megatron.presets import SHAPES
+from megatron.spelling import Setting, settings_of
+
+INTRO = """# Flags
+
+Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `megatron/config.py`; do not edit.
+
+- Names, defaults and meanings are Megatron-LM's wherever Megatron-LM has the setting. `-` and `_` are the same.
+- A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
+- A setting comes from the last of: its default, a named shape (`--model-name-or-path gpt2-medium`), a file
+  (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and who set
+  it, as a file that `--config` reads. The same flag twice: the last one counts. Two spellings of one setting that
+  disagree are an error.
+- A file has `key: value` lines, flat or under group names; keys are the names below without `--`, with `_` for `-`.
+- All problems of a command line are reported at once. Exit code 2: it cannot be understood; 3: its settings cannot work.
+"""
+
+TABLES = (
+    (flag_table.IGNORED, "## Megatron-LM flags that are accepted and have no effect",
+     "Their values are dropped, with one line that says so."),
+    (flag_table.REFUSED, "## Megatron-LM flags that are not supported",
+     f"They are refused, except with `false` or a value that asks for nothing:\n"
+     f"{', '.join(f'`{pair}`' for pair in flag_table.NEUTRAL.replace('=', ' ').split(' --'))}."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where to write."""
+
+    output: Optional[str] = setting("file to write (default: the terminal)", None)
+
+
+def main(argv: list[str]) -> None:
+    """Write or print the page."""
+    from megatron.flags import parse
+
+    what = "Write docs/flags.md from the settings."
+    asked = parse(argv, {"output": Output}, prog="python -m megatron.tools.flag_docs", description=what,
+                  common=("output",))["output"]  # fmt: skip
+    if asked.output:
+        Path(asked.output).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+
+
+def page() -> str:
+    """The text of docs/flags.md."""
+    settings = settings_of(config.GROUPS)
+    parts = [INTRO]
+    for name, group in config.GROUPS.items():
+        rows = "\n".join(_row(s) for s in settings if s.group == name)
+        parts.append(f"## {name}\n\n{group.__doc__}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
+    parts.append(_shapes())
+    for table, title, words in TABLES:
+        lines = "\n".join(
+            f"- {sentence}:\n  {' '.join(f'`{name}`' for name in names)}"
+            for sentence, names in flag_table.sentences(table).items()
+        )
+        parts.append(f"{title}\n\n{words} `*` stands for any ending.\n\n{lines}\n")
+    return "\n".join(parts)
+
+
+def _row(s: Setting) -> str:
+    default = "required" if s.required else "" if s.default is None else value_text(s.default).strip('"')
+    if s.kind is bool:
+        default = "on" if s.default else "off"
+    head = f"{s.flag} {placeholder(s)}".strip().replace("|", "\\|")
+    return f"| `{head}` | {default} | {setting_help(s, aliases=True, default=False).replace('|', chr(92) + '|')} |"
+
+
+def _shapes() -> str:
+    rows = "\n".join(f"| {name} | {' | '.join(map(str, shape))} |" for name, shape in SHAPES.items())
+    return ("## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` behind may stand or not.\n\n"
+            f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)
