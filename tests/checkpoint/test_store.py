@@ -113,7 +113,9 @@ layouts = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9))
 
 
 @settings(max_examples=40, deadline=None)
-@given(saved=layouts, wanted=layouts, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64]))
+@given(
+    saved=layouts, wanted=layouts, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])
+)
 def test_any_layout_is_loaded_from_any_other(tmp_path_factory, saved, wanted, dtype):
     values = {name: some(shape, dtype) for name, shape in SHAPES.items()}
     path = write(tmp_path_factory.mktemp("layout"), *layout_pieces(values, *saved))
