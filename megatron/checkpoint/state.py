@@ -222,6 +222,7 @@ class Saver:
         if self.rank == 0:
             with storage(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(self.folder.parent)
                 self._lock = WriterLock(self.folder)
                 clean(self.folder)
 
