@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small corpus without a download: the documentation and sources that come with every Python installation.
+
+    python -m megatron.tools.get_sample_data --output sample/train.jsonl --held-out sample/held_out.jsonl
+
+writes loose JSON lines {"text": ..., "source": ...} of three kinds: language topics (the pages of `help()`), one page of
+documentation per standard-library module (its docstrings), and the modules' sources. The same Python version gives the
+same bytes. A module's documentation and source always go to the same side of the split, so that nothing held out is
+seen in training.
+"""
+
+import ast
+import hashlib
+import json
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from megatron.config import setting
+from megatron.errors import DataError, SettingsError, run_main
+from megatron.flags import parse
+
+KINDS = ("topics", "docs", "sources")
+# Tests, generated tables, and packages that a distribution may have added or left out.
+LEFT_OUT = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data", "lib2to3",
+    "ensurepip", "this.py",
+}  # fmt: skip
+SHORTEST = 200  # characters; shorter pages say little
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What to write, and where."""
+
+    output: str = setting("file for the training documents, .jsonl")
+    held_out: Optional[str] = setting("file for documents kept from training, for evaluation", None)
+    held_out_percent: float = setting("share of documents that are held out", 5.0)
+    kinds: tuple[str, ...] = setting("what to take: topics docs sources", KINDS)
+    max_megabytes: float = setting("stop after this much text", 20.0)
+
+
+class Document(NamedTuple):
+    """One text; `source` says what it is, `group` keeps documents of one module together."""
+
+    text: str
+    source: str
+    group: str
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(argv, dict(sample=Sample), prog="python -m megatron.tools.get_sample_data",
+                     description="Write a small corpus from what comes with Python.",
+                     common=tuple(Sample.__dataclass_fields__))["sample"]  # fmt: skip
+    unknown = set(settings.kinds) - set(KINDS)
+    if unknown:
+        raise SettingsError(f"--kinds {' '.join(sorted(unknown))}: unknown", do=f"known: {' '.join(KINDS)}")
+    counts = write_corpus(settings)
+    for path, (documents, size) in counts.items():
+        print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
+
+
+def write_corpus(settings: Sample) -> dict[str, tuple[int, int]]:
+    """Write the files. Returns path -> (documents, bytes of text). Raises DataError when nothing was found."""
+    share = settings.held_out_percent if settings.held_out else 0.0
+    sides: dict[str, list[Document]] = {settings.output: []}
+    if settings.held_out:
+        sides[settings.held_out] = []
+    room = settings.max_megabytes * 1e6
+    for document in documents(settings.kinds):
+        if room <= 0:
+            break
+        room -= len(document.text.encode())
+        sides[settings.held_out if is_held_out(document.group, share) else settings.output].append(document)
+    if not sides[settings.output]:
+        raise DataError(
+            f"no text was found for --kinds {' '.join(settings.kinds)}",
+            f"looked in {sysconfig.get_path('stdlib')}",
+            "install Python's standard library in full",
+        )
+    for path, chosen in sides.items():
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(target.name + ".partial")
+        with aside.open("w", encoding="utf-8", newline="\n") as out:
+            for document in chosen:
+                out.write(json.dumps(dict(text=document.text, source=document.source), ensure_ascii=False) + "\n")
+        aside.replace(target)
+    return {path: (len(chosen), sum(len(d.text.encode()) for d in chosen)) for path, chosen in sides.items()}
+
+
+def is_held_out(group: str, percent: float) -> bool:
+    """Whether a group of documents is held out: a function of its name alone.
+
+    >>> is_held_out("json", 0.0), is_held_out("json", 100.0)
+    (False, True)
+    """
+    return int(hashlib.sha256(group.encode()).hexdigest()[:8], 16) / 2**32 * 100 < percent
+
+
+def documents(kinds=KINDS) -> Iterator[Document]:
+    """All documents of these kinds, prose first, in an order that depends on nothing but the Python version."""
+    if "topics" in kinds:
+        yield from topics()
+    modules = list(read_modules()) if {"docs", "sources"} & set(kinds) else []
+    if "docs" in kinds:
+        for name, source in modules:
+            page = documentation(name, source)
+            if len(page) >= SHORTEST:
+                yield Document(page, f"docs/{name}", name)
+    if "sources" in kinds:
+        for name, source in modules:
+            if len(source) >= SHORTEST:
+                yield Document(source, f"sources/{name}", name)
+
+
+def topics() -> Iterator[Document]:
+    """The pages behind `help("if")`, `help("operators")` and so on."""
+    try:
+        from pydoc_data.topics import topics as pages
+    except ImportError:  # some distributions put them into a package of their own
+        return
+    for name in sorted(pages):
+        if len(pages[name]) >= SHORTEST:
+            yield Document(pages[name].strip() + "\n", f"topics/{name}", f"topics/{name}")
+
+
+def read_modules() -> Iterator[tuple[str, str]]:
+    """(dotted name, source text) of the standard library's modules, sorted by path; unreadable ones are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        parts = path.relative_to(root).parts
+        if LEFT_OUT & set(parts) or any(part.startswith("config-") for part in parts):
+            continue
+        try:
+            with tokenize.open(path) as file:  # as Python itself decodes it
+                source = file.read()
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), source
+
+
+def documentation(name: str, source: str) -> str:
+    """A module's docstrings as one page: the module, then its classes and functions in the order of the source.
+
+    >>> print(documentation("m", "'''Adds.'''\\ndef add(a, b=1):\\n    '''Sum of two.'''"), end="")
+    m: Adds.
+    <BLANKLINE>
+    add(a, b=1)
+        Sum of two.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in string literals
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    head = ast.get_docstring(tree)
+    entries = [f"{name}: {head.strip()}" if head else name]
+    entries += _entries(tree, "")
+    return "\n\n".join(entries) + "\n" if head or len(entries) > 1 else ""
+
+
+def _entries(node: ast.AST, prefix: str) -> list[str]:
+    """`signature` and indented docstring of each documented class and function inside `node`."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        text = ast.get_docstring(child)
+        title = f"{prefix}{child.name}"
+        if text and text.strip():
+            shown = f"class {title}" if isinstance(child, ast.ClassDef) else f"{title}({ast.unparse(child.args)})"
+            found.append(shown + "\n" + "\n".join(f"    {line}".rstrip() for line in text.strip().splitlines()))
+        if isinstance(child, ast.ClassDef):
+            found += _entries(child, f"{title}.")
+    return found
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary trained here is a GPT-2 vocabulary to everybody who reads it."""
+
+import json
+
+import pytest
+
+from megatron.config import Tokenizer
+from megatron.errors import DataError, SettingsError
+from megatron.tokenizer import build_tokenizer
+from megatron.tools import train_tokenizer
+
+TEXTS = ["the cat sat on the mat", "the hat is on the cat \u4f60\u597d", 'a "quoted" line\nand another, the cat'] * 20
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": t, "other": "zzzz"}) + "\n" for t in TEXTS))
+    return path
+
+
+def train(corpus, output, *more) -> dict[str, int]:
+    train_tokenizer.main(["--input", str(corpus), "--output", str(output), *more])
+    return json.loads((output / "vocab.json").read_text(encoding="utf-8"))
+
+
+def test_layout_of_ids_is_gpt2s(corpus, tmp_path):
+    vocab = train(corpus, tmp_path / "v", "--vocab-size", "300")
+    merges = (tmp_path / "v" / "merges.txt").read_text(encoding="utf-8").splitlines()
+    assert merges[0].startswith("#version")
+    assert sorted(vocab.values()) == list(range(len(vocab)))
+    assert vocab["<|endoftext|>"] == len(vocab) - 1 and vocab["!"] == 0
+    assert len(vocab) == 256 + len(merges) - 1 + 1 <= 300
+    assert [vocab[m.replace(" ", "")] for m in merges[1:]] == list(range(256, len(vocab) - 1))
+    assert "\u0120the" in vocab
+
+
+def test_the_tokenizer_reads_what_was_trained(corpus, tmp_path):
+    train(corpus, tmp_path / "v", "--vocab-size", "300")
+    tokenizer = build_tokenizer(
+        Tokenizer(vocab_file=str(tmp_path / "v/vocab.json"), merge_file=str(tmp_path / "v/merges.txt"))
+    )
+    text = TEXTS[1] + " <|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and tokenizer.eod not in ids
+    assert len(ids) < len(text.encode())
+
+
+def test_the_same_files_every_time(corpus, tmp_path):
+    for name in "ab":
+        train(corpus, tmp_path / name, "--vocab-size", "290")
+    for file in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(corpus, tmp_path, capsys):
+    vocab = train(corpus, tmp_path / "v", "--vocab-size", "5000")
+    assert len(vocab) < 5000
+    assert "--vocab-size 5000 was not reached" in capsys.readouterr().out
+
+
+def test_other_keys(corpus, tmp_path):
+    assert "zzzz" in train(corpus, tmp_path / "v", "--json-keys", "other", "--vocab-size", "260")
+
+
+@pytest.mark.parametrize(
+    "line, words", [("{not json}", "line 2: not a JSON"), ('{"body": "x"}', "no key 'text'"), ('{"text": 3}', "int")]
+)
+def test_bad_lines_are_named(tmp_path, line, words):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"text": "good"}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=words):
+        train(path, tmp_path / "v")
+    assert not (tmp_path / "v").exists()
+
+
+def test_mistakes(corpus, tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        train(tmp_path / "missing.jsonl", tmp_path)
+    with pytest.raises(SettingsError, match="--vocab-size 100 is too small"):
+        train(corpus, tmp_path, "--vocab-size", "100")
