@@ -6,15 +6,16 @@
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
 """
 
+import os
+
 from megatron.errors import run_main
 from megatron.flags import parse_pretrain
+from megatron.rules import resolve
 
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    from megatron.rules import settle
-
-    config = settle(parse_pretrain(argv))
+    config = resolve(parse_pretrain(argv), world_size=int(os.environ.get("WORLD_SIZE", "1")))
 
     from megatron.training import Recipe, pretrain
 

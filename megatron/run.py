@@ -11,6 +11,7 @@ import torch
 from megatron import config as schema
 from megatron.batch import total_iterations
 from megatron.checkpoint.state import Saver
+from megatron.checkpoint.store import share
 from megatron.data.loader import Batches
 from megatron.metrics import Metrics
 from megatron.mpu.context import Context, leave
@@ -102,9 +103,8 @@ class Run:
             mesh=self.context.mesh.sizes,
             **self.origin,
         )
-        pieces = self.optimizer.pieces(moments)
-        if self.context.mesh.replicate.rank != 0:
-            pieces = []
+        replicate = self.context.mesh.replicate
+        pieces = share(self.optimizer.pieces(moments), replicate.rank, replicate.size)
         path = self.saver.save(self.state.iteration, pieces, record)
         self.metrics.say(
             f"  successfully saved checkpoint at iteration {self.state.iteration:7d} to {path} "

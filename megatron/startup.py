@@ -14,7 +14,6 @@ from megatron.batch import batch_size, total_iterations, total_samples
 from megatron.checkpoint.state import Saver, alone, restore
 from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, SettingsError
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.metrics import Metrics
 from megatron.metrics import Run as Rates
 from megatron.mpu import context as ranks
@@ -34,8 +33,6 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
     config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
         config.precision.precision, context)))  # fmt: skip
     say = _speaker(context)
-    if context.device.type == "cpu":
-        keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context)  # before the work: a locked or read-only folder is told at once
     dtype = DTYPES[config.precision.precision]
@@ -130,8 +127,8 @@ def build_batches(config: schema.Config, context: Context, datasets, tokenizer) 
 
     return [
         dataset and Batches(
-            dataset, config.data, micro_batch_size=batch.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size,
-            eod=tokenizer.eod if tokenizer else None, device=context.device, sizes=sizes,
+            dataset, config.data, micro_batch_size=batch.micro_batch_size, eod=tokenizer.eod if tokenizer else None,
+            dp_rank=dp.rank, dp_size=dp.size, next_step=sizes, pin_memory=context.device.type == "cuda",
         )
         for dataset, sizes in zip(datasets, (ramped, constant, constant))
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 
 from megatron import config as schema
 from megatron.batch import batch_size
+from megatron.data.loader import Batches, MicroBatch
 from megatron.errors import NumericsError
 from megatron.metrics import Step
 from megatron.mpu import collectives
@@ -67,7 +68,7 @@ def train_step(run: Run) -> Step:
     sums = execute(
         make_schedule(config.parallel.pipeline_schedule, run.wire.axis.rank, run.wire.axis.size, num_micros),
         run.stages,
-        run.train_batches.step(state.consumed_samples, num_micros),
+        micro_batches(run, run.train_batches, state.consumed_samples, num_micros),
         run.wire,
         loss_of,
     )
@@ -94,6 +95,11 @@ def train_step(run: Run) -> Step:
         loss_scale=state.scaler.scale,
         skipped=not finite,
     )
+
+
+def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step, on its device."""
+    return [batch.to(run.context.device) for batch in batches.step(consumed, num_micros)]
 
 
 def objective(config: schema.Config, loss_scale: float, size: int, micro_batches: int):
@@ -127,7 +133,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
     for _ in range(run.config.batch.eval_iters):
         ops = make_schedule("forward-only", run.wire.axis.rank, run.wire.axis.size, num_micros)
-        sums += execute(ops, run.stages, batches.step(consumed, num_micros), run.wire)
+        sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
         consumed += size
     for stage in run.stages:
         stage.train()

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches: what a model's forward pass is given."""
+"""Micro-batches: what a model's forward pass is given, prepared ahead by threads. s: sequence, b: micro-batch.
 
+batches = Batches(train, config.data, micro_batch_size=4, eod=eod, dp_rank=dp.rank, dp_size=dp.size,
+                  next_step=lambda consumed: batch_size(config.batch, dp.size, consumed))
+for micro_batch in batches.step(consumed, num_micros=8): ...
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Optional
 
+import numpy as np
 import torch
+
+from megatron.config import Data
+from megatron.data import masks
+from megatron.data.sampler import cyclic_place, micro_batch_samples
+from megatron.errors import DataError, SettingsError
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's samples of one micro-step. s: sequence, b: micro-batch.
+    """One rank's samples of one micro-step.
 
     tokens, labels  [s, b] int64; labels are the tokens one position later
+    samples         [b] int64: place in the order of training, for dropout and for the ledger; always on the CPU
     loss_mask       [s, b] float32, or None where every position counts
     position_ids    [s, b] int64, or None for 0, 1, ..., s - 1
     document_ids    [s, b] int32, or None; attention is allowed only between equal ids
-    samples         [b] int64: place in the order of training, for dropout and for the ledger of what was seen
     """
 
     tokens: torch.Tensor
@@ -26,14 +40,128 @@ class MicroBatch:
     document_ids: Optional[torch.Tensor] = None
 
     def to(self, device) -> "MicroBatch":
-        """The same on `device`; to CUDA through pinned memory, without waiting for the copy."""
+        """The same on `device`; to CUDA from pinned memory, without waiting for the copy."""
         device = torch.device(device)
-        if device.type == self.tokens.device.type:
-            return self
+        if device.type == "cuda":
+            return self.pinned()._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda tensor: tensor.to(device))
 
-        def move(tensor):
-            if tensor is None:
-                return None
-            return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    def pinned(self) -> "MicroBatch":
+        """The same in page-locked memory, from which a copy to CUDA runs beside the computation."""
+        return self._map(lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory())
 
-        return MicroBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
+    def _map(self, function) -> "MicroBatch":
+        """Apply to all but `samples`, which is read on the CPU: reading it from a device would wait for the device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"}
+        return MicroBatch(samples=self.samples, **{n: None if t is None else function(t) for n, t in tensors.items()})
+
+
+class Batches:
+    """The micro-batches of one data-parallel rank, a pure function of the samples consumed before a step.
+
+    `next_step(consumed) -> (global batch size, micro-batches per rank)` foretells the steps to come, so that the next
+    one is prepared while this one is computed, also when the batch size grows; a wrong guess costs time and nothing
+    else. Without it every step is expected to be like the last. With `--num-workers 0` nothing is done ahead.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        data: Data,
+        *,
+        micro_batch_size: int,
+        eod: Optional[int] = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        next_step: Optional[Callable[[int], tuple[int, int]]] = None,
+        pin_memory: bool = False,
+    ):
+        wanting = [
+            name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
+        ]
+        if wanting and eod is None:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in wanting)
+            raise SettingsError(f"{flags}: the tokenizer has no end-of-document token")
+        self.dataset, self.data, self.eod = dataset, data, eod
+        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+        self.next_step, self.pin_memory = next_step, pin_memory
+        self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
+        self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
+
+    def step(self, consumed: int, num_micros: int) -> list[MicroBatch]:
+        """The micro-batches of the step after `consumed` samples, in the order of micro-steps.
+
+        Raises DataError where the data ends, and in this thread whatever went wrong in a thread that worked ahead.
+        """
+        end = consumed + num_micros * self.micro_batch_size * self.dp_size
+        if not self._holds(end):
+            raise DataError(
+                f"samples {consumed:,} to {end:,} are asked for, and the dataset has {len(self.dataset):,}",
+                do="build it for more samples (--train-iters, --train-samples), or --dataloader-type cyclic",
+            )
+        keys = [(consumed, micro) for micro in range(num_micros)]
+        if self.pool is None:
+            return [self.micro_batch(*key) for key in keys]
+        futures = [self.ahead.pop(key, None) or self.pool.submit(self.micro_batch, *key) for key in keys]
+        self._prepare(end, num_micros)
+        return [future.result() for future in futures]
+
+    def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
+        """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
+        positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
+        rows = np.stack([self.dataset[self._sample(position)] for position in positions])  # [b, s + 1]
+        tokens = rows[:, :-1]
+
+        def column_major(array):
+            return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
+
+        data = self.data
+        batch = MicroBatch(
+            tokens=column_major(tokens),
+            labels=column_major(rows[:, 1:]),
+            samples=torch.arange(positions.start, positions.stop),
+            loss_mask=column_major(masks.loss_mask(tokens, self.eod)) if data.eod_mask_loss else None,
+            position_ids=column_major(masks.position_ids(tokens, self.eod)) if data.reset_position_ids else None,
+            document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
+        )
+        return batch.pinned() if self.pin_memory else batch
+
+    def close(self) -> None:
+        """Stop the threads. What they were preparing is thrown away."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+        self.ahead.clear()
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _prepare(self, consumed: int, num_micros: int) -> None:
+        """Hand the step after `consumed` samples to the threads, and drop what was foretold and did not come."""
+        if self.next_step is not None and self._holds(consumed + 1):
+            num_micros = self.next_step(consumed)[1]
+        end = consumed + num_micros * self.micro_batch_size * self.dp_size
+        keys = [(consumed, micro) for micro in range(num_micros)] if self._holds(end) else []
+        for key in set(self.ahead) - set(keys):
+            self.ahead.pop(key).cancel()
+        for key in keys:
+            if key not in self.ahead:
+                self.ahead[key] = self.pool.submit(self.micro_batch, *key)
+
+    def _holds(self, end: int) -> bool:
+        return self.data.dataloader_type == "cyclic" or end <= len(self.dataset)
+
+    def _sample(self, position: int) -> int:
+        """The dataset's sample at a place in the order of training."""
+        if self.data.dataloader_type == "single":
+            return position
+        epoch, index = cyclic_place(position, len(self.dataset))
+        return int(cyclic_order(epoch, len(self.dataset))[index])
+
+
+@lru_cache(maxsize=2)  # an epoch and the next one, which prefetching may reach into
+def cyclic_order(epoch: int, length: int) -> np.ndarray:
+    """The order of an epoch under `--dataloader-type cyclic`: a permutation that depends on the epoch alone."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()

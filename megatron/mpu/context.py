@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joining a job: which rank this process is, on which device, and the mesh of all ranks.
 
-`torchrun` and its relatives say so in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the process
-is a job of its own: the same code, with every axis of size 1.
+`torchrun` and its relatives say so in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the
+process is a job of its own: the same code, with every axis of size 1.
 """
 
 import os
@@ -24,16 +24,12 @@ class Context:
 
     mesh: Mesh
     device: torch.device
+    joined: bool = False  # the process group was initialised here, so it is ended here
 
     @property
     def first(self) -> bool:
         """The rank that speaks for the job."""
         return self.mesh.rank == 0
-
-
-def world_size() -> int:
-    """Ranks of the job that this process was started in."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
@@ -43,10 +39,13 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
+    joined = not dist.is_initialized()
+    if not joined:  # by the program that this is a part of
+        rank, world = dist.get_rank(), dist.get_world_size()
     device = pick_device(kernels.device, local_rank)
     if device.type == "cpu":
         _share_cores()
-    if world > 1 and not dist.is_initialized():
+    if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         try:
@@ -60,12 +59,12 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
                   parallel.context_parallel_size)  # fmt: skip
     dp = world // (tp * pp * cp)
     shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
-    return Context(Mesh(rank, tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard), device)
+    return Context(Mesh(rank, tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard), device, joined)
 
 
 def leave(context: Context) -> None:
     """Part from the job in order: nobody's connection breaks while others still talk."""
-    if dist.is_initialized():
+    if dist.is_initialized() and context.joined:
         collectives.barrier(context.mesh.world)
         dist.destroy_process_group()
 
