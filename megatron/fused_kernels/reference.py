@@ -4,10 +4,11 @@
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 """
 
-from typing import Optional
 from collections.abc import Callable
+from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float,
@@ -35,3 +36,13 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, sc
         weights = dropout(weights)
     attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
     return attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """x [m, k] @ weight [n, k].T + bias [n] -> [m, n]."""
+    return F.linear(x, weight, bias)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, in fp32 inside."""
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)

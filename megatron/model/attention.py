@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.config import Kernels, Model
-from megatron.fused_kernels import reference
+from megatron.fused_kernels import Case, choose
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
@@ -49,9 +49,7 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 
 
 class Attention(nn.Module):
-    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group its queries, then key, then
-    value.
-    """
+    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
 
     def __init__(self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels, **common):
         super().__init__()
@@ -87,9 +85,18 @@ class Attention(nn.Module):
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        attended = reference.attention(
+        attended = self._attend(query, key, value, context)
+        return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]
+
+    def _attend(self, query, key, value, context: Context) -> torch.Tensor:
+        """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
+        case = Case(
+            query.device.type, str(query.dtype)[6:], query.shape[0], key.shape[0], masked=context.allowed is not None,
+            dropout=self.dropout.p > 0 and self.training, scaled_softmax=self.softmax_in_fp32,
+        )  # fmt: skip
+        kernel = choose("attention", case, self.backend).load()
+        return kernel(
             query, key, value, scale=self.head_dim**-0.5, allowed=context.allowed, score_divisor=self.score_divisor,
             softmax_in_fp32=self.softmax_in_fp32,
-            dropout=lambda weights: self.dropout(weights, context.samples),
+            dropout=(lambda weights: self.dropout(weights, context.samples)) if case.dropout else None,
         )  # fmt: skip
-        return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]

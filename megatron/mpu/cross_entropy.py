@@ -15,9 +15,11 @@ from typing import Optional
 import torch
 
 from megatron.mpu import collectives
+from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 
-CHUNK_BYTES = 32 << 20  # of one chunk's logits
+CHUNK_BYTES = 8 << 20  # of one chunk's logits in fp32: they should stay in a CPU's cache
+BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
@@ -68,45 +70,66 @@ class _Vocabulary:
 
 
 def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted: bool):
-    """Losses [n]; with `wanted` also the gradients of their masked sum to hidden [n, h] and weight [v/tp, h]."""
-    n = hidden.shape[0]
-    chunk = chunk or max(64, CHUNK_BYTES // (vocabulary.rows * 4))
+    """Losses [n]; with `wanted` also the gradients of their masked sum to hidden [n, h] and weight [v/tp, h].
+
+    Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
+    of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
+    micro-batches need one large product and no sum over blocks.
+    """
+    n, product = hidden.shape[0], matmul(hidden)
+    chunk = chunk or max(128, CHUNK_BYTES // (4 * vocabulary.rows))
+    block = max(chunk, BLOCK_BYTES // (weight.element_size() * vocabulary.rows) // chunk * chunk)
     losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
-    hidden_gradient = torch.empty_like(hidden) if wanted else None
-    # Summed over chunks in fp32: in bf16 each chunk's addition would round away what the next one brings.
-    weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
-    for start in range(0, n, chunk):
-        rows = slice(start, start + chunk)
-        logits = (hidden[rows] @ weight.t()).float()
-        losses[rows], probabilities = _softmax_loss(logits, labels[rows], vocabulary, wanted)
-        if wanted:
+    if not wanted:
+        for rows in _slices(0, n, chunk):
+            losses[rows], _ = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, False)
+        return losses, None, None
+    hidden_gradient, weight_gradient = torch.empty_like(hidden), None
+    waiting = torch.empty((min(n, block), vocabulary.rows), dtype=hidden.dtype, device=hidden.device)
+    for whole in _slices(0, n, block):
+        for rows in _slices(whole.start, whole.stop, chunk):
+            losses[rows], gradient = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, True)
             if mask is not None:
-                probabilities.mul_(mask[rows].unsqueeze(1))
-            gradient = probabilities.to(hidden.dtype)
-            torch.mm(gradient, weight, out=hidden_gradient[rows])
-            weight_gradient += gradient.t() @ hidden[rows]
-    return losses, hidden_gradient, weight_gradient.to(weight.dtype) if wanted else None
+                gradient.mul_(mask[rows].unsqueeze(1))
+            waiting[rows.start - whole.start : rows.stop - whole.start] = gradient
+        gradient = waiting[: whole.stop - whole.start]
+        hidden_gradient[whole] = product(gradient, weight.t())
+        part = product(gradient.t(), hidden[whole].t())
+        # Blocks are summed in fp32: in bf16 each addition would round away what the next one brings.
+        weight_gradient = part if weight_gradient is None else weight_gradient.float().add_(part)
+    return losses, hidden_gradient, weight_gradient.to(weight.dtype)
+
+
+def _slices(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
 def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocabulary, wanted: bool):
-    """Losses [c] and, with `wanted`, softmax - onehot [c, v/tp], which reuses the memory of `logits` (fp32)."""
+    """Losses [c] and, with `wanted`, softmax - onehot [c, v/tp] in fp32, from logits [c, v/tp] of any format."""
+    logits = logits.float()
     logits[:, vocabulary.real :] = float("-inf")
     local = labels - vocabulary.first
     elsewhere = (local < 0) | (local >= vocabulary.real)
     local = local.masked_fill(elsewhere, 0).unsqueeze(1)
-    target = logits.gather(1, local).squeeze(1).masked_fill(elsewhere, 0.0)
-    log_sum = _log_sum_exp(logits, vocabulary.tp)
-    target = collectives.all_reduce(target, vocabulary.tp)
+    target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0)  # [c, 1]
+    if not wanted or vocabulary.tp.size > 1:
+        log_sum = _log_sum_exp(logits, vocabulary.tp)
+        target = collectives.all_reduce(target, vocabulary.tp)
     if not wanted:
-        return log_sum - target, None
-    probabilities = logits.sub_(log_sum.unsqueeze(1)).exp_()
-    probabilities.scatter_add_(1, local, (elsewhere.float() - 1.0).unsqueeze(1))
-    return log_sum - target, probabilities
+        return (log_sum - target).squeeze(1), None
+    if vocabulary.tp.size > 1:
+        probabilities = logits.sub_(log_sum).exp_()
+    else:  # one pass; the sum is read off the largest probability, which is far from underflow
+        largest = logits.amax(1, keepdim=True)
+        probabilities = torch.softmax(logits, 1)
+        log_sum = largest - probabilities.amax(1, keepdim=True).log()
+    probabilities.scatter_add_(1, local, elsewhere.float().unsqueeze(1) - 1.0)
+    return (log_sum - target).squeeze(1), probabilities
 
 
 def _log_sum_exp(logits: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """log sum exp over the whole vocabulary, [c], from this rank's part of the logits [c, v/tp]."""
-    local = torch.logsumexp(logits, 1)
+    """log sum exp over the whole vocabulary, [c, 1], from this rank's part of the logits [c, v/tp]."""
+    local = torch.logsumexp(logits, 1, keepdim=True)
     if tp.size == 1:
         return local
     return torch.logsumexp(collectives.all_gather(local.unsqueeze(0), tp), 0)

@@ -14,16 +14,40 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.fused_kernels import Case, choose, reference
 from megatron.mpu import mappings
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
 
 
+def matmul(x: torch.Tensor):
+    """The implementation of `reference.matmul` for operands like `x`."""
+    return choose("matmul", Case(x.device.type, str(x.dtype)[6:])).load()
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., i] times weight [rows..., i] -> [..., product of rows]; the rows of a fused weight may have several
-    dims.
-    """
-    return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
+    weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    product = matmul(x)
+    return F.linear(x, weight, bias) if product is reference.matmul else _Linear.apply(x, weight, bias, product)
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, product):
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.has_bias = product, bias is not None
+        return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        d_x = ctx.product(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
+        d_weight = ctx.product(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
 class ColumnParallelLinear(nn.Module):

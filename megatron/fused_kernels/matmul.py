@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products on CPUs."""
+
+from typing import Optional
+
+import torch
+
+
+def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """x [m, k] @ weight [n, k].T + bias [n] -> [m, n] by oneDNN; torch itself takes MKL for fp32.
+
+    MKL keeps AMD CPUs on AVX2: measured on one Zen 5 core, 1024 x 768 x 3072: MKL 108 GFLOP/s, oneDNN 240.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
