@@ -112,8 +112,9 @@ class Repeated:
 def interleave(weights: Sequence[float], size: int, limits: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Dataset (int16 [size]) of each sample of a blend, and which of that dataset's samples it is (int64 [size]).
 
-    `weights` sum to 1. Sample i comes from the dataset with the largest weight x max(i, 1) - samples taken from it; the first of equals.
-    `limits`: samples that each dataset holds. One that has given all is passed over (Megatron-LM stops with an error).
+    `weights` sum to 1. Sample i comes from the dataset with the largest weight x max(i, 1) - samples taken from it,
+    from the first of equals. `limits`: samples that each dataset holds; one that has given all is passed over
+    (Megatron-LM stops with an error).
 
     The rule is sequential, and `walk` below is its definition. To be fast without compiled code, many chunks are walked
     side by side, each from a guess of what its predecessor will have taken; a chunk whose guess was wrong is walked

@@ -112,7 +112,7 @@ class GPTDataset:
         name = f"{Path(tokens.prefix).name}-{split}"
 
         def build():
-            request.say(f"building index maps of {name}: {len(own):,} sequences, {plan.epochs:,} epochs")
+            request.say(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
             return build_index_maps(plan, lengths)._asdict()
 
         key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))

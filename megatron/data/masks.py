@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents inside a sample: loss mask, positions and attention groups from the end-of-document token. b: batch, s: sequence.
+"""Documents inside a sample: loss mask, positions and attention groups. b: batch, s: sequence.
 
-The end-of-document token belongs to the document that it ends:
+All follow from where the end-of-document token stands, which belongs to the document that it ends:
 
     >>> tokens = np.array([[5, 6, 0, 7, 8]])  # 0 ends a document
     >>> document_ids(tokens, eod=0), position_ids(tokens, eod=0), loss_mask(tokens, eod=0)

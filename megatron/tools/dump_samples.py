@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print what the model will see, and in what order, as JSON lines.
+
+    python -m megatron.tools.dump_samples --data-path corpus_text_document --seq-length 1024 --seed 1234 \\
+        --split 969,30,1 --train-samples 16000 --first 3 --text --tokenizer-type GPT2BPETokenizer \\
+        --vocab-file vocab.json --merge-file merges.txt
+
+A line per sample, in the order of training (of batches too: step k takes samples [k x global batch, (k + 1) x global
+batch)): its place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and
+its seq_length + 1 token ids. The order depends on all of the flags above but --first and --text.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from megatron.config import Data, Tokenizer, setting
+from megatron.errors import DataError, SettingsError, run_main
+from megatron.flags import parse
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Which samples are printed, and how."""
+
+    train_samples: int = setting("samples that the whole training takes: decides on epochs and so on the order")
+    seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")
+    seed: int = setting("seed of the order", 1234)
+    dataset: Literal["train", "valid", "test"] = setting("which of the three parts", "train")
+    valid_samples: int = setting("samples of validation (with --dataset valid)", 1)
+    test_samples: int = setting("samples of testing (with --dataset test)", 1)
+    first: int = setting("how many samples", 10)
+    start: int = setting("place of the first one: samples consumed so far", 0)
+    text: bool = setting("decode the tokens; needs the tokenizer's flags", False)
+
+
+COMMON = ("data_path", "split", "train_samples", "seq_length", "seed", "dataset", "first", "start", "text", "vocab_file",
+          "merge_file", "tokenizer_type", "tokenizer_model")  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Parse, build the dataset, print."""
+    groups = parse(
+        argv,
+        dict(dump=Dump, data=Data, tokenizer=Tokenizer),
+        prog="python -m megatron.tools.dump_samples",
+        description="Print training samples as JSON lines: what the model will see, and in what order.",
+        common=COMMON,
+    )
+    dump, data = groups["dump"], groups["data"]
+    if min(dump.train_samples, dump.seq_length) < 1 or min(dump.first, dump.start) < 0:
+        raise SettingsError("--train-samples and --seq-length start at 1, --first and --start at 0")
+    tokenizer = _tokenizer(groups["tokenizer"], dump.text)
+    vocab_size = groups["tokenizer"].vocab_size if tokenizer is None and data.mock_data else None
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    dataset = _dataset(dump, data, vocab_size, None if tokenizer is None else tokenizer.eod)
+    for record in records(dataset, data.dataloader_type, dump.start, dump.first):
+        if dump.text:
+            record["text"] = tokenizer.decode(record["tokens"])
+        sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def records(dataset, dataloader_type: str, start: int, count: int):
+    """One dict a sample, for places [start, start + count) in the order of training."""
+    if dataloader_type == "cyclic":
+        from megatron.data.loader import cyclic_order
+        from megatron.data.sampler import cyclic_place
+    for position in range(start, start + count if dataloader_type == "cyclic" else min(start + count, len(dataset))):
+        index = position
+        if dataloader_type == "cyclic":
+            epoch, index = cyclic_place(position, len(dataset))
+            index = int(cyclic_order(epoch, len(dataset))[index])
+        record = dict(sample=position)
+        if hasattr(dataset, "origin"):
+            origin = dataset.origin(index)
+            record.update(file=origin.prefix, number=origin.number, documents=[list(part) for part in origin.parts])
+        yield dict(record, tokens=dataset[index].tolist())
+
+
+def _dataset(dump: Dump, data: Data, vocab_size: Optional[int], eod: Optional[int]):
+    from megatron.data.gpt_dataset import SPLITS, build_datasets
+
+    which = SPLITS.index(dump.dataset)
+    sizes = [0, 0, 0]
+    sizes[which] = (dump.train_samples, dump.valid_samples, dump.test_samples)[which]
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, say=say)
+    dataset = built[which]
+    if dataset is None:
+        raise DataError(f"there is no {dump.dataset} data", do="check --split and the data paths")
+    if dump.start >= len(dataset) and data.dataloader_type == "single" and dump.first:
+        raise DataError(f"--start {dump.start} is past the end: {dump.dataset} has {len(dataset)} samples")
+    return dataset
+
+
+def _tokenizer(settings: Tokenizer, needed: bool):
+    """The tokenizer that the flags describe, or None when they describe none and none is needed."""
+    if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
+        if needed:
+            raise SettingsError(
+                "--text needs a tokenizer",
+                do="--tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
+            )
+        return None
+    from megatron.tokenizer import build_tokenizer
+
+    return build_tokenizer(settings)
+
+
+if __name__ == "__main__":
+    run_main(main)
