@@ -2,6 +2,7 @@
 """Settings written out: `--help`, and `--print-config` as YAML that `--config` reads back."""
 
 import json
+import re
 import shutil
 import textwrap
 
@@ -42,6 +43,8 @@ def setting_help(setting: Setting, aliases: bool = False, default: bool = True) 
         text += " [required]"
     elif default and setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
         text += f" [{str(setting.default) if isinstance(setting.default, str) else value_text(setting.default)}]"
+    if _long_choice(setting):
+        text += ": " + ", ".join(map(str, setting.kind))
     if aliases and setting.alias:
         text += f" (also {', '.join(_alias_text(alias) for alias in setting.alias)})"
     if aliases and setting.also:
@@ -59,25 +62,37 @@ def placeholder(setting: Setting) -> str:
     if setting.kind is bool:
         return ""
     if isinstance(setting.kind, tuple):
-        word = "{" + ",".join(map(str, setting.kind)) + "}"
+        word = "NAME" if _long_choice(setting) else "{" + ",".join(map(str, setting.kind)) + "}"
     else:
         word = {int: "N", float: "X", str: "TEXT"}[setting.kind]
     return f"{word} ..." if setting.many else word
 
 
+def _long_choice(setting: Setting) -> bool:
+    return isinstance(setting.kind, tuple) and sum(len(str(choice)) + 1 for choice in setting.kind) > 72
+
+
 def value_text(value) -> str:
-    """A value as YAML: text is quoted only where YAML would read something else."""
+    """A value as YAML: text is quoted where YAML would, or might, read something else."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else value_text(v) for v in value) + "]"
+        return "[" + ", ".join(_quoted(v) if isinstance(v, str) else value_text(v) for v in value) + "]"
     if isinstance(value, str):
-        plain = value and all(c.isalnum() or c in "._/-+" for c in value) and value[0] not in "-."
-        return value if plain and value.lower() not in ("null", "true", "false", "yes", "no") else json.dumps(value)
+        plain = re.fullmatch(r"[A-Za-z/][\w./+-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
+        return value if plain else _quoted(value)
     text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
     return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point
+
+
+_YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def config_text(settings: list[Setting], chosen: dict) -> str:

@@ -180,8 +180,8 @@ RULES = (
     # The vocabulary.
     Rule(lambda s: s.tokenizer is None and not s.tokenizer_model,
          lambda s: "no vocabulary is given; " + ("--vocab-size N is enough for --mock-data" if s.mock_data else
-                   "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or "
-                   "--tokenizer-type NullTokenizer --vocab-size N")),
+                   "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
+                   f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}")),
     Rule(lambda s: _missing_for_tokenizer(s),
          lambda s: f"--tokenizer-type {s.tokenizer} needs {' and '.join(_missing_for_tokenizer(s))}"),
     # The data.
