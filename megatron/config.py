@@ -11,7 +11,7 @@ wherever Megatron-LM has the setting. A bool that is true by default becomes `--
 Nothing here imports torch, reads the command line or the environment: `flags.py` does.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal, Optional
 
 
@@ -308,3 +308,16 @@ class Config:
     checkpoint: Checkpoint
     logging: Logging
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
+
+
+def from_record(record: dict) -> Config:
+    """The settings that a checkpoint's state holds. Settings that it does not know keep their defaults.
+
+    >>> from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, gone=1))).model.num_layers
+    2
+    """
+    groups = {}
+    for name, group in GROUPS.items():
+        known = {f.name for f in fields(group)}
+        groups[name] = group(**{key: value for key, value in record.get(name, {}).items() if key in known})
+    return Config(**groups)

@@ -71,6 +71,7 @@ class Run:
 
     config: schema.Config  # resolved
     context: Context
+    vocab_size: int  # without padding
     stages: list[torch.nn.Module]  # this rank's model chunks
     wire: Wire  # to the neighbouring pipeline stages
     optimizer: ShardedAdamW
@@ -100,6 +101,7 @@ class Run:
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
             config=asdict(self.config),
+            vocab_size=self.vocab_size,
             mesh=self.context.mesh.sizes,
             **self.origin,
         )

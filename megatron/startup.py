@@ -52,6 +52,7 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
     return Run(
         config=config,
         context=context,
+        vocab_size=vocab_size,
         stages=[model],
         wire=wire_of(config, context, dtype),
         optimizer=optimizer,
