@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML around a report: what it looks like, and nothing of what it says."""
+
+import html
+from dataclasses import dataclass, field
+
+STYLE = """
+:root { --ink: #111827; --soft: #6b7280; --line: #e5e7eb; --card: #ffffff; --ground: #f3f4f6; --accent: #2563eb }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 64px }
+h1 { font-size: 28px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 12px } h3 { font-size: 14px; margin: 16px 0 4px }
+.subtitle { color: var(--soft); margin: 4px 0 24px }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px }
+.tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px }
+.tile { padding: 14px 16px } .tile b { display: block; font-size: 26px; font-weight: 650; line-height: 1.25 }
+.tile span { display: block } .tile small { color: var(--soft) }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 12px }
+figure { margin: 0; padding: 12px 12px 6px } figure img { width: 100%; display: block }
+figcaption { font-weight: 600; padding: 0 4px 6px }
+.card { padding: 6px 16px; margin-bottom: 12px; overflow-x: auto }
+table { border-collapse: collapse; width: 100% } td { border-top: 1px solid var(--line); padding: 5px 8px 5px 0 }
+tr:first-child td { border-top: 0 } td:first-child { color: var(--soft); width: 38%; white-space: nowrap }
+td { overflow-wrap: anywhere; vertical-align: top }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 10px 0 }
+pre { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace }
+mark { background: none; color: var(--accent); font-weight: 650 }
+summary { cursor: pointer; padding: 8px 0; color: var(--soft) }
+@media (max-width: 520px) { .pictures { grid-template-columns: 1fr } }
+@media print { body { background: #fff } details { display: none } figure, .tile { break-inside: avoid } }
+"""
+
+
+@dataclass
+class Section:
+    """A heading with pictures (caption, data URL), tables (caption, rows) or quotes (prompt, text) below it."""
+
+    heading: str
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    tables: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    quotes: list[tuple[str, str]] = field(default_factory=list)
+    folded: bool = False
+
+
+def page(title: str, subtitle: str, tiles: list[tuple[str, str, str]], sections: list[Section]) -> str:
+    """A complete page; sections without content are left out. All text is escaped."""
+    cells = "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span>'
+        f"<small>{html.escape(remark)}</small></div>"
+        for value, what, remark in tiles
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body><main>"
+        f'<h1>{html.escape(title)}</h1><p class="subtitle">{html.escape(subtitle)}</p>'
+        f'<div class="tiles">{cells}</div>\n' + "\n".join(map(_section, sections)) + "</main></body></html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    pictures = "".join(
+        f'<figure><figcaption>{html.escape(caption)}</figcaption><img alt="{html.escape(caption)}" src="{url}"></figure>'
+        for caption, url in section.pictures
+    )
+    inner = f'<div class="pictures">{pictures}</div>' if pictures else ""
+    for caption, rows in section.tables:
+        if rows:
+            lines = "".join(
+                f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows.items()
+            )
+            inner += (
+                f"<h3>{html.escape(caption)}</h3>" if caption else ""
+            ) + f'<div class="card"><table>{lines}</table></div>'
+    for prompt, text in section.quotes:
+        start = f"<mark>{html.escape(prompt)}</mark>" if prompt else ""
+        inner += f'<div class="card"><pre>{start}{html.escape(text)}</pre></div>'
+    if not inner:
+        return ""
+    if section.folded:
+        inner = f"<details><summary>show all</summary>{inner}</details>"
+    return f"<section><h2>{html.escape(section.heading)}</h2>{inner}</section>"
