@@ -129,12 +129,16 @@ class Metrics:
 
     def record_eval(self, iteration: int, consumed_samples: int, losses: dict[str, float], *, split: str = "validation",
                     label: str = "", seconds: Optional[float] = None) -> None:  # fmt: skip
-        """Mean losses of an evaluation. `label` follows the iteration on the console (" on test set")."""
+        """Mean losses of an evaluation; `split` names it in files.
+
+        The console says "validation loss" for every split, as Megatron-LM does, and `label` behind the iteration
+        (" on test set").
+        """
         if not self.active:
             return
         losses = {name: float(value) for name, value in losses.items()}
         perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items()}
-        line = f" {split} loss at iteration {iteration}{label} | " + "".join(
+        line = f" validation loss at iteration {iteration}{label} | " + "".join(
             f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | " for name, value in losses.items()
         )
         self.say("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))

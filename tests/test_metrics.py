@@ -98,9 +98,9 @@ def test_evaluation_line_is_megatrons(capsys):
 
 
 def test_perplexity_is_capped_as_megatrons(capsys):
-    Metrics(Logging(), Run(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, label=" on test set")
+    Metrics(Logging(), Run(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, split="test", label=" on test set")
     out = capsys.readouterr().out
-    assert " at iteration 10 on test set |" in out and f"PPL: {math.exp(20):.6E}" in out
+    assert " validation loss at iteration 10 on test set |" in out and f"PPL: {math.exp(20):.6E}" in out
 
 
 def test_silent_ranks_print_and_open_nothing(tmp_path, clock, capsys):
