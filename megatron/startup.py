@@ -23,6 +23,7 @@ from megatron.optimizer.schedule import Lengths
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.execute import Wire
 from megatron.records import library_versions, run_record, source_commit
+from megatron.rules import remarks
 from megatron.run import Recipe, Run, State
 from megatron.tokenizer import build_tokenizer
 
@@ -47,7 +48,7 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     train, valid, test = build_batches(config, context, datasets, tokenizer)
     say(summary(config, context, recipe, vocab_size, state))
-    for notice in notices:
+    for notice in [*remarks(config, context.mesh.world_size), *notices]:
         say(f"note: {notice}")
     return Run(
         config=config,

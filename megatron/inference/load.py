@@ -12,10 +12,9 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.state import choose, restore
 from megatron.errors import CheckpointError
 from megatron.model.gpt import GPT
+from megatron.mpu.context import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import lay_out, materialise, pieces_of
-
-DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
 
 
 @dataclass(frozen=True)
