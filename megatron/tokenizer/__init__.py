@@ -28,7 +28,7 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     `notify` receives one-line remarks. Raises SettingsError for flags that are missing, DataError for vocabulary
     files that are missing or no vocabulary.
     """
-    kind = settings.tokenizer_type or _type_by_files(settings)
+    kind = tokenizer_type(settings)
     if kind not in TYPES:
         raise SettingsError(f"--tokenizer-type {kind} is unknown", do=f"known: {', '.join(TYPES)}")
     module, flags = TYPES[kind]
@@ -48,8 +48,10 @@ def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> 
     return -(-vocab_size // multiple) * multiple
 
 
-def _type_by_files(settings: TokenizerSettings) -> str:
-    """The --tokenizer-type that the given vocabulary files can only mean."""
+def tokenizer_type(settings: TokenizerSettings) -> str:
+    """The --tokenizer-type, or the one that the given vocabulary files can only mean."""
+    if settings.tokenizer_type:
+        return settings.tokenizer_type
     if settings.vocab_file and settings.merge_file:
         return "GPT2BPETokenizer"
     if settings.tokenizer_model:

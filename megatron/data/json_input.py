@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loose JSON lines from files, globs, folders and stdin, plain or compressed, in blocks of whole lines.
+
+A line ends at a newline byte only: U+2028 and U+0085 inside a JSON string do not end it.
+"""
+
+import bz2
+import glob
+import gzip
+import json
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron.errors import DataError
+
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+SUFFIXES = (".json", ".jsonl", ".ndjson")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+OUR_SUFFIXES = (".rejected.jsonl", ".stats.json")
+STDIN = "-"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain text."""
+
+    path: str
+    size: int
+    compression: str | None
+
+
+def find_sources(inputs: list[str]) -> list[Source]:
+    """The files that `--input` names: each is a file, a glob, a folder (searched below) or `-` for stdin.
+
+    Files of a glob or folder come sorted by path, so that the order of documents does not depend on the disk.
+    Raises DataError for what does not exist or holds nothing.
+    """
+    paths = [path for given in inputs for path in _expand(given)]
+    if paths.count(STDIN) > 1:
+        raise DataError("--input - is given twice: stdin can be read once")
+    return [_source(path) for path in paths]
+
+
+def _expand(given: str) -> list[str]:
+    if given == STDIN or os.path.isfile(given):
+        return [given]
+    if os.path.isdir(given):
+        found = sorted(str(path) for path in Path(given).rglob("*") if path.is_file() and _is_text(path))
+        if not found:
+            names = f"*{' *'.join(SUFFIXES)}, or without suffix; each also with {' '.join(COMPRESSED_SUFFIXES)}"
+            do = f"files of a folder are taken by their names: {names}"
+            raise DataError(f"--input {given}: the folder holds no JSON lines", do=do)
+        return found
+    if os.path.exists(given):
+        return [given]  # a named pipe, for example
+    found = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
+    if not found:
+        why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
+        raise DataError(
+            f"--input {given}: no such file", why, "give JSON lines: a file, a glob in quotes, a folder, or -"
+        )
+    return found
+
+
+def _is_text(path: Path) -> bool:
+    name = path.name
+    if name.startswith(".") or name.endswith(OUR_SUFFIXES):
+        return False
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return "." not in name or name.endswith(SUFFIXES)
+
+
+def _source(path: str) -> Source:
+    if path == STDIN:
+        return Source(path, 0, None)
+    try:
+        status = os.stat(path)
+        if not os.path.isfile(path):
+            return Source(path, 0, "pipe")  # cannot be read by ranges
+        with open(path, "rb") as file:
+            return Source(path, status.st_size, compression_of(file.read(6)))
+    except PermissionError:
+        raise DataError(f"--input {path}: not readable", do="check its permissions") from None
+
+
+def compression_of(head: bytes) -> str | None:
+    """How a file is compressed, told by its first bytes and not by its name."""
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+
+
+def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
+    """The whole lines whose first byte lies in [start, stop) of a plain file; the last may reach beyond `stop`."""
+    number = file.fileno()
+    begin = max(start - 1, 0)  # the byte before tells whether a line starts at `start`
+    data = _read_at(number, begin, stop)
+    first = data.find(b"\n") + 1 if start else 0
+    if (start and not first) or begin + first >= stop:
+        return b""
+    pieces = [data[first:]]
+    while not pieces[-1].endswith(b"\n"):
+        end = begin + len(data)
+        data, begin = _read_at(number, end, end + max(1 << 16, stop - start)), end
+        if not data:
+            break
+        pieces.append(data[: data.find(b"\n") + 1] or data)
+    whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return whole.removeprefix(BYTE_ORDER_MARK) if start == 0 else whole
+
+
+def _read_at(number: int, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file, fewer only at its end."""
+    data = os.pread(number, stop - start, start)
+    while data and len(data) < stop - start and (more := os.pread(number, stop - start - len(data), start + len(data))):
+        data += more
+    return data
+
+
+def read_blocks(source: Source, block_size: int) -> Iterator[tuple[bytes, int]]:
+    """Blocks of whole lines of at least `block_size` bytes, each with the bytes read from the disk so far.
+
+    Raises DataError when compressed data is damaged or cut short.
+    """
+    with _open(source) as raw:
+        stream = decompressed(raw, source)
+        pieces, first = [], True
+        while data := _read(stream, block_size, source):
+            if first:
+                data, first = data.removeprefix(BYTE_ORDER_MARK), False
+            cut = data.rfind(b"\n") + 1
+            if not cut:
+                pieces.append(data)
+                continue
+            yield b"".join([*pieces, data[:cut]]), _position(raw)
+            pieces = [data[cut:]] if cut < len(data) else []
+        if pieces:
+            yield b"".join(pieces), _position(raw)
+
+
+def _open(source: Source) -> BinaryIO:
+    return os.fdopen(os.dup(sys.stdin.fileno()), "rb") if source.path == STDIN else open(source.path, "rb")
+
+
+def _position(raw: BinaryIO) -> int:
+    return raw.tell() if raw.seekable() else 0
+
+
+def decompressed(raw: BinaryIO, source: Source) -> BinaryIO:
+    """A stream of plain bytes over `raw`; stdin and pipes are told by their first bytes."""
+    compression = source.compression
+    if compression in (None, "pipe") and hasattr(raw, "peek"):
+        compression = compression_of(raw.peek(6)[:6])
+    openers = dict(
+        gzip=lambda: gzip.GzipFile(fileobj=raw, mode="rb"),
+        bzip2=lambda: bz2.BZ2File(raw),
+        xz=lambda: lzma.LZMAFile(raw),
+        zstd=lambda: ZstdStream(raw, source.path),
+    )
+    return openers[compression]() if compression in openers else raw
+
+
+def _read(stream: BinaryIO, size: int, source: Source) -> bytes:
+    try:
+        return stream.read(size)
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise damaged(source.path, error) from None
+    except OSError as error:
+        if source.compression and error.errno is None:  # bz2 says "Invalid data stream" this way
+            raise damaged(source.path, error) from None
+        raise
+
+
+def damaged(path: str, error) -> DataError:
+    return DataError(f"{path}: the compressed data is damaged or cut short", str(error), "copy or download it again")
+
+
+class ZstdStream:
+    """Decompress zstd frame by frame. The library's own stream reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, raw: BinaryIO, path: str):
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(f"{path}: zstd files need the package zstandard", do="pip install zstandard") from None
+        self._error = zstandard.ZstdError
+        self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._raw, self._path, self._frame = raw, path, None
+
+    def read(self, size: int) -> bytes:
+        """At least `size` bytes, fewer only at the end."""
+        pieces, length = [], 0
+        while length < size and (data := self._raw.read(1 << 17)):
+            pieces += (out := self._decompress(data))
+            length += sum(map(len, out))
+        if length < size and self._frame is not None:
+            raise damaged(self._path, "the last zstd frame is not complete")
+        return b"".join(pieces)
+
+    def _decompress(self, data: bytes) -> list[bytes]:
+        out = []
+        while data:
+            self._frame = self._frame or self._new()
+            try:
+                out.append(self._frame.decompress(data))
+            except self._error as error:
+                raise damaged(self._path, error) from None
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        return out
+
+
+class BadLine(ValueError):
+    """A line that yields no document; the text says why."""
+
+
+def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
+    """The values of `keys`; None for a blank line. Each value is a text, or a list of texts (sentences).
+
+    Raises BadLine with the reason otherwise. NaN, Infinity and huge numbers in other keys are fine, as they are in
+    Python's own parser.
+    """
+    if not line or line.isspace():
+        return None
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {error}") from None
+    return values_of(record, keys)
+
+
+def values_of(record, keys: list[str]) -> list[str | list[str]]:
+    """The values of `keys` in a parsed record. Raises BadLine when one is missing or no text."""
+    if not isinstance(record, dict):
+        raise BadLine(f"{_kind(record)} instead of an object")
+    values = []
+    for key in keys:
+        if key not in record:
+            raise BadLine(f"no key {key!r} (keys: {', '.join(list(record)[:8]) or 'none'})")
+        value = record[key]
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadLine(f"{key!r} is {_kind(value)}, not text")
+        if not all(_encodes(text) for text in texts):
+            raise BadLine(f"{key!r} holds half of a surrogate pair, which is no text")
+        values.append(value)
+    return values
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loose JSON lines -> `<prefix>_<key>_document.{bin,idx}`, by several processes, in memory that does not grow.
+
+The parent finds the input, starts workers (`preprocess_worker.py`) by fork, watches them and publishes the files.
+The result is the same bytes for any number of workers and any size of blocks.
+"""
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from megatron.data.indexed import token_dtype
+from megatron.data.json_input import STDIN, BadLine, Source, find_sources, parse_line, read_blocks, read_range
+from megatron.data.preprocess_encode import BlockEncoder
+from megatron.data.preprocess_output import Totals, Written, finish
+from megatron.data.preprocess_worker import FRAME, Feed, Files, Ranges, Shared, Worker
+from megatron.data.sentences import make_splitter
+from megatron.data.workspace import Workspace, storage_error
+from megatron.errors import DataError, Failure
+from megatron.tokenizer.base import Tokenizer
+
+SAMPLE_TEXT = 1 << 16  # characters of input on which a fast tokenizer has to prove itself
+
+
+@dataclass
+class Progress:
+    """Sums over all workers so far. `total_input`: bytes on the disk, 0 when unknown."""
+
+    seconds: float
+    documents: int
+    text_bytes: int
+    tokens: int
+    input_bytes: int
+    rejected: int
+    total_input: int
+
+
+def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None,
+               report: Callable[[Progress], None] = lambda progress: None) -> Totals:  # fmt: skip
+    """Run the whole job. `settings` is `preprocess_data.Preprocess`; `report` is called a few times a second.
+
+    Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.
+    """
+    if settings.append_eod and tokenizer.eod is None:
+        raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
+    started = time.perf_counter()
+    sources = find_sources(settings.input)
+    split = None
+    if settings.split_sentences:
+        split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
+    blocks = divide(sources, settings.workers)
+    feed = iter(())
+    if isinstance(blocks, Feed):
+        feed = blocks.read()
+        head = list(itertools.islice(feed, 1))
+        feed = itertools.chain(head, feed)
+        sample = sample_texts((block.data for block in head), settings.json_keys)
+    else:
+        sample = sample_texts(read_samples(sources), settings.json_keys)
+    tokenizer.use_fastest(sample, say)
+    dtype = token_dtype(tokenizer.vocab_size)
+    partitions = 1 if settings.keep_sequential_samples else settings.partitions
+    encoder = BlockEncoder(tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions)
+    with Workspace(settings.output_prefix) as workspace:
+        team = Team(settings, blocks, encoder, workspace, partitions)
+        say(f"Time to startup: {time.perf_counter() - started}")
+        with team:
+            team.work(feed, report)
+        say("Done! Now finalizing.")
+        written = Written(team.shared, partitions, workspace)
+        return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
+
+
+def divide(sources: list[Source], workers: int | None) -> Ranges | Files | Feed:
+    """How the input is shared out. Plain files are cut anywhere; compressed ones and pipes have to be read in order,
+    so workers take whole files where there are enough of them, and are fed by this process otherwise."""
+    whole = [source for source in sources if source.compression or source.path == STDIN]
+    if not whole:
+        return Ranges(sources)
+    workers = workers or available_cores()
+    return Feed(sources) if len(whole) < workers or any(source.size == 0 for source in whole) else Files(sources)
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_samples(sources: list[Source]) -> Iterator[bytes]:
+    """Some whole lines from places spread over the input."""
+    chosen = [sources[i] for i in np.unique(np.linspace(0, len(sources) - 1, 4).astype(int))]
+    for source in chosen:
+        if source.compression:
+            yield from (data for data, _ in itertools.islice(read_blocks(source, SAMPLE_TEXT), 1))
+            continue
+        with open(source.path, "rb", buffering=0) as file:
+            for start in np.linspace(0, max(0, source.size - SAMPLE_TEXT), 8 // len(chosen)).astype(int).tolist():
+                yield read_range(file, start, min(start + SAMPLE_TEXT // 8, source.size))
+
+
+def sample_texts(blocks, keys: list[str]) -> list[str]:
+    """Texts of some documents, SAMPLE_TEXT characters in all. Lines that are no documents are left out."""
+    texts, room = [], SAMPLE_TEXT
+    for block in blocks:
+        share = max(room // 4, 1024)
+        for line in block.split(b"\n"):
+            if share <= 0 or room <= 0:
+                break
+            try:
+                values = parse_line(line, keys) or []
+            except BadLine:
+                continue
+            for value in values:
+                for text in value if isinstance(value, list) else [value]:
+                    texts.append(text[: min(share, room)])
+                    share, room = share - len(texts[-1]), room - len(texts[-1])
+    return texts
+
+
+class Team:
+    """The workers: started by fork, watched, and gone when the `with` block ends, however it ends."""
+
+    def __init__(self, settings, blocks, encoder: BlockEncoder, workspace: Workspace, partitions: int):
+        self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
+        workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
+        self.context = multiprocessing.get_context("fork")
+        self.shared = Shared(self.context, blocks.lanes, len(settings.json_keys) * partitions, workers)
+        self.total_input = sum(source.size for source in blocks.sources)
+        self.workers = [
+            Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop")
+            for i in range(workers)
+        ]
+        self.processes, self.messages = [], []
+
+    def __enter__(self) -> "Team":
+        gc.freeze()  # the collector leaves what exists now alone, so that its pages stay shared
+        for worker in self.workers:
+            receive, send = multiprocessing.Pipe(duplex=False)
+            process = self.context.Process(target=_run_worker, args=(worker, send), daemon=True)
+            process.start()
+            send.close()
+            self.processes.append(process)
+            self.messages.append(receive)
+        if isinstance(self.blocks, Feed):
+            os.close(self.blocks.receive)
+            os.set_blocking(self.blocks.send, False)
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        gc.unfreeze()
+
+    def work(self, feed: Iterator, report: Callable[[Progress], None]) -> None:
+        """Send the blocks of `feed`, then wait for all workers. Raises what a worker raised."""
+        self._started, self._report = time.perf_counter(), report
+        with selectors.DefaultSelector() as selector:
+            for process in self.processes:
+                selector.register(process.sentinel, selectors.EVENT_READ, process)
+            if isinstance(self.blocks, Feed):
+                for block in feed:
+                    self._send(selector, FRAME.pack(block.number, block.source, len(block.data), block.input_bytes))
+                    self._send(selector, block.data)
+                os.close(self.blocks.send)
+            while selector.get_map():
+                self._watch(selector, 0.2)
+        self._report(self.progress())
+
+    def _send(self, selector, data: bytes) -> None:
+        """Write to the pipe as workers make room in it, with an eye on their health."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self.blocks.send, view) :]
+            except BlockingIOError:
+                selector.register(self.blocks.send, selectors.EVENT_WRITE)
+                self._watch(selector, 0.2)
+                selector.unregister(self.blocks.send)
+            except BrokenPipeError:
+                self._watch(selector, 5.0)
+
+    def _watch(self, selector, timeout: float) -> None:
+        """Wait for something to happen; a worker that ended badly ends the run."""
+        for key, _ in selector.select(timeout):
+            if key.data is None:
+                continue
+            process = key.data
+            process.join()
+            selector.unregister(process.sentinel)
+            if process.exitcode:
+                raise self._failure(process)
+        self._report(self.progress())
+
+    def _failure(self, process) -> BaseException:
+        """What a worker that ended badly said, else how it ended."""
+        receive = self.messages[self.processes.index(process)]
+        with contextlib.suppress(EOFError):
+            if receive.poll(0):
+                kind, arguments = receive.recv()
+                error = kind(*arguments)
+                return storage_error(error, self.workspace.prefix) if isinstance(error, OSError) else error
+        if process.exitcode == -signal.SIGKILL:
+            do = "if memory ran out, give fewer --workers"
+            return Failure("a worker was killed (SIGKILL)", "nothing was written", do)
+        return Failure(f"a worker ended with code {process.exitcode}", "nothing was written")
+
+    def progress(self) -> Progress:
+        sums = self.shared.progress.sum(axis=0).tolist()
+        return Progress(time.perf_counter() - self._started, *sums, self.total_input)
+
+
+def _run_worker(worker: Worker, send: Connection) -> None:
+    """Body of a worker process. Ctrl-C reaches the whole group: the parent alone answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        worker.run()
+    except Failure as error:
+        send.send((type(error), (error.what, error.why, error.do)))
+        os._exit(error.code)
+    except OSError as error:
+        send.send((OSError, (error.errno, error.strerror, error.filename)))
+        os._exit(1)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last step of preprocessing: the workers' files become `<prefix>_<key>_document.{bin,idx}`."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.indexed import LENGTH_TYPE, stream_index
+from megatron.data.preprocess_worker import KINDS, Shared
+from megatron.data.workspace import Workspace, append_file, publish, sync_folder
+from megatron.errors import DataError
+from megatron.tokenizer.base import Tokenizer
+
+
+@dataclass
+class Totals:
+    """What one run wrote: `outputs` maps each key to its prefix and numbers of documents, sequences, tokens."""
+
+    outputs: dict[str, dict]
+    rejected: int
+    rejected_path: str | None
+    lines: int
+    text_bytes: int
+    seconds: float
+
+
+@dataclass
+class Written:
+    """What the workers left in the workspace, and how many partitions it is cut into."""
+
+    shared: Shared
+    partitions: int
+    workspace: Workspace
+
+
+def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, seconds: float) -> Totals:
+    """Join the lanes, write the indices, give everything its final name."""
+    shared, partitions, workspace = written.shared, written.partitions, written.workspace
+    lines = int(shared.lines.sum())
+    rejected, rejected_path = _publish_rejected(settings.output_prefix, written)
+    if not shared.totals[:, :, 0].any():
+        why = f"{lines} lines, {rejected} rejected"
+        do = f"see {rejected_path}" if rejected else "check --input and --json-keys"
+        raise DataError(f"no text in {', '.join(settings.input)}", why, do)
+    level = "sentence" if settings.split_sentences else "document"
+    outputs = {}
+    for index, key in enumerate(settings.json_keys):
+        parts = [(lane, index * partitions + residue) for lane, residue in _order(shared.lines, partitions)]
+        parts = [part for part in parts if shared.totals[part][2]]
+        sizes = np.sum([shared.totals[part] for part in parts], axis=0).tolist()
+        _join(workspace, parts, str(index), dtype, sizes)
+        outputs[key] = dict(
+            prefix=f"{settings.output_prefix}_{key}_{level}", documents=sizes[2], sequences=sizes[1], tokens=sizes[0]
+        )
+    for index, output in enumerate(outputs.values()):
+        publish(workspace, str(index), output["prefix"])
+        write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
+    return Totals(outputs, rejected, rejected_path, lines, int(shared.progress[:, 1].sum()), seconds)
+
+
+def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:
+    """(lane, residue) in the order of the output: all of partition 0, then all of partition 1, ...
+
+    Megatron-LM deals lines out to its partitions in turn. A lane counted from its own first line.
+    """
+    starts = np.cumsum(lines) - lines
+    for partition in range(partitions):
+        for lane, start in enumerate(starts.tolist()):
+            yield lane, (partition - start) % partitions
+
+
+def _join(workspace: Workspace, parts: list[tuple[int, int]], name: str, dtype: np.dtype, sizes: list[int]) -> None:
+    """Make `<name>.bin` and `<name>.idx` of parts in order. The first .bin grows, the others go as they are copied."""
+    stems = [workspace.path(f"{lane}-{target}") for lane, target in parts]
+    final = workspace.path(f"{name}.bin")
+    os.rename(f"{stems[0]}.bin", final)
+    number = os.open(final, os.O_RDWR)
+    try:
+        for stem in stems[1:]:
+            append_file(number, f"{stem}.bin")
+            os.unlink(f"{stem}.bin")
+        os.fsync(number)
+    finally:
+        os.close(number)
+    _, lengths, counts = KINDS
+    stream = lambda kind: (piece for stem in stems for piece in read_numbers(stem + kind))
+    stream_index(
+        workspace.path(f"{name}.idx"), dtype, sizes[1], sizes[2], lambda: stream(lengths), lambda: stream(counts)
+    )
+
+
+def read_numbers(path: str) -> Iterator[np.ndarray]:
+    """The int32 numbers of a file, a piece at a time."""
+    with open(path, "rb") as file:
+        while len(piece := np.fromfile(file, LENGTH_TYPE, 1 << 20)):
+            yield piece
+
+
+def _publish_rejected(prefix: str, written: Written) -> tuple[int, str | None]:
+    """Bad lines of all lanes in order as `<prefix>.rejected.jsonl`; a list of an earlier run goes."""
+    final = Path(f"{prefix}.rejected.jsonl")
+    final.unlink(missing_ok=True)
+    lists = [written.workspace.path(f"{lane}.rejected") for lane in range(len(written.shared.lines))]
+    lists = [path for path in lists if os.path.exists(path)]
+    if not lists:
+        return 0, None
+    with open(written.workspace.path("rejected"), "wb") as file:
+        for path in lists:
+            append_file(file.fileno(), path)
+    os.replace(written.workspace.path("rejected"), final)
+    return int(written.shared.progress[:, 4].sum()), str(final)
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> dict:
+    return dict(
+        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
+    )
+
+
+def write_stats(prefix: str, tokenizer: dict | None, numbers: dict) -> None:
+    """`<prefix>.stats.json`: which vocabulary made the ids, and how much there is. Checked by merge_datasets.py."""
+    counts = {name: value for name, value in numbers.items() if name != "prefix"}
+    text = json.dumps(dict(tokenizer=tokenizer, **counts), indent=1) + "\n"
+    aside = Path(f"{prefix}.stats.json.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, f"{prefix}.stats.json")
+    sync_folder(Path(prefix).parent)

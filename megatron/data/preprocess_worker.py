@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that encode, and how their results get into files in input order without passing through a parent.
+
+Input is cut into numbered blocks of whole lines. A *lane* is a series of blocks with files of its own. In the one lane
+that several workers share, a worker with an encoded block waits for the block's turn, reserves its place (counters in
+shared memory), and lets the next go; the writing itself happens side by side. No token passes through a pipe, and no
+order of events changes a byte of the result.
+"""
+
+import collections
+import contextlib
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.json_input import Source, read_blocks, read_range
+from megatron.data.preprocess_encode import BlockEncoder, Encoded
+from megatron.data.workspace import Workspace, write_at
+from megatron.errors import DataError
+
+BLOCK = 1 << 20  # bytes of text: about 10 ms of work
+WAITING = 4  # encoded blocks that a worker keeps while it waits for their turn
+FRAME = struct.Struct("<qqqq")  # header of a block in the pipe: number, source, bytes, position in the file
+KINDS = (".bin", ".lengths", ".counts")  # files of a target: tokens, tokens of a sequence, sequences of a document
+
+
+class Shared:
+    """Counters in memory that all processes share.
+
+    totals int64 [lanes, targets, 3]: tokens, sequences, documents reserved so far. lines int64 [lanes].
+    progress int64 [workers, 5]: documents, bytes of text, tokens, bytes of input, rejected lines.
+    """
+
+    def __init__(self, context, lanes: int, targets: int, workers: int):
+        sizes = [4, lanes, lanes * targets * 3, workers * 5]
+        memory = np.frombuffer(mmap.mmap(-1, 8 * sum(sizes)), np.int64)
+        head, self.lines, totals, progress = np.split(memory, np.cumsum(sizes)[:-1])
+        self.totals = totals.reshape(lanes, targets, 3)
+        self.progress = progress.reshape(workers, 5)
+        self._task, self.turn, self.source, self.source_lines = (head[i : i + 1] for i in range(4))
+        self.lock, self.read_lock = context.Lock(), context.Lock()
+        self.parent = os.getpid()
+
+    def take(self) -> int:
+        """The next number of work that nobody has taken."""
+        with self.lock:
+            self._task += 1
+            return int(self._task[0]) - 1
+
+
+@dataclass
+class Block:
+    """Whole lines: block `number` of its lane, from file `source` of the list of sources."""
+
+    lane: int
+    number: int
+    source: int
+    data: bytes
+    input_bytes: int
+
+
+class Ranges:
+    """Plain files by byte range: any worker takes any block. One lane."""
+
+    def __init__(self, sources: list[Source], block_size: int = BLOCK):
+        self.sources, self.block_size = sources, block_size
+        self.ends = np.cumsum([-(-source.size // block_size) for source in sources])
+        self.lanes, self.most_workers = 1, int(self.ends[-1])
+
+    def blocks(self, shared: Shared) -> Iterator[Block]:
+        opened, file = None, None
+        while (number := shared.take()) < self.ends[-1]:
+            index = int(np.searchsorted(self.ends, number, "right"))
+            source = self.sources[index]
+            if opened != index:
+                if file is not None:
+                    file.close()
+                opened, file = index, open(source.path, "rb", buffering=0)
+            start = (number - int(self.ends[index - 1] if index else 0)) * self.block_size
+            stop = min(start + self.block_size, source.size)
+            yield Block(0, number, index, read_range(file, start, stop), stop - start)
+
+
+class Files:
+    """Files that must be read from their start (compressed): a worker takes a whole file. A lane each."""
+
+    def __init__(self, sources: list[Source], block_size: int = BLOCK):
+        self.sources, self.block_size = sources, block_size
+        self.order = sorted(range(len(sources)), key=lambda index: -sources[index].size)  # the longest first
+        self.lanes = self.most_workers = len(sources)
+
+    def blocks(self, shared: Shared) -> Iterator[Block]:
+        while (task := shared.take()) < len(self.order):
+            lane, before = self.order[task], 0
+            for number, (data, position) in enumerate(read_blocks(self.sources[lane], self.block_size)):
+                yield Block(lane, number, lane, data, position - before)
+                before = position
+
+
+class Feed:
+    """Input that only one process can read: it sends blocks through a pipe, and idle workers take them. One lane."""
+
+    def __init__(self, sources: list[Source], block_size: int = BLOCK):
+        self.sources, self.block_size = sources, block_size
+        self.lanes, self.most_workers = 1, 1 << 20
+        self.receive, self.send = os.pipe()
+
+    def read(self) -> Iterator[Block]:
+        """The blocks, in the process that reads."""
+        number = 0
+        for index, source in enumerate(self.sources):
+            before = 0
+            for data, position in read_blocks(source, self.block_size):
+                yield Block(0, number, index, data, position - before)
+                number, before = number + 1, position
+
+    def blocks(self, shared: Shared) -> Iterator[Block]:
+        os.close(self.send)
+        while True:
+            with shared.read_lock:  # a block is read by one worker as a whole
+                header = self._receive(FRAME.size)
+                if not header:
+                    return
+                number, source, size, input_bytes = FRAME.unpack(header)
+                data = self._receive(size)
+            yield Block(0, number, source, data, input_bytes)
+
+    def _receive(self, size: int) -> bytes:
+        buffer = bytearray(size)
+        view, done = memoryview(buffer), 0
+        while done < size:
+            count = os.readv(self.receive, [view[done:]])
+            if count == 0:
+                return b""
+            done += count
+        return bytes(buffer)
+
+
+class Worker:
+    """One process: take a block, encode it, put it into the lane's files when its turn comes."""
+
+    def __init__(self, index: int, source_of_blocks, encoder: BlockEncoder, shared: Shared, workspace: Workspace,
+                 partitions: int, stop_on_bad_line: bool):  # fmt: skip
+        self.blocks, self.encode, self.shared, self.workspace = source_of_blocks, encoder, shared, workspace
+        self.partitions, self.stop_on_bad_line = partitions, stop_on_bad_line
+        self.progress = shared.progress[index]
+        self.lane, self.files = None, contextlib.ExitStack()
+
+    def run(self) -> None:
+        waiting = collections.deque()
+        for block in self.blocks.blocks(self.shared):
+            if os.getppid() != self.shared.parent:
+                os._exit(1)  # killed without a chance to stop us
+            waiting.append((block, self.encode(block.data)))
+            block.data = b""
+            while waiting and (len(waiting) > WAITING or self._has_turn(waiting[0][0])):
+                self._put(*waiting.popleft())
+        while waiting:
+            self._put(*waiting.popleft())
+        self.files.close()
+
+    def _has_turn(self, block: Block) -> bool:
+        with self.shared.lock:
+            return self.blocks.lanes > 1 or self.shared.turn[0] == block.number
+
+    def _put(self, block: Block, encoded: Encoded) -> None:
+        while not self._has_turn(block):
+            time.sleep(0.001)
+            if os.getppid() != self.shared.parent:
+                os._exit(1)
+        if self.lane != block.lane:
+            self._open(block.lane)
+        sizes = np.array([documents.sizes for documents in encoded.targets], np.int64)  # [targets, 3]
+        with self.shared.lock:
+            first_line = self._count_lines(block, encoded)
+            shift = int(self.shared.lines[block.lane]) % self.partitions
+            self.shared.lines[block.lane] += encoded.lines
+            targets = [self._target(index, shift) for index in range(len(sizes))]
+            places = self.shared.totals[block.lane, targets]  # a copy: [targets, 3]
+            self.shared.totals[block.lane, targets] += sizes
+            if encoded.rejected:
+                self._reject(block, encoded, first_line)
+            self.shared.turn[0] = block.number + 1
+        for documents, target, (token, sequence, document) in zip(encoded.targets, targets, places.tolist()):
+            tokens, lengths, counts = self.numbers[target]
+            write_at(tokens, documents.tokens, token * documents.tokens.itemsize)
+            write_at(lengths, documents.lengths, sequence * documents.lengths.itemsize)
+            write_at(counts, documents.counts, document * documents.counts.itemsize)
+        documents = int(sizes[: self.partitions, 2].sum())
+        self.progress += [documents, encoded.text_bytes, sizes[:, 0].sum(), block.input_bytes, len(encoded.rejected)]
+
+    def _target(self, index: int, shift: int) -> int:
+        """Where lines of local residue `index % partitions` go in a block whose first line has residue `shift`."""
+        key, residue = divmod(index, self.partitions)
+        return key * self.partitions + (residue + shift) % self.partitions
+
+    def _count_lines(self, block: Block, encoded: Encoded) -> int:
+        """The number of lines of this file before the block (in its lane, blocks come here in order)."""
+        if self.blocks.lanes > 1:
+            return int(self.shared.lines[block.lane])
+        if self.shared.source[0] != block.source:
+            self.shared.source[0], self.shared.source_lines[0] = block.source, 0
+        self.shared.source_lines += encoded.lines
+        return int(self.shared.source_lines[0]) - encoded.lines
+
+    def _reject(self, block: Block, encoded: Encoded, first_line: int) -> None:
+        """Note the bad lines in the lane's list, or stop at the first of them."""
+        path = self.blocks.sources[block.source].path
+        path = "stdin" if path == "-" else path
+        if self.stop_on_bad_line:
+            line, reason = encoded.rejected[0]
+            do = "repair the line, or drop --on-bad-line stop to set bad lines aside"
+            raise DataError(f"{path}, line {first_line + line + 1}: {reason}", "nothing was written", do)
+        records = [dict(file=path, line=first_line + line + 1, reason=reason) for line, reason in encoded.rejected]
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        with open(self.workspace.path(f"{block.lane}.rejected"), "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+
+    def _open(self, lane: int) -> None:
+        """Open the files of a lane; all workers of a shared lane open the same ones."""
+        self.files.close()
+        self.lane, self.numbers = lane, []
+        for target in range(self.shared.totals.shape[1]):
+            paths = [self.workspace.path(f"{lane}-{target}{kind}") for kind in KINDS]
+            numbers = [os.open(path, os.O_CREAT | os.O_WRONLY, 0o644) for path in paths]
+            self.numbers.append(numbers)
+            for number in numbers:
+                self.files.callback(os.close, number)

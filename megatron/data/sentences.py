@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts into sentences, for models that are trained on pairs of sentences.
+
+`sentencex` is fast and needs no data. `nltk` is what Megatron-LM uses: it gives Megatron-LM's sentences exactly, and
+needs its punkt data on this machine.
+"""
+
+from collections.abc import Callable
+
+from megatron.errors import DataError
+
+ISO_CODES = dict(
+    czech="cs", danish="da", dutch="nl", english="en", estonian="et", finnish="fi", french="fr", german="de",
+    greek="el", italian="it", norwegian="no", polish="pl", portuguese="pt", russian="ru", slovene="sl", spanish="es",
+    swedish="sv", turkish="tr", malayalam="ml", chinese="zh",
+)  # fmt: skip
+PIECE = 1_000_000  # characters that Megatron-LM splits at a time, so that one huge document does not take for ever
+
+
+def make_splitter(library: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """A function `text -> sentences`. White space between sentences is dropped, or kept with `keep_newlines`."""
+    split = dict(sentencex=_sentencex, nltk=_nltk)[library](language, keep_newlines)
+    return lambda text: [sentence for at in range(0, len(text), PIECE) for sentence in split(text[at : at + PIECE])]
+
+
+def _sentencex(language: str, keep_newlines: bool):
+    try:
+        import sentencex
+    except ImportError:
+        raise DataError("--split-sentences needs the package sentencex", do="pip install sentencex") from None
+    code = ISO_CODES.get(language.lower(), language.lower())
+    if keep_newlines:
+        return lambda text: sentencex.segment(code, text)
+    return lambda text: [stripped for sentence in sentencex.segment(code, text) if (stripped := sentence.strip())]
+
+
+def _nltk(language: str, keep_newlines: bool):
+    try:
+        from nltk.tokenize import punkt
+    except ImportError:
+        raise DataError("--sentence-splitter nltk needs the package nltk", do="pip install nltk") from None
+    try:
+        tokenizer = punkt.PunktTokenizer(language)
+    except LookupError:
+        do = "download it with `python -m nltk.downloader punkt_tab`, or use --sentence-splitter sentencex"
+        raise DataError(f"nltk's punkt data for {language} is not on this machine", do=do) from None
+    if keep_newlines:
+        tokenizer = punkt.PunktSentenceTokenizer(train_text=tokenizer._params, lang_vars=_keep_newlines(punkt))
+    return tokenizer.tokenize
+
+
+def _keep_newlines(punkt):
+    """Punkt's rules with the white space after a full stop counted to the sentence before it."""
+
+    class KeepNewlines(punkt.PunktLanguageVars):
+        _period_context_fmt = r"""
+            %(SentEndChars)s\s*
+            (?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"""
+
+    return KeepNewlines()

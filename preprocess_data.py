@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loose JSON lines -> token files for training.
+
+    python preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --append-eod \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+
+makes my-gpt2_text_document.bin and .idx, byte for byte as Megatron-LM does. Input may be compressed, a folder, a glob
+or `-` for stdin; lines that are no documents are set aside in my-gpt2.rejected.jsonl and counted.
+"""
+
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Literal, Optional
+
+from megatron.config import Tokenizer, setting
+from megatron.errors import SettingsError, run_main
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What to read, how, and where the tokens go."""
+
+    input: list[str] = setting("JSON lines: files, globs in quotes, folders, or - for stdin; .gz .zst .bz2 .xz too")
+    output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
+    json_keys: Optional[list[str]] = setting(
+        "keys whose texts are taken, each into files of its own (default: text)", None
+    )
+    append_eod: bool = setting("put the end-of-document token after each document", False)
+    split_sentences: bool = setting("one sequence per sentence (files are named ..._sentence)", False)
+    sentence_splitter: Literal["sentencex", "nltk"] = setting("nltk: as Megatron-LM, needs its punkt data", "sentencex")
+    lang: str = setting("language of --split-sentences", "english")
+    keep_newlines: bool = setting("keep white space between sentences", False)
+    workers: Optional[int] = setting("processes (default: one per core); the output does not depend on it", None)
+    partitions: int = setting("order documents as Megatron-LM does with this many partitions", 1)
+    keep_sequential_samples: bool = setting("keep input order whatever --partitions says", False)
+    on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
+    log_interval: int = setting("documents between progress lines", 1000)
+    make_vocab_size_divisible_by: int = setting("as in training, to show the padded vocabulary", 128)
+    tensor_model_parallel_size: int = setting("as in training, to show the padded vocabulary", 1)
+    dataset_impl: Literal["mmap", "lazy", "cached"] = setting("accepted; the one format is mmap", "mmap")
+    chunk_size: Optional[int] = setting("accepted, no effect: blocks are cut by bytes", None)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+COMMON = ("input", "output_prefix", "json_keys", "append_eod", "workers", "tokenizer_type", "vocab_file", "merge_file",
+          "tokenizer_model", "split_sentences", "on_bad_line")  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    start = time.perf_counter()
+    from megatron.flags import parse
+
+    groups = dict(preprocess=Preprocess, tokenizer=Tokenizer)
+    parsed = parse(argv, groups, prog="preprocess_data.py", description=__doc__.split("\n")[0], common=COMMON)
+    settings = check(parsed["preprocess"])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
+
+    from megatron.data.preprocess import preprocess
+    from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
+
+    for name in settings.input:
+        print(f"Opening {name}")
+    print(f"> building {tokenizer_type(parsed['tokenizer'])} tokenizer ...")
+    tokenizer = build_tokenizer(parsed["tokenizer"], print)
+    size = tokenizer.vocab_size
+    padded = padded_vocab_size(size, settings.make_vocab_size_divisible_by, settings.tensor_model_parallel_size)
+    print(f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})")
+    print(f"Vocab size: {size}")
+    print(f"Output prefix: {settings.output_prefix}", flush=True)
+    reporter = Reporter(settings.log_interval)
+    try:
+        totals = preprocess(settings, tokenizer, say=lambda line: print(line, flush=True), report=reporter)
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
+    print_totals(totals, time.perf_counter() - start)
+
+
+def check(settings: Preprocess) -> Preprocess:
+    """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
+    for name in ("workers", "partitions", "log_interval"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    keys = list(dict.fromkeys(settings.json_keys or ["text"]))
+    if settings.dataset_impl != "mmap":
+        print(f"--dataset-impl {settings.dataset_impl}: files are written in the mmap format, which is the only one")
+    return replace(settings, json_keys=keys)
+
+
+class Reporter:
+    """Progress lines as Megatron-LM prints them, with tokens/s and the time left; one line in place on a terminal."""
+
+    def __init__(self, interval: int):
+        self.interval, self.next, self.last = interval, interval, 0.0
+        self.terminal = sys.stderr.isatty()
+
+    def __call__(self, progress) -> None:
+        if progress.documents < self.next or progress.seconds - self.last < 0.1:
+            return
+        self.next = progress.documents // self.interval * self.interval + self.interval
+        self.last = seconds = progress.seconds
+        line = f"Processed {progress.documents} documents ({progress.documents / seconds:.1f} docs/s, "
+        line += f"{progress.text_bytes / seconds / 1e6:.1f} MB/s). {progress.tokens / seconds / 1e6:.2f} M tokens/s"
+        if progress.total_input and progress.input_bytes:
+            share = min(1.0, progress.input_bytes / progress.total_input)
+            line += f", {share:.0%}, ETA {duration(seconds / share - seconds)}"
+        print(
+            f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
+        )
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def print_totals(totals, seconds: float) -> None:
+    for key, output in totals.outputs.items():
+        documents, sequences, tokens = output["documents"], output["sequences"], output["tokens"]
+        print(f"{output['prefix']}.bin and .idx (key {key!r}):")
+        print(f"  Total documents num: {documents}")
+        print(f"  Total sentences num: {sequences}")
+        print(f"  Total tokens num: {tokens}")
+        print(f"  Average tokens per document: {tokens / documents:.2f}")
+        print(f"  Average tokens per sentence: {tokens / sequences:.2f}")
+    if totals.rejected:
+        print(f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}")
+    print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
+
+
+if __name__ == "__main__":
+    run_main(main)
