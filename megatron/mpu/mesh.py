@@ -63,10 +63,22 @@ class Mesh:
             setattr(self, name, self._axis(name, (name,), create_groups))
         for name, axes in JOINED.items():
             setattr(self, name, self._axis(name, axes, create_groups))
+        self.tied = self._tied_axis(create_groups)
+
+    def _tied_axis(self, create_groups: bool) -> Axis:
+        """First and last stage of each pipeline, which share a tied embedding; other stages are alone."""
+        pairs = [[ranks[0], ranks[-1]] for ranks in ranks_along(self.sizes, ["pp"])] if self.sizes["pp"] > 1 else []
+        paired = {rank for pair in pairs for rank in pair}
+        alone = [[self.rank]] if self.rank not in paired else []
+        return self._pick("tied", pairs + alone, create_groups)
 
     def _axis(self, name: str, axes: tuple[str, ...], create_groups: bool) -> Axis:
+        return self._pick(name, ranks_along(self.sizes, axes), create_groups)
+
+    def _pick(self, name: str, groups: list[list[int]], create_groups: bool) -> Axis:
+        """Create a process group for each list of ranks (every rank must, in the same order) and keep this rank's."""
         mine = None
-        for ranks in ranks_along(self.sizes, axes):
+        for ranks in groups:
             group = None
             if create_groups and len(ranks) > 1:
                 import torch.distributed as dist
@@ -79,7 +91,7 @@ class Mesh:
     @property
     def place(self) -> dict[str, int]:
         """This rank's coordinate on each axis, joined axes included."""
-        return {name: getattr(self, name).rank for name in (*AXES, *JOINED)}
+        return {name: getattr(self, name).rank for name in (*AXES, *JOINED, "tied")}
 
     def topology(self) -> str:
         """The groups of every axis, one line each."""

@@ -32,7 +32,8 @@ class Placement:
 
     shape:    the logical tensor, without any padding
     cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size)
-    partial:  axes over which each rank's gradient is a partial sum (sequence-parallel norms, say)
+    partial:  axes over which each rank's gradient is a partial sum, and has to be summed before it is used: `tp` for
+              sequence-parallel norms, `tied` for an embedding that first and last stage both hold
     init:     initial values
     decay:    weight decay applies (matrices: yes; biases and norms: no)
 
@@ -45,6 +46,11 @@ class Placement:
     cut: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     decay: bool = True
+
+    def owned(self, place: dict[str, int]) -> bool:
+        """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""
+        copies = {"tp", *self.partial} - set(self.cut)
+        return all(place[axis] == 0 for axis in copies)
 
     def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, extent) of the local piece in the logical tensor; `ranks`: this rank's place on each cutting axis.

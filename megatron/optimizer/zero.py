@@ -137,7 +137,7 @@ class ShardedAdamW:
         for own in self.owned:
             for slot in own.unit.slots:
                 start, stop = max(own.low, slot.start), min(own.high, slot.stop)
-                if start < stop and ("tp" in slot.placement.cut or self.mesh.tp.rank == 0):
+                if start < stop and slot.placement.owned(self.mesh.place):
                     views.append(self.reduced[own.at + start - own.low : own.at + stop - own.low])
         if not views:
             return torch.zeros((), dtype=torch.float64, device=self.grads.device)

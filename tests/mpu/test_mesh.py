@@ -33,7 +33,7 @@ def test_groups_of_any_axes_divide_the_ranks(sizes, axes):
 def test_a_large_job_is_laid_out_in_one_process():
     mesh = Mesh(16383, tp=8, pp=16, replicate=16, shard=8, create_groups=False)
     assert mesh.world_size == 16384
-    assert mesh.place == dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383)
+    assert mesh.place == dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1)
     assert mesh.pp.ranks[0] == 16383 - 15 * 1024
 
 
@@ -46,3 +46,9 @@ def test_topology_names_every_group():
     text = Mesh(0, tp=2, pp=2, create_groups=False).topology()
     assert "world size 4 = pp 2 x replicate 1 x shard 1 x cp 1 x tp 2" in text
     assert " pp: [0,2] [1,3]" in text
+
+
+def test_first_and_last_stage_share_an_embedding():
+    tied = [Mesh(rank, tp=2, pp=4, create_groups=False).tied for rank in range(8)]
+    assert [axis.ranks for axis in tied] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
+    assert [axis.rank for axis in tied] == [0, 0, 0, 0, 0, 0, 1, 1]
