@@ -10,6 +10,7 @@ file is sparse: it takes address space and no disk.
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +59,10 @@ def index_maps(prefix: str, lengths: np.ndarray, samples: int) -> None:
     timed("build_datasets, from the cache", build)
 
 
-def blends() -> None:
+def blends(size: int = 10_000_000) -> None:
     for weights in ([0.3, 0.7], [0.5, 0.3, 0.15, 0.05], np.random.default_rng(0).random(20).tolist()):
-        size = 10_000_000
-        timed(
-            f"blend of {len(weights)}, {size:,} samples",
-            lambda weights=weights: interleave(normalized(weights), size, [size] * len(weights)),
-        )
+        shares, limits = normalized(weights), [size] * len(weights)
+        timed(f"blend of {len(weights)}, {size:,} samples", partial(interleave, shares, size, limits))
 
 
 def reading(prefix: str, samples: int, count: int = 2000) -> None:

@@ -77,7 +77,7 @@ def load(entry: Path, key: dict) -> tuple[Optional[Arrays], Optional[str]]:
                 return None, f"{name}.npy has another type or shape"
             if zlib.crc32(array.reshape(-1).view(np.uint8)) != facts["crc32"]:
                 return None, f"{name}.npy does not match its checksum"
-            arrays[name] = array
+            arrays[name] = array.view(np.ndarray)  # still the map; np.memmap itself makes each look-up slow
         return arrays, None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         return None, f"{type(error).__name__}: {error}"

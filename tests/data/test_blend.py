@@ -40,7 +40,7 @@ def test_side_by_side_equals_one_by_one(weights, size, chunks, warm_up):
 
 
 @given(
-    limits=st.lists(st.integers(0, 400), min_size=1, max_size=5).filter(lambda limits: sum(limits) > 0),
+    limits=st.lists(st.integers(0, 400), min_size=1, max_size=5).filter(any),
     chunks=st.integers(1, 9),
 )
 @settings(max_examples=100, deadline=None)
