@@ -213,18 +213,27 @@ def wire_of(config: schema.Config, context: Context, dtype: torch.dtype) -> Wire
 def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:
     """The log of a run, opened on the first rank."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
-    peak = config.logging.peak_tflops
     rates = Rates(
         total_iterations(config.batch, context.mesh.dp.size),
         config.model.seq_length,
         ranks=context.mesh.world_size,
         flops_per_token=flops.model_flops(config.model, vocab_size),
-        peak_flops=peak * 1e12 if peak else flops.peak_flops(name, config.precision.precision),
+        peak_flops=peak_of(config, context, name),
         device=context.device.type,
     )
-    header = run_record(config, context.mesh.sizes, state.iteration, device=name)
+    header = run_record(config, context.mesh.sizes, state.iteration, device=name,
+                        parameters=flops.parameters(config.model, vocab_size))  # fmt: skip
     return Metrics(config.logging, rates, header=header, iteration=state.iteration, save=config.checkpoint.save,
                    active=context.first)  # fmt: skip
+
+
+def peak_of(config: schema.Config, context: Context, name: str) -> Optional[float]:
+    """FLOP/s that MFU compares with: given, from the vendor's data sheet, or a CPU's own best matrix product."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops * 1e12
+    if context.device.type == "cpu":
+        return ranks.measured_flops(context.device, DTYPES[config.precision.precision])
+    return flops.peak_flops(name, config.precision.precision)
 
 
 def summary(config: schema.Config, context: Context, recipe: Recipe, vocab_size: int, state: State) -> str:

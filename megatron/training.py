@@ -92,7 +92,7 @@ def train_step(run: Run) -> Step:
         {"lm loss": loss},
         learning_rate=rate,
         grad_norm=norm,
-        loss_scale=state.scaler.scale,
+        loss_scale=run.state.scaler.scale,
         skipped=not finite,
     )
 
