@@ -7,29 +7,27 @@ The result is the same bytes for any number of workers and any size of blocks.
 
 import contextlib
 import gc
-import itertools
 import multiprocessing
 import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 from megatron.data.indexed import token_dtype
-from megatron.data.json_input import STDIN, BadLine, Source, find_sources, parse_line, read_blocks, read_range
+from megatron.data.json_input import STDIN, Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish
+from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
 from megatron.data.preprocess_worker import FRAME, Feed, Files, Ranges, Shared, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
 from megatron.tokenizer.base import Tokenizer
 
-SAMPLE_TEXT = 1 << 16  # characters of input on which a fast tokenizer has to prove itself
+SMALL_INPUT = 1 << 19  # bytes: the reference tokenizer is through before a faster one is loaded and checked
 
 
 @dataclass
@@ -59,15 +57,7 @@ def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lamb
     if settings.split_sentences:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
     blocks = divide(sources, settings.workers)
-    feed = iter(())
-    if isinstance(blocks, Feed):
-        feed = blocks.read()
-        head = list(itertools.islice(feed, 1))
-        feed = itertools.chain(head, feed)
-        sample = sample_texts((block.data for block in head), settings.json_keys)
-    else:
-        sample = sample_texts(read_samples(sources), settings.json_keys)
-    tokenizer.use_fastest(sample, say)
+    choose_engine(tokenizer, blocks, settings.json_keys, say)
     dtype = token_dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
     encoder = BlockEncoder(tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions)
@@ -75,7 +65,7 @@ def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lamb
         team = Team(settings, blocks, encoder, workspace, partitions)
         say(f"Time to startup: {time.perf_counter() - started}")
         with team:
-            team.work(feed, report)
+            team.work(report)
         say("Done! Now finalizing.")
         written = Written(team.shared, partitions, workspace)
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
@@ -95,35 +85,19 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read_samples(sources: list[Source]) -> Iterator[bytes]:
-    """Some whole lines from places spread over the input."""
-    chosen = [sources[i] for i in np.unique(np.linspace(0, len(sources) - 1, 4).astype(int))]
-    for source in chosen:
-        if source.compression:
-            yield from (data for data, _ in itertools.islice(read_blocks(source, SAMPLE_TEXT), 1))
-            continue
-        with open(source.path, "rb", buffering=0) as file:
-            for start in np.linspace(0, max(0, source.size - SAMPLE_TEXT), 8 // len(chosen)).astype(int).tolist():
-                yield read_range(file, start, min(start + SAMPLE_TEXT // 8, source.size))
+def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], say) -> None:
+    """Use the fastest tokenizer library that agrees with the reference on documents of this input.
 
-
-def sample_texts(blocks, keys: list[str]) -> list[str]:
-    """Texts of some documents, SAMPLE_TEXT characters in all. Lines that are no documents are left out."""
-    texts, room = [], SAMPLE_TEXT
-    for block in blocks:
-        share = max(room // 4, 1024)
-        for line in block.split(b"\n"):
-            if share <= 0 or room <= 0:
-                break
-            try:
-                values = parse_line(line, keys) or []
-            except BadLine:
-                continue
-            for value in values:
-                for text in value if isinstance(value, list) else [value]:
-                    texts.append(text[: min(share, room)])
-                    share, room = share - len(texts[-1]), room - len(texts[-1])
-    return texts
+    A small input is through the reference before another library is loaded and checked.
+    """
+    size = sum(source.size for source in blocks.sources)
+    if isinstance(blocks, Feed):
+        places = blocks.peek()
+    elif size < SMALL_INPUT:
+        return
+    else:
+        places = read_places(blocks.sources)
+    tokenizer.use_fastest(sample_texts(places, keys, sample_size(size)), say)
 
 
 class Team:
@@ -162,14 +136,14 @@ class Team:
             process.join()
         gc.unfreeze()
 
-    def work(self, feed: Iterator, report: Callable[[Progress], None]) -> None:
-        """Send the blocks of `feed`, then wait for all workers. Raises what a worker raised."""
+    def work(self, report: Callable[[Progress], None]) -> None:
+        """Feed the workers where they need it, and wait for them. Raises what a worker raised."""
         self._started, self._report = time.perf_counter(), report
         with selectors.DefaultSelector() as selector:
             for process in self.processes:
                 selector.register(process.sentinel, selectors.EVENT_READ, process)
             if isinstance(self.blocks, Feed):
-                for block in feed:
+                for block in self.blocks.read():
                     self._send(selector, FRAME.pack(block.number, block.source, len(block.data), block.input_bytes))
                     self._send(selector, block.data)
                 os.close(self.blocks.send)

@@ -9,6 +9,7 @@ order of events changes a byte of the result.
 
 import collections
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -110,9 +111,19 @@ class Feed:
         self.sources, self.block_size = sources, block_size
         self.lanes, self.most_workers = 1, 1 << 20
         self.receive, self.send = os.pipe()
+        self._blocks = self._read()
 
     def read(self) -> Iterator[Block]:
         """The blocks, in the process that reads."""
+        return self._blocks
+
+    def peek(self) -> list[bytes]:
+        """The first block's lines; `read` will give the block again."""
+        head = list(itertools.islice(self._blocks, 1))
+        self._blocks = itertools.chain(head, self._blocks)
+        return [block.data for block in head]
+
+    def _read(self) -> Iterator[Block]:
         number = 0
         for index, source in enumerate(self.sources):
             before = 0

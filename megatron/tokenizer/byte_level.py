@@ -5,6 +5,7 @@ Tokens are written with one printable character per byte (0x20 is written as U+0
 the merges: vocabularies trained by the `tokenizers` library sort their first 256 ids differently from GPT-2's.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,25 +22,24 @@ END_OF_TEXT = "<|endoftext|>"
 def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     vocab_text = read_text(settings.vocab_file, "--vocab-file")
     vocab = parse_vocab(vocab_text, settings.vocab_file)
-    merges_text = read_text(settings.merge_file, "--merge-file")
-    merges = parse_merges(merges_text, settings.merge_file)
-    strangers = [left + right for left, right in merges if left + right not in vocab]
+    merges = parse_merges(read_text(settings.merge_file, "--merge-file"), settings.merge_file)
+    strangers = [token for token in map(joined, merges) if token not in vocab]
     if strangers:
         raise DataError(
             f"{settings.merge_file} does not belong to {settings.vocab_file}",
             f"{len(strangers)} of {len(merges)} merged tokens are not in the vocabulary, for example {strangers[0]!r}",
             "give the --vocab-file and --merge-file of the same tokenizer",
         )
-    description = describe(vocab_text, merges)
+    description = functools.cache(lambda: describe(vocab_text, merges))
     tokens = {id: token for token, id in vocab.items()}
-    reference = lambda: engines.tokenizers_engine(description)
+    reference = lambda: engines.tokenizers_engine(description())
     return Tokenizer(
         name="GPT2BPETokenizer",
         vocab_size=max(tokens) + 1,
         eod=vocab.get(END_OF_TEXT),
-        fingerprint=fingerprint("byte-level", json.dumps(vocab, sort_keys=True), json.dumps(merges)),
+        fingerprint=fingerprint("byte-level", *_canonical(vocab), "\n".join(merges)),
         engines={
-            "gigatoken": lambda: engines.gigatoken_engine(description, reference),
+            "gigatoken": lambda: engines.gigatoken_engine(description(), reference),
             "tiktoken": lambda: engines.tiktoken_engine(*ranks(vocab, merges)),
             "tokenizers": reference,
         },
@@ -73,31 +73,36 @@ def parse_vocab(text: str, path: str) -> dict[str, int]:
     return vocab
 
 
-def parse_merges(text: str, path: str) -> list[tuple[str, str]]:
-    """Pairs in order of importance. A first line `#version: ...` is skipped."""
-    merges = []
-    for number, line in enumerate(text.split("\n"), 1):
-        line = line.rstrip("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2 or not all(pair):
-            why = f"line {number} is {line[:60]!r}, not two tokens with a space between them"
-            raise DataError(
-                f"--merge-file {path}: not a list of merges", why, "give the merges.txt of a byte-level BPE"
-            )
-        merges.append((pair[0], pair[1]))
-    if not merges:
-        raise DataError(f"--merge-file {path}: holds no merges", do="give the merges.txt of a byte-level BPE")
+def parse_merges(text: str, path: str) -> list[str]:
+    """Pairs, written `left right`, in order of importance. A first line `#version: ...` is skipped."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    skipped = lines[0].startswith("#version")
+    merges = [line for line in lines[skipped:] if line]
+    bad = next((line for line in merges if line.count(" ") != 1 or line[0] == " " or line[-1] == " "), None)
+    if bad or not merges:
+        at = f"line {lines.index(bad) + 1} is {bad[:60]!r}, not two tokens with a space between them" if bad else None
+        why = at or "it is empty"
+        raise DataError(f"--merge-file {path}: not a list of merges", why, "give the merges.txt of a byte-level BPE")
     return merges
 
 
-def describe(vocab_text: str, merges: list[tuple[str, str]]) -> str:
+def joined(merge: str) -> str:
+    """The token that a merge makes. Byte-level tokens hold no space: theirs is written U+0120."""
+    return merge.replace(" ", "")
+
+
+def _canonical(vocab: dict[str, int]) -> tuple[str, bytes]:
+    """The vocabulary whatever the order and layout of its file: tokens by id, and the ids."""
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    return "\n".join(tokens), np.array([vocab[token] for token in tokens], np.int64).tobytes()
+
+
+def describe(vocab_text: str, merges: list[str]) -> str:
     """The same tokenizer as a tokenizer.json. It names no special tokens, so that their names stay text."""
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(
         type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False,
-        byte_fallback=False, ignore_merges=False, vocab={}, merges=[f"{left} {right}" for left, right in merges],
+        byte_fallback=False, ignore_merges=False, vocab={}, merges=merges,
     )  # fmt: skip
     whole = dict(
         version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=byte_level,
@@ -106,16 +111,16 @@ def describe(vocab_text: str, merges: list[tuple[str, str]]) -> str:
     return json.dumps(whole, ensure_ascii=False).replace('"vocab": {}', f'"vocab": {vocab_text}', 1)
 
 
-def ranks(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tuple[dict[bytes, int], str, np.ndarray | None]:
+def ranks(vocab: dict[str, int], merges: list[str]) -> tuple[dict[bytes, int], str, np.ndarray | None]:
     """Arguments for tiktoken: bytes -> priority, the splitting pattern, and ids by priority where they differ.
 
     tiktoken merges the adjacent pair whose joined bytes have the lowest rank, so ranks must follow the merges; ids
     that already increase along the merges serve as they are.
     """
-    joined = [left + right for left, right in merges]
-    if len(set(joined)) != len(joined):
+    made = [joined(merge) for merge in merges]
+    if len(set(made)) != len(made):
         raise ValueError("two merges make the same token, which ranks cannot express")
-    order = [*BYTE_TO_CHARACTER, *joined]
+    order = [*BYTE_TO_CHARACTER, *made]
     missing = [token for token in order if token not in vocab]
     if missing:
         raise ValueError(f"{len(missing)} bytes are not in the vocabulary")
