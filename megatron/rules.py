@@ -59,7 +59,12 @@ def _filled(c: config.Config, world: int) -> config.Config:
             num_query_groups=m.query_groups,
             max_position_embeddings=m.position_table,
         ),
-        parallel=replace(p, data_parallel_size=dp, sharding_degree=p.sharding_degree or dp),
+        parallel=replace(
+            p,
+            data_parallel_size=dp,
+            sharding_degree=p.sharding_degree or dp,
+            sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        ),
         batch=replace(b, global_batch_size=batch.full_size(b, dp)),
         optimizer=replace(
             o,
@@ -131,6 +136,7 @@ def _record(settings: config.Config, world: int) -> SimpleNamespace:
     s.world, s.model_ranks = world, s.tp * s.pp * s.cp
     s.dp = max(1, world // s.model_ranks)
     s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
+    s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
     s.rotary = int(s.head * s.rotary_percent)
     s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
     s.tokenizer = s.tokenizer_type or _tokenizer_type(settings.tokenizer, s.mock_data)
@@ -157,6 +163,14 @@ RULES = (
          lambda s: f"--num-attention-heads {s.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
                    f"{s.tp}; nearest: {_or(_multiples(s.num_attention_heads, s.tp))} heads, or tensor parallel size "
                    f"{_or(_divisors(s.num_attention_heads, s.tp))}"),
+    *(Rule(lambda s, name=name: s.tp > 1 and s.num_attention_heads % s.tp == 0 and getattr(s, name) % s.tp,
+           lambda s, name=name, what=what: f"{what.format(getattr(s, name))} cannot be divided by "
+           f"--tensor-model-parallel-size {s.tp}; nearest: {_or(_multiples(getattr(s, name), s.tp))}, or tensor parallel "
+           f"size {_or(_divisors(getattr(s, name), s.tp))}")
+      for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))),
+    Rule(lambda s: s.sequence_parallel and s.seq_length % s.tp,
+         lambda s: f"--seq-length {s.seq_length} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
+                   f"--sequence-parallel needs; nearest: {_or(_multiples(s.seq_length, s.tp))}"),
     Rule(lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
          lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)"),
     # The model.
@@ -223,14 +237,10 @@ RULES = (
 
 # Declared and not built yet: delete a row when its feature arrives.
 NOT_YET = (
-    Rule(lambda s: s.tp > 1,
-         lambda s: f"--tensor-model-parallel-size {s.tp} is not built yet; leave it at 1"),
     Rule(lambda s: s.pp > 1,
          lambda s: f"--pipeline-model-parallel-size {s.pp} is not built yet; leave it at 1"),
     Rule(lambda s: s.cp > 1,
          lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),
-    Rule(lambda s: s.sequence_parallel,
-         lambda s: "--sequence-parallel is not built yet, and splits nothing without tensor parallel ranks; leave it out"),
     Rule(lambda s: s.num_layers_per_virtual_pipeline_stage,
          lambda s: "--num-layers-per-virtual-pipeline-stage is not built yet; leave it out"),
     Rule(lambda s: s.sharding_stage,
@@ -239,6 +249,8 @@ NOT_YET = (
 )  # fmt: skip
 
 REMARKS = (
+    Rule(lambda s: s.sequence_parallel and s.tp == 1,
+         lambda s: "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
     Rule(lambda s: s.precision == "fp16" and s.device == "cpu",
          lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,

@@ -56,10 +56,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads"),
         ("--device cpu --distributed-backend nccl", 1, "--distributed-backend nccl needs --device cuda"),
         # not yet
-        ("--tp 2", 2, "--tensor-model-parallel-size 2 is not built yet"),
+        ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
+        ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
+        ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
         ("--pp 2", 2, "--pipeline-model-parallel-size 2 is not built yet"),
         ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
-        ("--sequence-parallel", 1, "--sequence-parallel is not built yet"),
         ("--num-layers-per-virtual-pipeline-stage 1", 1, "--num-layers-per-virtual-pipeline-stage is not built yet"),
         ("--use-distributed-optimizer", 1, "--sharding-stage 1 (--use-distributed-optimizer is stage 1) is not built yet"),
         # model
