@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_gpt("runs/quickstart/checkpoints")`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -10,7 +10,7 @@ import torch
 from megatron import config as schema
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.state import choose, restore
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.gpt import GPT
 from megatron.mpu.context import DTYPES
 from megatron.mpu.mesh import Mesh
@@ -28,16 +28,26 @@ class Loaded:
     path: Path
     notices: tuple[str, ...]
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the model can look at: rows of its position table, or the length it was trained with."""
+        model = self.config.model
+        return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
+
 
 def load_gpt(folder: str, *, device="cpu", precision: Optional[str] = None, step: Optional[int] = None) -> Loaded:
     """The GPT of a checkpoint folder (or of one checkpoint in it), weights alone, on one device.
 
-    precision: fp32, bf16 or fp16; default: that of the training run. step: a certain iteration instead of the newest.
+    precision: fp32, bf16 or fp16; default: that of the training run, but fp32 for fp16 on a CPU, which is slow at it.
+    step: a certain iteration instead of the newest.
     Raises CheckpointError when nothing valid is there.
     """
     record = _record(Path(folder), step)
     config = schema.from_record(record["config"])
-    dtype, vocab_size = DTYPES[precision or config.precision.precision], record["vocab_size"]
+    precision = precision or config.precision.precision
+    if precision == "fp16" and torch.device(device).type == "cpu":
+        precision = "fp32"
+    dtype, vocab_size = DTYPES[precision], record["vocab_size"]
     model = GPT(config.model, Mesh(), vocab_size, kernels=config.kernels, dtype=dtype, device="meta")
     units = lay_out(model, 1)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
@@ -58,3 +68,28 @@ def _record(folder: Path, step: Optional[int]) -> dict[str, Any]:
     if "config" not in record or "vocab_size" not in record:
         raise CheckpointError(f"{folder} does not say what model it is", "state.json has no config or vocab_size")
     return record
+
+
+def open_tokenizer(loaded: Loaded, given: Optional[schema.Tokenizer] = None, say=lambda text: None):
+    """The tokenizer of the training run, with `given` flags on top where its files have moved.
+
+    Raises SettingsError when the run had none (mock data) or the vocabulary is too large for the model, DataError when
+    its files are gone.
+    """
+    from megatron.tokenizer import build_tokenizer
+
+    given = given or schema.Tokenizer()
+    changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
+    settings = replace(loaded.config.tokenizer, **changed)
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(settings, name)
+        if path and not Path(path).exists():
+            raise DataError(f"{path}: no such file", "the training run had its vocabulary there",
+                            f"say where it is now: --{name.replace('_', '-')}, or run in the same folder")  # fmt: skip
+    if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
+        raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
+    tokenizer = build_tokenizer(settings, say)
+    if tokenizer.vocab_size > loaded.vocab_size:
+        raise SettingsError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
+                            do="give the tokenizer that the model was trained with")  # fmt: skip
+    return tokenizer

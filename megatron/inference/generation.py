@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text from a model: greedy or sampled, several prompts at once, each token computed once.
+
+A prompt's continuation depends on the model, the prompt, the settings and its own number, never on the prompts beside it
+or on whether the cache is used. Legend: s tokens so far, b prompts, v vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import torch
+
+from megatron.errors import DataError
+from megatron.inference.sampling import Sampling
+from megatron.model.cache import Cache
+
+
+@torch.no_grad()
+def generate(
+    model,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    longest: int,
+    end: Optional[int] = None,
+    use_cache: bool = True,
+    on_token: Callable[[list[int]], None] = lambda tokens: None,
+) -> list[list[int]]:
+    """The continuation of each prompt, as token ids without the prompt and without `end`.
+
+    longest:   tokens that the model can look at; a text that reaches it ends there
+    end:       the token that ends a text
+    on_token:  hears the new token of every prompt, -1 for those that have ended
+    Raises DataError for an empty prompt or one that leaves no room.
+    """
+    sampling.check()
+    for number, prompt in enumerate(prompts, 1):
+        if not 0 < len(prompt) < longest:
+            what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
+            raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
+    texts = Texts(prompts, longest, next(model.parameters()).device)
+    steps = min(sampling.tokens_to_generate, longest - min(map(len, prompts)))
+    draws = uniform_draws(sampling.sampling_seed, len(prompts), steps)
+    cache = Cache(capacity=texts.width + steps, batch=len(prompts)) if use_cache else None
+    new: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    for step in range(steps):
+        logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)[-1]  # [b, v]
+        chosen = choose_tokens(logits, texts, sampling, draws[:, step])
+        for row, token in enumerate(chosen.tolist()):
+            running[row] &= token != end and len(prompts[row]) + len(new[row]) < longest
+            if running[row]:
+                new[row].append(token)
+                running[row] = len(new[row]) < steps
+            else:
+                chosen[row] = -1
+        on_token(chosen.tolist())
+        if not any(running):
+            break
+        texts.append(chosen.clamp(min=0))
+    return new
+
+
+class Texts:
+    """Prompts of different lengths side by side, padded on the left, and what has been generated.
+
+    Padding is a document of its own, so that no text sees it; positions start at 0 where a text starts.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], longest: int, device: torch.device):
+        self.longest, self.width = longest, max(map(len, prompts))
+        self.padding = torch.tensor([self.width - len(prompt) for prompt in prompts], device=device)  # [b]
+        rows = [[0] * (self.width - len(prompt)) + list(prompt) for prompt in prompts]
+        self.tokens = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()  # [s, b]
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Add one token to each text: [b]."""
+        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(0)])
+
+    def unseen(self, cache: Optional[Cache]) -> torch.Tensor:
+        """The tokens that the cache does not hold yet, [new, b]."""
+        return self.tokens[0 if cache is None else cache.length :]
+
+    def places(self, cache: Optional[Cache]) -> dict[str, Optional[torch.Tensor]]:
+        """Positions and documents of the unseen tokens; nothing for prompts of one length."""
+        if not self.padding.any():
+            return dict(position_ids=None, document_ids=None)
+        positions = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) - self.padding  # [s, b]
+        positions = positions[0 if cache is None else cache.length :]
+        # A text that reached the last position waits there for the others.
+        return dict(position_ids=positions.clamp(0, self.longest - 1), document_ids=(positions < 0).int())
+
+    def occurred(self, vocab_size: int) -> torch.Tensor:
+        """[b, v] bool: which tokens a text holds."""
+        inside = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) >= self.padding  # [s, b]
+        counts = torch.zeros((self.tokens.shape[1], vocab_size), device=self.tokens.device)
+        return counts.scatter_add_(1, self.tokens.t(), inside.t().to(counts.dtype)) > 0
+
+
+def uniform_draws(seed: int, rows: int, steps: int) -> torch.Tensor:
+    """[rows, steps] numbers in [0, 1), float64; a row depends on the seed and its number alone."""
+    generators = (torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(rows))
+    return torch.stack([torch.rand(steps, generator=generator, dtype=torch.float64) for generator in generators])
+
+
+def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
+    """The next token of each text: logits [b, v], draws [b] in [0, 1) -> [b] int64."""
+    if sampling.repetition_penalty != 1:
+        logits = penalised(logits, texts.occurred(logits.shape[-1]), sampling.repetition_penalty)
+    if sampling.greedy:
+        return logits.argmax(dim=-1)
+    return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
+
+
+def penalised(logits: torch.Tensor, occurred: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Scores of tokens that occurred, moved down by the factor `penalty` (arXiv:1909.05858, section 4.1)."""
+    return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 0.0) -> torch.Tensor:
+    """Logits with -inf for all but the `top_k` likeliest and, of those, the nucleus of probability `top_p`.
+
+    The nucleus (arXiv:1904.09751, section 3.1) is the shortest run of likeliest tokens that reaches `top_p`; the
+    likeliest one is always in it.
+    """
+    vocab_size = logits.shape[-1]
+    if 0 < top_k < vocab_size:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if 0 < top_p < 1:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        before = values.softmax(dim=-1).cumsum(dim=-1) - values.softmax(dim=-1)  # probability of all likelier ones
+        logits = logits.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p),
+                                    float("-inf"))  # fmt: skip
+    return logits
+
+
+def sample(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The token whose stretch of cumulative probability holds the draw: [b, v], [b] -> [b]."""
+    shares = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    shares = shares / shares[:, -1:]  # the last one is exactly 1, so every draw below 1 finds a token
+    return torch.searchsorted(shares, draws.to(shares.device).unsqueeze(1).contiguous(), right=True).squeeze(1)

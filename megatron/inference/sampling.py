@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of text generation."""
+
+from dataclasses import dataclass
+
+from megatron.config import setting
+from megatron.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the model's scores."""
+
+    tokens_to_generate: int = setting("longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length")
+    greedy: bool = setting("always the most likely token", False)
+    temperature: float = setting("below 1: closer to greedy; above 1: more surprising", 1.0)
+    top_k: int = setting("choose among this many most likely tokens; 0: all", 0)
+    top_p: float = setting("choose among the fewest tokens that together have this probability; 0 or 1: all", 0.0)
+    repetition_penalty: float = setting("above 1: tokens that occurred are less likely", 1.0)
+    sampling_seed: int = setting("seed of the choices; the same seed gives the same text", 1234, "--seed")
+
+    def check(self) -> None:
+        """Raise SettingsError for values that mean nothing."""
+        wrong = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}: has to be {words}"
+            for name, good, words in (
+                ("tokens_to_generate", self.tokens_to_generate >= 1, "at least 1"),
+                ("temperature", self.temperature > 0, "above 0 (for always the most likely token: --greedy)"),
+                ("top_k", self.top_k >= 0, "0 or more"),
+                ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
+                ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            )
+            if not good
+        ]
+        if wrong:
+            raise SettingsError("\n  ".join(wrong))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well a model predicts a text: the exact sum of the losses of all its tokens, the last ones included.
+
+A text longer than the model is cut into windows. Every token but the first is predicted exactly once; with a stride
+below the window's length it is predicted with at least `length - stride` tokens of context.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron.data.loader import MicroBatch
+
+
+class Window(NamedTuple):
+    """Inputs [start, start + length) of a text; only the last `counted` predictions are new."""
+
+    start: int
+    length: int
+    counted: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sum of the cross-entropies of `tokens` predicted tokens, in nats."""
+
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.tokens
+
+    def perplexity(self, ratio: float = 1.0) -> float:
+        """exp of the loss per unit, where `ratio` tokens make up one unit (a word, say); at most e^20."""
+        return math.exp(min(20.0, self.loss * ratio))
+
+
+def windows(total: int, length: int, stride: int) -> Iterator[Window]:
+    """Windows over a text of `total` tokens.
+
+    >>> list(windows(total=8, length=4, stride=2))
+    [Window(start=0, length=4, counted=4), Window(start=2, length=4, counted=2), Window(start=4, length=3, counted=1)]
+    """
+    assert 0 < stride <= length, (stride, length)
+    targets = total - 1
+    if targets < 1:
+        return
+    end = min(length, targets)  # targets predicted so far
+    yield Window(0, end, end)
+    while end < targets:
+        start = end + stride - length
+        new_end = min(end + stride, targets)
+        yield Window(start, new_end - start, new_end - end)
+        end = new_end
+
+
+@torch.no_grad()
+def score(
+    model,
+    tokens: np.ndarray,
+    *,
+    length: int,
+    stride: int,
+    batch_size: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Score:
+    """Score a text of token ids [n]. `progress` hears (predicted so far, all) after every batch."""
+    device = next(model.parameters()).device
+    todo = list(windows(len(tokens), length, stride))
+    total, loss_sum, done = max(0, len(tokens) - 1), 0.0, 0
+    for at in range(0, len(todo), batch_size):
+        part = todo[at : at + batch_size]
+        inputs, labels, counted = window_batch(tokens, part)
+        batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(part)))
+        losses = model.token_losses(None, batch)  # [s, b]
+        loss_sum += (losses.double() * counted.to(device)).sum().item()
+        done += sum(window.counted for window in part)
+        progress(done, total)
+    return Score(loss_sum, done)
+
+
+def window_batch(tokens: np.ndarray, part: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(inputs, labels, which predictions count) of some windows, each [s, b]. Shorter windows are padded at the end,
+
+    where causal attention keeps the padding out of everything that counts.
+    """
+    s = max(window.length for window in part)
+    inputs, labels = np.zeros((s, len(part)), np.int64), np.zeros((s, len(part)), np.int64)
+    counted = np.zeros((s, len(part)), np.float64)
+    for column, (start, length, new) in enumerate(part):
+        piece = tokens[start : start + length + 1]
+        inputs[:length, column], labels[:length, column] = piece[:-1], piece[1:]
+        counted[length - new : length, column] = 1
+    return torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(counted)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good is a trained model? Perplexity of held-out tokens, of WikiText, or accuracy on LAMBADA.
+
+    python -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document
+    python -m megatron.tools.evaluate --load checkpoints --task WIKITEXT103 --valid-data wiki.valid.tokens
+    python -m megatron.tools.evaluate --load checkpoints --task LAMBADA --valid-data lambada_test.jsonl
+
+Sums are exact: every token and every passage counts once, the last ones included. The result lines are Megatron-LM's.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import Tokenizer, setting
+from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.flags import parse
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Which model, on what."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint")
+    data_path: Optional[list[str]] = setting("prefixes of .bin/.idx: perplexity of all their tokens", None)
+    task: Optional[Literal["WIKITEXT103", "LAMBADA"]] = setting(
+        "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA", also=dict(WIKITEXT2="WIKITEXT103")
+    )
+    valid_data: Optional[str] = setting("file of the task: wiki.*.tokens, or lambada_test.jsonl", None, "--eval-path")
+    strict_lambada: bool = setting("LAMBADA: only the strict accuracy (default: both)", False)
+    overlapping_eval: Optional[int] = setting(
+        "new tokens of each window; smaller: more context, slower (default: 32 for WIKITEXT103, else the whole window)",
+        None,
+    )
+    seq_length: Optional[int] = setting("tokens of a window (default: what the model can look at)", None)
+    max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
+    micro_batch_size: int = setting("windows or passages side by side", 8, "--batch-size")
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
+    output: Optional[str] = setting("file for the results, JSON lines", None)
+
+
+def main(argv: list[str]) -> None:
+    groups = parse(argv, dict(evaluate=Evaluate, tokenizer=Tokenizer), prog="python -m megatron.tools.evaluate",
+                   description="Evaluate a trained model.", common=tuple(Evaluate.__dataclass_fields__))  # fmt: skip
+    settings = groups["evaluate"]
+    check(settings)
+
+    from megatron.inference.load import load_gpt, open_tokenizer
+    from megatron.mpu.context import pick_device
+
+    loaded = load_gpt(settings.load, device=pick_device(settings.device, 0), precision=settings.precision,
+                      step=settings.ckpt_step)  # fmt: skip
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    print(f" > {loaded.path}, iteration {loaded.iteration}")
+    length = settings.seq_length or loaded.longest
+    if length > loaded.longest:
+        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    if settings.data_path:
+        results = [held_out(settings, loaded, prefix, length) for prefix in settings.data_path]
+    else:
+        tokenizer = open_tokenizer(loaded, groups["tokenizer"])
+        results = (wikitext if settings.task == "WIKITEXT103" else lambada)(settings, loaded, tokenizer, length)
+    for result in results:
+        print(f" validation results on {result.pop('name')} | {result.pop('line')}", flush=True)
+    if settings.output:
+        path = Path(settings.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
+
+
+def check(settings: Evaluate) -> None:
+    """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing."""
+    if bool(settings.data_path) == bool(settings.task):
+        raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
+    if settings.task and not settings.valid_data:
+        raise UsageError(f"--task {settings.task} needs --valid-data")
+    if settings.valid_data and not Path(settings.valid_data).is_file():
+        raise DataError(f"--valid-data {settings.valid_data}: no such file")
+    if settings.micro_batch_size < 1 or (settings.seq_length or 1) < 1 or (settings.overlapping_eval or 1) < 1:
+        raise SettingsError("--micro-batch-size, --seq-length and --overlapping-eval have to be at least 1")
+
+
+def held_out(settings: Evaluate, loaded, prefix: str, length: int) -> dict:
+    """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    room, pieces = settings.max_tokens or dataset.num_tokens, []
+    for sequence in range(len(dataset)):
+        pieces.append(dataset.get(sequence)[: max(0, room)])
+        room -= len(pieces[-1])
+        if room <= 0:
+            break
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dataset.dtype)
+    if len(tokens) < 2:
+        raise DataError(f"{prefix} holds {len(tokens)} tokens: nothing to predict")
+    if int(tokens.max()) >= loaded.vocab_size:
+        raise DataError(f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
+                        do="preprocess the text with the tokenizer that the model was trained with")  # fmt: skip
+    result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or length, length))
+    line = f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | tokens: {result.tokens} |"
+    return dict(name=prefix, line=line, data=prefix, loss=result.loss, perplexity=result.perplexity(),
+                tokens=result.tokens)  # fmt: skip
+
+
+def wikitext(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
+    """Perplexity per token, and adjusted: per word of the original text."""
+    import numpy as np
+
+    from megatron.tasks.wikitext import count_words, detokenize, token_ratio
+
+    original = Path(settings.valid_data).read_text(encoding="utf-8")
+    tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
+    words = count_words(original)
+    if len(tokens) < 2 or words < 2:
+        raise DataError(f"{settings.valid_data} holds {words} words: nothing to predict")
+    ratio = token_ratio(len(tokens), words)
+    result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or 32, length))
+    line = (f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | "
+            f"adjusted ppl: {result.perplexity(ratio):.4E} | token ratio: {ratio} |")  # fmt: skip
+    numbers = dict(loss=result.loss, tokens=result.tokens, token_ratio=ratio, perplexity=result.perplexity(),
+                   adjusted_perplexity=result.perplexity(ratio))  # fmt: skip
+    return [dict(name=settings.task, line=line, data=settings.valid_data, **numbers)]
+
+
+def lambada(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
+    """Accuracy of the last word: strict (all of its tokens) and non-strict (the passage's last token)."""
+    from megatron.tasks.lambada import count_correct, read_examples
+
+    results = []
+    for strict in [True] if settings.strict_lambada else [True, False]:
+        examples = read_examples(settings.valid_data, tokenizer, strict=strict)
+        correct = count_correct(loaded.model, examples, longest=length, batch_size=settings.micro_batch_size,
+                                progress=Progress("passages"))  # fmt: skip
+        accuracy, mode = correct / len(examples), "strict" if strict else "non-strict"
+        line = f"number correct: {correct:.4E} | total examples: {len(examples):.4E} | avg accuracy: {accuracy:.4E}"
+        results.append(dict(name=f"LAMBADA ({mode})", line=line, data=settings.valid_data, mode=mode, correct=correct,
+                            examples=len(examples), accuracy=accuracy))  # fmt: skip
+    return results
+
+
+def run_score(settings: Evaluate, loaded, tokens, length: int, stride: int):
+    from megatron.inference.scoring import score
+
+    return score(loaded.model, tokens, length=length, stride=stride, batch_size=settings.micro_batch_size,
+                 progress=Progress("tokens"))  # fmt: skip
+
+
+class Progress:
+    """A line on a terminal's stderr that says how far an evaluation is."""
+
+    def __init__(self, unit: str):
+        self.unit, self.start, self.shown = unit, time.perf_counter(), 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if sys.stderr.isatty() and (now - self.shown > 0.2 or done == total):
+            left = (now - self.start) * (total - done) / done
+            end = "\r\033[K" if done == total else ""
+            print(
+                f"\r  {done:,} of {total:,} {self.unit}, {left:.0f} s left  {end}", end="", file=sys.stderr, flush=True
+            )
+            self.shown = now
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let a trained model write.
+
+    python -m megatron.tools.generate --load runs/quickstart/checkpoints --prompt "The module" --top-p 0.9
+
+Everything about the model and its vocabulary is read from the checkpoint. Prompts come from --prompt (one or several)
+or from a file, one a line.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import Tokenizer, setting
+from megatron.errors import DataError, UsageError, run_main
+from megatron.flags import parse
+from megatron.inference.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Which model, which prompts, which form of answer."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint")
+    prompt: Optional[list[str]] = setting("texts to continue", None)
+    prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
+    num_samples: int = setting("continuations of each prompt", 1)
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
+    use_cache: bool = setting("keep keys and values of earlier tokens; off: compute them again (slow, same text)", True)
+    json: bool = setting("one JSON object a line: prompt, text, tokens", False)
+
+
+COMMON = (
+    "load", "prompt", "prompt_file", "num_samples", "tokens_to_generate", "greedy", "temperature", "top_k", "top_p",
+    "repetition_penalty", "sampling_seed", "device", "json",
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    groups = parse(argv, dict(generate=Generate, sampling=Sampling, tokenizer=Tokenizer),
+                   prog="python -m megatron.tools.generate", description="Continue texts with a trained model.",
+                   common=COMMON)  # fmt: skip
+    settings, sampling = groups["generate"], groups["sampling"]
+    sampling.check()
+    prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
+
+    from megatron.inference.generation import generate
+    from megatron.inference.load import load_gpt, open_tokenizer
+    from megatron.mpu.context import pick_device
+
+    device = pick_device(settings.device, 0)
+    loaded = load_gpt(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
+    tokenizer = open_tokenizer(loaded, groups["tokenizer"])
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    start = time.perf_counter()
+    answers = generate(
+        loaded.model, [tokenizer.encode(prompt) for prompt in prompts], sampling, longest=loaded.longest,
+        end=tokenizer.eod, use_cache=settings.use_cache,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    show(prompts, answers, tokenizer, as_json=settings.json)
+    count = sum(map(len, answers))
+    print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def read_prompts(settings: Generate) -> list[str]:
+    """The texts to continue. Raises UsageError when there are none, DataError when their file is missing."""
+    if settings.prompt and settings.prompt_file:
+        raise UsageError("--prompt and --prompt-file were both given", do="give one of them")
+    prompts = settings.prompt or []
+    if settings.prompt_file == "-":
+        prompts = sys.stdin.read().splitlines()
+    elif settings.prompt_file:
+        try:
+            prompts = Path(settings.prompt_file).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise DataError(f"--prompt-file {settings.prompt_file}: no such file") from None
+        except (IsADirectoryError, UnicodeDecodeError) as error:
+            raise DataError(f"--prompt-file {settings.prompt_file}: not a UTF-8 text file", str(error)) from None
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise UsageError("there is no text to continue", do='--prompt "Once upon a time", or --prompt-file FILE')
+    return prompts
+
+
+def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool) -> None:
+    """Print prompts with their continuations."""
+    for number, (prompt, answer) in enumerate(zip(prompts, answers)):
+        text = tokenizer.decode(answer)
+        if as_json:
+            print(json.dumps(dict(prompt=prompt, text=text, tokens=answer), ensure_ascii=False))
+        else:
+            print(("" if number == 0 else "-" * 40 + "\n") + prompt + text)
+
+
+if __name__ == "__main__":
+    run_main(main)

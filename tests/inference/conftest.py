@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models with sharp opinions, and checkpoints of them."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from megatron import config as schema
+
+VOCABULARY = 512 + 8  # padded to 640
+
+
+@pytest.fixture(scope="session")
+def small_gpt():
+    """`small_gpt(seq_length=32, **settings)`: a two-layer GPT whose weights are large, so that its choices differ."""
+    import torch
+
+    from megatron.model.gpt import GPT
+    from megatron.mpu.mesh import Mesh
+    from megatron.mpu.placement import placements
+    from megatron.mpu.random import init_parameter
+
+    def make(vocab_size: int = VOCABULARY, scale: float = 8.0, **settings):
+        plain = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, hidden_dropout=0.0,
+                     attention_dropout=0.0)  # fmt: skip
+        model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
+        for name, (parameter, placement) in placements(model).items():
+            init_parameter(name, parameter, placement, Mesh().place, seed=5)
+            with torch.no_grad():
+                parameter.mul_(scale if parameter.dim() > 1 else 1.0)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """A folder with a small trained vocabulary: vocab.json, merges.txt."""
+    from megatron.tools import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("vocabulary")
+    texts = ["the cat sat on the mat and the dog sat on the hat", "a dog and a cat , they say , is a dog"] * 5
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    train_tokenizer.main(["--input", str(folder / "corpus.jsonl"), "--output", str(folder), "--vocab-size", "300"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, vocabulary, small_gpt):
+    """A folder with one checkpoint as training writes it (300 ids at most, 32 positions)."""
+    from megatron.checkpoint.boxes import Box
+    from megatron.checkpoint.state import Saver
+    from megatron.checkpoint.store import Piece
+    from megatron.mpu.placement import placements
+
+    vocab_size = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
+    settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32)
+    model = small_gpt(vocab_size, **settings)
+    pieces = [Piece(name, placement.shape, Box.whole(placement.shape), parameter.detach()[: placement.shape[0]])
+              for name, (parameter, placement) in placements(model).items()]  # fmt: skip
+    groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
+    files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
+    config = schema.Config(
+        model=schema.Model(**settings), tokenizer=schema.Tokenizer("GPT2BPETokenizer", **files), **groups
+    )
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with Saver(folder) as saver:
+        saver.save(7, pieces, dict(config=asdict(config), vocab_size=vocab_size))
+    return folder

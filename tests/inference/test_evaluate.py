@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: sums are exact, nothing is counted twice or dropped, and the results are printed as users expect."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.indexed import write_index
+from megatron.errors import DataError, SettingsError, UsageError
+from megatron.inference.scoring import Score, score, windows
+from megatron.tools import evaluate as tool
+
+
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 40))
+def test_every_token_is_predicted_once(total, length, stride):
+    stride = min(stride, length)
+    seen = []
+    for window in windows(total, length, stride):
+        assert 0 <= window.start and 0 < window.counted <= window.length <= length
+        assert window.start + window.length <= total - 1
+        end = window.start + window.length
+        seen += range(end - window.counted + 1, end + 1)  # targets
+        if window.start:
+            assert window.length - window.counted >= length - stride  # context of the first new one
+    assert seen == list(range(1, total))
+
+
+def test_score_is_the_sum_over_tokens_each_seen_alone(small_gpt):
+    model = small_gpt()
+    tokens = np.random.RandomState(0).randint(0, 500, 75)
+    result = score(model, tokens, length=16, stride=5, batch_size=4)
+    expected = 0.0
+    for window in windows(len(tokens), 16, 5):
+        logits = model.logits(torch.from_numpy(tokens[window.start :][: window.length]).unsqueeze(1))[:, 0]
+        losses = torch.nn.functional.cross_entropy(
+            logits, torch.from_numpy(tokens[window.start + 1 :][: window.length]), reduction="none"
+        )
+        expected += losses[window.length - window.counted :].double().sum().item()
+    assert result.tokens == 74
+    assert result.loss_sum == pytest.approx(expected, rel=1e-5)
+    assert score(model, tokens, length=16, stride=5, batch_size=1).loss_sum == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_without_opinions_has_the_vocabulary_as_perplexity(small_gpt):
+    model = small_gpt(vocab_size=500, scale=0.0)
+    result = score(model, np.arange(100), length=32, stride=32, batch_size=3)
+    assert result.tokens == 99 and result.perplexity() == pytest.approx(500, rel=1e-5)
+    assert Score(99 * math.log(500), 99).perplexity(0.5) == pytest.approx(math.sqrt(500))
+    assert Score(1e9, 1).perplexity() == math.exp(20)
+
+
+def write_tokens(prefix, documents) -> str:
+    np.concatenate(documents).astype(np.uint16).tofile(f"{prefix}.bin")
+    lengths = np.array([len(document) for document in documents], np.int32)
+    write_index(f"{prefix}.idx", np.dtype("uint16"), lengths, np.arange(len(documents) + 1))
+    return str(prefix)
+
+
+def run(checkpoint, *words) -> None:
+    tool.main(["--load", str(checkpoint), "--device", "cpu", *words])
+
+
+def test_held_out_perplexity(checkpoint, tmp_path, capsys):
+    documents = [np.arange(50) + 20, np.arange(90) + 40]
+    prefix = write_tokens(tmp_path / "held_out_text_document", documents)
+    run(checkpoint, "--data-path", prefix, "--output", str(tmp_path / "out" / "results.jsonl"))
+    line = capsys.readouterr().out.splitlines()[-1]
+    pattern = r" validation results on \S+ \| avg loss: (\S+) \| ppl: (\S+) \| tokens: 139 \|"
+    loss, perplexity = map(float, re.fullmatch(pattern, line).groups())
+    record = json.loads((tmp_path / "out" / "results.jsonl").read_text())
+    assert record["iteration"] == 7 and record["tokens"] == 139
+    assert record["loss"] == pytest.approx(loss, rel=1e-3) and math.exp(record["loss"]) == pytest.approx(
+        perplexity, rel=1e-2
+    )
+    run(checkpoint, "--data-path", prefix, prefix, "--max-tokens", "60", "--micro-batch-size", "1")
+    assert capsys.readouterr().out.count("tokens: 59 |") == 2
+
+
+def test_wikitext(checkpoint, tmp_path, capsys):
+    text = " \n = The cat = \n \n the cat sat on the mat , they say . It is 1 @.@ 5 m ( a dog ) . \n" * 6
+    path = tmp_path / "wiki.valid.tokens"
+    path.write_text(text)
+    run(checkpoint, "--task", "WIKITEXT103", "--valid-data", str(path), "--output", str(tmp_path / "r.jsonl"))
+    line = capsys.readouterr().out.splitlines()[-1]
+    record = json.loads((tmp_path / "r.jsonl").read_text())
+    assert re.fullmatch(
+        r" validation results on WIKITEXT103 \| avg loss: \d\.\d{4}E[+-]\d\d \| ppl: \d\.\d{4}E[+-]\d\d \| "
+        r"adjusted ppl: \d\.\d{4}E[+-]\d\d \| token ratio: \d+\.\d+ \|", line)  # fmt: skip
+    words = len(text.strip().split(" "))
+    assert record["token_ratio"] == pytest.approx(record["tokens"] / (words - 1))
+    assert record["adjusted_perplexity"] == pytest.approx(math.exp(min(20, record["loss"] * record["token_ratio"])))
+
+
+def test_lambada(checkpoint, tmp_path, capsys):
+    passages = ["the cat sat on the mat", "a dog is a dog", "the hat and the " + "long " * 60 + "cat", "they say"]
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in passages))
+    words = ["--task", "LAMBADA", "--valid-data", str(path), "--output", str(tmp_path / "r.jsonl")]
+    run(checkpoint, *words)
+    strict, loose = capsys.readouterr().out.splitlines()[-2:]
+    for line, mode in ((strict, "strict"), (loose, "non-strict")):
+        assert re.fullmatch(
+            rf" validation results on LAMBADA \({mode}\) \| number correct: \d\.\d{{4}}E[+-]\d\d \| "
+            r"total examples: 4\.0000E\+00 \| avg accuracy: \d\.\d{4}E[+-]\d\d", line)  # fmt: skip
+    both = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    run(checkpoint, *words, "--strict-lambada", "--batch-size", "1")
+    assert json.loads((tmp_path / "r.jsonl").read_text()) == both[0]
+
+
+def test_mistakes(checkpoint, tmp_path):
+    prefix = write_tokens(tmp_path / "tokens", [np.array([1, 2, 9999])])
+    with pytest.raises(UsageError, match="not clear"):
+        run(checkpoint)
+    with pytest.raises(UsageError, match="needs --valid-data"):
+        run(checkpoint, "--task", "LAMBADA")
+    with pytest.raises(DataError, match="no such file"):
+        run(checkpoint, "--task", "LAMBADA", "--valid-data", str(tmp_path / "missing"))
+    with pytest.raises(DataError, match="token 9999"):
+        run(checkpoint, "--data-path", prefix)
+    with pytest.raises(DataError, match="holds 1 tokens"):
+        run(checkpoint, "--data-path", prefix, "--max-tokens", "1")
+    with pytest.raises(SettingsError, match="can look at 32"):
+        run(checkpoint, "--data-path", prefix, "--seq-length", "64")
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine words"}\n{"text": "one"}\n')
+    with pytest.raises(DataError, match="line 2"):
+        run(checkpoint, "--task", "LAMBADA", "--valid-data", str(tmp_path / "bad.jsonl"))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation: the cache changes nothing, prompts do not disturb each other, and the choices are the right ones."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
+from megatron.inference.generation import Texts, generate, kept, penalised, sample, uniform_draws
+from megatron.inference.sampling import Sampling
+from megatron.tools import generate as tool
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+LAYOUTS = [
+    dict(),
+    dict(position_embedding_type="rope", swiglu=True, normalization="RMSNorm", num_query_groups=2,
+         group_query_attention=True, untie_embeddings_and_output_weights=True, disable_bias_linear=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
+@pytest.mark.parametrize("sampling", [
+    Sampling(12, greedy=True),
+    Sampling(12, temperature=0.8, top_k=40, top_p=0.95),
+    Sampling(12, repetition_penalty=1.5, temperature=1.3),
+], ids=["greedy", "nucleus", "penalty"])  # fmt: skip
+def test_cache_and_neighbours_change_nothing(small_gpt, layout, sampling):
+    model = small_gpt(**layout)
+    together = generate(model, PROMPTS, sampling, longest=32)
+    assert together == generate(model, PROMPTS, sampling, longest=32, use_cache=False)
+    assert [len(answer) for answer in together] == [12, 12, 12]
+    assert generate(model, PROMPTS[:1], sampling, longest=32) == together[:1]
+    assert len({tuple(answer) for answer in together}) == 3
+
+
+def test_greedy_follows_the_largest_logit(small_gpt):
+    model = small_gpt()
+    (answer,) = generate(model, PROMPTS[:1], Sampling(6, greedy=True), longest=32)
+    text = list(PROMPTS[0])
+    for token in answer:
+        assert token == model.logits(torch.tensor(text).unsqueeze(1))[-1, 0].argmax().item()
+        text.append(token)
+
+
+def test_seeds(small_gpt):
+    model, sampling = small_gpt(scale=3.0), Sampling(10, sampling_seed=1)
+    same = generate(model, [PROMPTS[0]] * 2, sampling, longest=32)
+    assert same == generate(model, [PROMPTS[0]] * 2, sampling, longest=32)
+    assert same[0] != same[1]  # samples of one prompt differ
+    assert same != generate(model, [PROMPTS[0]] * 2, Sampling(10, sampling_seed=2), longest=32)
+
+
+def test_text_ends_at_its_end(small_gpt):
+    model = small_gpt()
+    whole = generate(model, PROMPTS, Sampling(12, greedy=True), longest=32)
+    end = whole[0][4]
+    heard = []
+    cut = generate(model, PROMPTS, Sampling(12, greedy=True), longest=32, end=end, on_token=heard.append)
+    for long, short in zip(whole, cut):
+        assert short == (long[: long.index(end)] if end in long else long)
+    assert heard[0] == [answer[0] if answer else -1 for answer in cut]
+
+
+def test_text_ends_where_the_model_ends(small_gpt):
+    model = small_gpt()
+    for use_cache in (True, False):
+        answers = generate(model, PROMPTS, Sampling(100, greedy=True), longest=32, use_cache=use_cache)
+        assert [len(a) + len(p) for a, p in zip(answers, PROMPTS)] == [32, 32, 32]
+    with pytest.raises(DataError, match="prompt 2 has 32 tokens; the model can look at 32"):
+        generate(model, [[1], [1] * 32], Sampling(), longest=32)
+    with pytest.raises(DataError, match="prompt 1 has 0 tokens"):
+        generate(model, [[]], Sampling(), longest=32)
+
+
+def test_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    assert kept(logits, top_k=2).isfinite().tolist() == [[True, True, False, False]]
+    assert kept(logits, top_p=0.5).isfinite().tolist() == [[True, False, False, False]]
+    assert kept(logits, top_p=0.6).isfinite().tolist() == [[True, True, False, False]]
+    assert kept(logits, top_p=0.01).isfinite().tolist() == [[True, False, False, False]]
+    assert kept(logits, top_k=9, top_p=1.0).equal(logits)
+    # With top-k first, 0.5 is two thirds of what is left, so the nucleus of 0.6 is one token.
+    assert kept(logits, top_k=2, top_p=0.6).isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_penalty():
+    logits = torch.tensor([[2.0, -2.0, 3.0]])
+    assert penalised(logits, torch.tensor([[True, True, False]]), 2.0).tolist() == [[1.0, -4.0, 3.0]]
+    texts = Texts([[4], [1, 2]], 8, torch.device("cpu"))
+    assert texts.occurred(5).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]  # padding is not in the text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-20, 20) | st.just(float("-inf")), min_size=2, max_size=30), st.floats(0, 1, exclude_max=True)
+)
+def test_sample_never_takes_the_impossible(values, draw):
+    if all(value == float("-inf") for value in values):
+        values[0] = 0.0
+    chosen = sample(torch.tensor([values]), torch.tensor([draw], dtype=torch.float64)).item()
+    assert values[chosen] > float("-inf")
+
+
+def test_sample_has_the_right_frequencies():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
+    counts = sample(logits, uniform_draws(0, 20_000, 1)[:, 0]).bincount(minlength=3) / 20_000
+    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+
+
+def test_wrong_settings_are_told_together():
+    with pytest.raises(SettingsError, match="(?s)--tokens-to-generate 0.*--temperature 0.*--top-p 2"):
+        tool.main(["--load", "x", "--prompt", "y", "--temperature", "0", "--top-p", "2", "--tokens-to-generate", "0"])
+
+
+def test_the_tool(checkpoint, capsys, tmp_path):
+    line = ["--load", str(checkpoint), "--tokens-to-generate", "5", "--device", "cpu", "--precision", "fp32"]
+    tool.main([*line, "--prompt", "the cat", "a dog", "--greedy"])
+    out, err = capsys.readouterr()
+    assert out.startswith("the cat") and "\n" + "-" * 40 + "\na dog" in out
+    assert "10 tokens in" in err and "iter_0000007" in err
+    (tmp_path / "prompts.txt").write_text("the cat\n\na dog\n")
+    tool.main([*line, "--prompt-file", str(tmp_path / "prompts.txt"), "--num-samples", "2", "--json"])
+    records = [json.loads(answer) for answer in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["the cat", "the cat", "a dog", "a dog"]
+    assert all(len(record["tokens"]) == 5 for record in records)
+    assert records[0]["tokens"] != records[1]["tokens"]
+
+
+def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
+    load = ["--load", str(checkpoint)]
+    with pytest.raises(UsageError, match="no text to continue"):
+        tool.main(load)
+    with pytest.raises(UsageError, match="both given"):
+        tool.main([*load, "--prompt", "a", "--prompt-file", "b"])
+    with pytest.raises(DataError, match="no such file"):
+        tool.main([*load, "--prompt-file", str(tmp_path / "missing")])
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        tool.main(["--load", str(tmp_path), "--prompt", "a"])
+    with pytest.raises(CheckpointError, match="iteration 8"):
+        tool.main([*load, "--prompt", "a", "--ckpt-step", "8"])
+    with pytest.raises(DataError, match="(?s)moved.json: no such file.*--vocab-file"):
+        tool.main([*load, "--prompt", "a", "--vocab-file", str(tmp_path / "moved.json")])
+    with pytest.raises(DataError, match="33 tokens; the model can look at 32"):
+        tool.main([*load, "--prompt", "!" * 33])

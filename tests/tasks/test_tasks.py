@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tasks do to text."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.errors import DataError
+from megatron.tasks import lambada, wikitext
+
+
+@pytest.mark.parametrize(
+    "split, natural",
+    [
+        ("It cost 1 @.@ 5 million , or 2 @,@ 000 .", "It cost 1.5 million, or 2,000 ."),
+        ("a well @-@ known ( or not ) [ maybe ] thing", "a well-known (or not) [maybe] thing"),
+        ('he said " hello there " twice', 'he said "hello there" twice'),
+        ("the cats ' food", "the cats' food"),
+        ("and Robert 's cat", "and Robert's cat"),
+        (" = = History = = \n It began : here ; there", " == History ==\nIt began: here; there"),
+    ],
+)
+def test_detokenize(split, natural):
+    assert wikitext.detokenize(split) == natural
+
+
+def test_words_are_counted_as_published():
+    assert wikitext.count_words(" \n = A title = \n \n text \n ") == len("= A title = \n \n text".split(" "))
+    assert wikitext.token_ratio(109, 101) == pytest.approx(1.08)
+
+
+def test_last_word():
+    assert lambada.split_last_word("the mat on the mat") == ("the mat on the", "mat")
+    assert lambada.split_last_word("he said\n  yes .") == ("he said\n  yes", ".")
+    with pytest.raises(ValueError):
+        lambada.split_last_word("word")
+
+
+WORDS = "<pad> the cat sat on mat dog , hat".split()
+tokenizer = SimpleNamespace(encode=lambda text: [WORDS.index(word) for word in text.replace("cats", "cat ,").split()])
+
+
+class Successor:
+    """A model that always bets on the next id."""
+
+    vocab_size = len(WORDS)
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+    def logits(self, tokens):
+        return torch.nn.functional.one_hot((tokens + 1) % self.vocab_size, self.vocab_size).float()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_accuracy_counts_whole_words(tmp_path, batch_size):
+    texts = ["the cat", "on the cat", "mat the mat", "mat the dog hat", "the cats"]
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    strict = lambada.read_examples(path, tokenizer, strict=True)
+    loose = lambada.read_examples(path, tokenizer, strict=False)
+    assert strict[-1] == lambada.Example([1, 2, 7], 2) and loose[-1] == lambada.Example([1, 2, 7], 1)
+    # right: "cat" after "the" (twice); "mat", "hat" are not successors; "cats" = cat + , of which only cat is right
+    assert lambada.count_correct(Successor(), strict, longest=50, batch_size=batch_size) == 2
+    assert lambada.count_correct(Successor(), loose, longest=50, batch_size=batch_size) == 2
+    assert lambada.count_correct(Successor(), strict, longest=1, batch_size=batch_size) == 2  # only the last two tokens
+
+
+def test_logits_stay_small():
+    examples = [lambada.Example([0] * 1000, 1)] * 10
+    sizes = [len(part) for part in lambada.batches(examples, 8, vocab_size=50_000)]
+    assert sizes == [1] * 10
+    assert [len(part) for part in lambada.batches(examples, 8, vocab_size=500)] == [8, 2]
+
+
+def test_bad_files(tmp_path):
+    for name, text, words in (("empty", "", "no passages"), ("words", '{"text": "a b"}\n[]\n', "line 2")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=words):
+            lambada.read_examples(tmp_path / name, SimpleNamespace(encode=str.split), strict=True)
