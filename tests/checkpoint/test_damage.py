@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_any_byte_is_noticed(copy, file):
 @pytest.mark.parametrize("file", FILES)
 def test_zeroed_overwritten_cut_and_grown_files_are_noticed(copy, file):
     raw, dice = (copy / file).read_bytes(), random.Random(file)
-    for _ in range(100):
+    for _ in range(50):
         start, length = dice.randrange(len(raw)), dice.choice([1, 8, 100, 4096])
         stop = min(start + length, len(raw))
         zeroed, noise = bytes(stop - start), dice.randbytes(stop - start)
@@ -185,7 +185,7 @@ LIES = {
     "box outside": lambda index: box_of(index)[1].__setitem__(1, 11),
     "hole": lambda index: index["tensors"]["a"]["boxes"].pop(),
     "overlap": lambda index: index["tensors"]["a"]["boxes"].append(box_of(index)),
-    "same bytes twice": lambda index: index["tensors"]["a"]["boxes"][1].__setitem__(slice(2, 4), box_of(index)[2:4]),
+    "same bytes twice": lambda index: index["tensors"]["a"]["boxes"][1].__setitem__(slice(2, 5), box_of(index)[2:5]),
     "2^62 rows": lambda index: grow(index, 1 << 62),
     "2^70 rows": lambda index: grow(index, 1 << 70),
     "a float as size": lambda index: index["tensors"]["a"]["shape"].__setitem__(0, 8.0),
