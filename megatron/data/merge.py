@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several token files into one, as if their texts had been preprocessed together. Memory does not grow with the size."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.indexed import IndexedDataset, bare_prefix, stream_index
+from megatron.data.preprocess_output import write_stats
+from megatron.data.workspace import Workspace, append_file, publish, storage_error
+from megatron.errors import DataError
+
+PIECE = 1 << 20  # numbers of an index that are in memory at a time
+
+
+@dataclass
+class Merged:
+    prefixes: list[str]
+    documents: int
+    sequences: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+def merge(inputs: list[str], output_prefix: str, say: Callable[[str], None] = lambda line: None) -> Merged:
+    """Write `<output_prefix>.bin` and `.idx` from the datasets that `inputs` name (folders, searched below, or prefixes).
+
+    Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
+    Raises DataError when there is nothing to merge, or dtypes or vocabularies differ; Locked; StorageError.
+    """
+    started = time.perf_counter()
+    output_prefix = bare_prefix(output_prefix)
+    prefixes = find_prefixes(inputs, output_prefix)
+    identity = common_identity(prefixes)
+    dtype, sizes = common_dtype(prefixes)
+    try:
+        with Workspace(output_prefix) as workspace:
+            _join_tokens(prefixes, workspace.path("merged.bin"), say)
+            stream_index(
+                workspace.path("merged.idx"),
+                dtype,
+                sizes["sequences"],
+                sizes["documents"],
+                lambda: _pieces(prefixes, lambda dataset: dataset.sequence_lengths),
+                lambda: _counts(prefixes),
+            )
+            publish(workspace, "merged", output_prefix)
+    except OSError as error:
+        raise storage_error(error, output_prefix) from None
+    write_stats(output_prefix, identity, sizes)
+    size = sizes["tokens"] * dtype.itemsize
+    return Merged(
+        prefixes, sizes["documents"], sizes["sequences"], sizes["tokens"], size, time.perf_counter() - started
+    )
+
+
+def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
+    """Prefixes of all datasets below the folders and of those named themselves, sorted, without the output."""
+    found = set()
+    for given in inputs:
+        if os.path.isdir(given):
+            found.update(_below(Path(given)))
+        else:
+            found.add(bare_prefix(given))  # what is missing is named when it is opened
+    output = os.path.abspath(output_prefix)
+    prefixes = sorted(prefix for prefix in found if os.path.abspath(prefix) != output)
+    if not prefixes:
+        do = "--input takes folders with .bin/.idx files, or prefixes"
+        raise DataError(f"nothing to merge in {', '.join(inputs)}", do=do)
+    return prefixes
+
+
+def _below(folder: Path) -> Iterator[str]:
+    """Datasets in a folder and its sub-folders. One file of a pair without the other is an error, not a gap."""
+    paths = {str(path) for path in folder.rglob("*") if path.suffix in (".bin", ".idx")}
+    paths = {path for path in paths if ".partial" + os.sep not in path}  # of a run that goes on, or was killed
+    for path in sorted(paths):
+        other = path[:-4] + (".idx" if path.endswith(".bin") else ".bin")
+        if other not in paths:
+            raise DataError(f"{path} has no {Path(other).name} beside it", do="copy both, or remove it from the folder")
+        yield path[:-4]
+
+
+def common_identity(prefixes: list[str]) -> dict | None:
+    """The vocabulary that all datasets were made with, as `<prefix>.stats.json` tells; None where none tells."""
+    known = {}
+    for prefix in prefixes:
+        path = Path(f"{prefix}.stats.json")
+        if path.exists():
+            try:
+                tokenizer = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
+            except (ValueError, AttributeError):
+                raise DataError(f"{path}: damaged", do="remove it: it is not needed, only checked") from None
+            if tokenizer:
+                known[prefix] = tokenizer
+    prints = {tokenizer.get("fingerprint") for tokenizer in known.values()}
+    if len(prints) > 1:
+        first = next(iter(known))
+        other = next(prefix for prefix in known if known[prefix].get("fingerprint") != known[first].get("fingerprint"))
+        why = f"{first}: {_name(known[first])}; {other}: {_name(known[other])}"
+        raise DataError("the datasets were made with different vocabularies", why, "preprocess them with the same one")
+    return next(iter(known.values()), None)
+
+
+def _name(tokenizer: dict) -> str:
+    return f"{tokenizer.get('type')} with {tokenizer.get('vocab_size')} ids ({str(tokenizer.get('fingerprint'))[:8]})"
+
+
+def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
+    """The dtype of all datasets, and their documents, sequences and tokens together. Opens and checks each one."""
+    dtypes, sizes = {}, dict(documents=0, sequences=0, tokens=0)
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        dtypes.setdefault(dataset.dtype, prefix)
+        sizes["documents"] += dataset.num_documents
+        sizes["sequences"] += len(dataset)
+        sizes["tokens"] += dataset.num_tokens
+    if len(dtypes) > 1:
+        why = "; ".join(f"{prefix}: {dtype.name}" for dtype, prefix in dtypes.items())
+        raise DataError("the datasets hold tokens of different types", why, "preprocess them with one vocabulary")
+    return next(iter(dtypes)), sizes
+
+
+def _join_tokens(prefixes: list[str], path: str, say: Callable[[str], None]) -> None:
+    target = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+    try:
+        for prefix in prefixes:
+            size = append_file(target, f"{prefix}.bin")
+            say(f"{prefix}: {size / 1e6:.1f} MB")
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
+def _pieces(prefixes: list[str], numbers: Callable[[IndexedDataset], np.ndarray]) -> Iterator[np.ndarray]:
+    for prefix in prefixes:
+        array = numbers(IndexedDataset(prefix))
+        for at in range(0, len(array), PIECE):
+            yield array[at : at + PIECE]
+
+
+def _counts(prefixes: list[str]) -> Iterator[np.ndarray]:
+    """Sequences of each document of all datasets."""
+    for prefix in prefixes:
+        boundaries = IndexedDataset(prefix).document_indices
+        for at in range(0, len(boundaries) - 1, PIECE):
+            counts = np.diff(boundaries[at : at + PIECE + 1])
+            if counts.min() < 0:
+                raise DataError(f"{prefix}.idx: its documents run backwards", do="preprocess it again")
+            yield counts

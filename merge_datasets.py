@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Join token files into one.
+
+    python merge_datasets.py --input parts/ --output-prefix corpus_text_document
+
+takes every .bin/.idx pair below parts/ (or the prefixes given) in the order of their names and writes
+corpus_text_document.bin and .idx, as if the texts had been preprocessed together.
+"""
+
+import signal
+import sys
+from dataclasses import dataclass
+
+from megatron.config import setting
+from megatron.errors import run_main
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What to join, and into what."""
+
+    input: list[str] = setting("folders (searched below) or prefixes without .bin/.idx")
+    output_prefix: str = setting("the result is <prefix>.bin and <prefix>.idx")
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+def main(argv: list[str]) -> None:
+    from megatron.flags import parse
+
+    description = __doc__.split("\n")[0]
+    common = ("input", "output_prefix")
+    settings = parse(argv, dict(merge=Merge), prog="merge_datasets.py", description=description, common=common)["merge"]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
+
+    from megatron.data.merge import merge
+
+    try:
+        merged = merge(settings.input, settings.output_prefix, say=lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
+    speed = merged.bytes / 1e6 / merged.seconds
+    print(f"{len(merged.prefixes)} datasets -> {settings.output_prefix}.bin and .idx")
+    print(f"{merged.documents} documents, {merged.sequences} sequences, {merged.tokens} tokens")
+    print(f"{merged.bytes / 1e6:.1f} MB in {merged.seconds:.2f} s ({speed:.0f} MB/s)")
+
+
+if __name__ == "__main__":
+    run_main(main)
