@@ -72,7 +72,7 @@ def train_step(run: Run) -> Step:
         run.wire,
         loss_of,
     )
-    (loss, tokens), norm = run.optimizer.totals(sums)
+    (loss, tokens), norm = run.optimizer.totals(counted_once(run, sums))
     factor = unscale(tokens.item())
     loss, norm = (loss / tokens).item(), norm * factor
     finite = math.isfinite(norm)
@@ -100,6 +100,11 @@ def train_step(run: Run) -> Step:
 def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step, on its device."""
     return [batch.to(run.context.device) for batch in batches.step(consumed, num_micros)]
+
+
+def counted_once(run: Run, sums: torch.Tensor) -> torch.Tensor:
+    """A rank's loss and tokens, as its part of the sum over all ranks: tensor-parallel ranks have seen the same ones."""
+    return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)
 
 
 def objective(config: schema.Config, loss_scale: float, size: int, micro_batches: int):
@@ -139,7 +144,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
         stage.train()
     if split == "validation":
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    loss, tokens = collectives.all_reduce(sums, run.context.mesh.world).tolist()
+    loss, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
     mean = loss / max(tokens, 1)
     run.metrics.record_eval(run.state.iteration, run.state.consumed_samples, {"lm loss": mean}, split=split,
                             label=f" on {split} set" if final else "", seconds=time.perf_counter() - started)  # fmt: skip
