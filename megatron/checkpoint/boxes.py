@@ -35,10 +35,14 @@ class Box(NamedTuple):
 
     def intersection(self, other: "Box") -> Optional["Box"]:
         """The elements in both, or None when there are none."""
-        offset = tuple(map(max, self.offset, other.offset))
-        ends = map(lambda a, n, b, m: min(a + n, b + m), self.offset, self.extent, other.offset, other.extent)
-        extent = tuple(end - at for end, at in zip(ends, offset))
-        return Box(offset, extent) if all(n > 0 for n in extent) else None
+        offset, extent = [], []
+        for a, n, b, m in zip(self.offset, self.extent, other.offset, other.extent):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            offset.append(low)
+            extent.append(high - low)
+        return Box(tuple(offset), tuple(extent))
 
     def relative_to(self, outer: "Box") -> "Box":
         """The same elements, counted from the first element of `outer`."""
