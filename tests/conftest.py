@@ -8,22 +8,9 @@
             return x.item()
 
         assert run_ranks(2, body) == [1, 1]
-
-Workers are forked from this process after it has imported torch, so two ranks start in about 0.2 s where a fresh
-interpreter each would need several. This is safe because torch runs on one thread here: no thread pool exists that a
-fork could lose. One thread also makes results repeatable bit by bit.
 """
 
-import contextlib
-import faulthandler
 import os
-import pickle
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import pytest
@@ -34,10 +21,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class RankFailed(AssertionError):
-    """A rank raised, died or did not answer in time; the text holds the traceback of the rank that failed first."""
-
-
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The folder of the project."""
@@ -46,105 +29,10 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def run_ranks():
-    """`run_ranks(world_size, function, *args, timeout=60)`: see `_run_ranks`."""
-    import torch
+    """`run_ranks(world_size, function, *args, timeout=60)`: see `megatron.mpu.forked`."""
+    from megatron.mpu import forked
 
-    torch.set_num_threads(1)
-    return _run_ranks
-
-
-def _run_ranks(world_size: int, function, *args, timeout: float = 60, backend: str = "gloo") -> list:
-    """Call `function(rank, *args)` on `world_size` forked ranks of an initialised process group.
-
-    Returns what each rank returned, in rank order (anything that pickles; closures are fine as `function`).
-    Raises RankFailed with the traceback of the rank that failed first. No process outlives the call.
-    """
-    import torch.distributed  # noqa: F401  imported here once, not by every worker after its fork
-
-    # The ranks meet in a file. A TCP store would have to be served by a thread: in this process it would not be safe
-    # to fork, and in rank 0 its start races with its clients (seen: one start in twenty took 5 s longer).
-    meeting = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
-    meeting.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    workers: dict[Connection, tuple[int, int]] = {}  # where its answer comes from -> (rank, pid)
-    try:
-        for rank in range(world_size):
-            receive, send = Pipe(duplex=False)
-            pid = os.fork()
-            if pid == 0:
-                receive.close()
-                _worker(rank, world_size, meeting.name, send, backend, timeout, function, args)
-            send.close()
-            workers[receive] = rank, pid
-        return _collect(workers, timeout)
-    finally:
-        os.unlink(meeting.name)
-        for receive, (_, pid) in workers.items():
-            receive.close()
-            for number in (signal.SIGCONT, signal.SIGKILL):  # a stopped process is killed only once it may run
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -> None:
-    """Body of one forked rank: join the group, call, answer, and leave without running pytest's exit handlers."""
-    import datetime
-
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # do not ask the resolver for this host's name
-    faulthandler.disable()
-    try:
-        patience = datetime.timedelta(seconds=timeout)
-        store = dist.FileStore(meeting, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-        result = function(rank, *args)
-        answer = pickle.dumps((True, result))
-        send.send_bytes(answer)
-        if dist.is_initialized():
-            # Leave together: a rank that tears its connections down early breaks a slower peer's last collective.
-            with contextlib.suppress(Exception):
-                dist.barrier()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            send.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _collect(workers: dict, timeout: float) -> list:
-    """Wait for every rank's answer; at the first failure give the others a moment, then report the earliest one."""
-    results, failures = {}, {}
-    deadline = time.monotonic() + timeout
-    open_ends = dict(workers)
-    while open_ends:
-        ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for receive in ready:
-            rank, _ = open_ends.pop(receive)
-            try:
-                good, value = pickle.loads(receive.recv_bytes())
-            except EOFError:
-                good, value = False, (time.monotonic(), "the process died without a word (killed, or aborted in C++)")
-            if good:
-                results[rank] = value
-            else:
-                failures[rank] = value
-                deadline = min(deadline, time.monotonic() + 0.5)
-    if failures:
-        rank, (_, text) = min(failures.items(), key=lambda item: item[1][0])
-        raise RankFailed(f"rank {rank} of {len(workers)} failed first:\n{text}")
-    if open_ends:
-        silent = sorted(rank for rank, _ in open_ends.values())
-        raise RankFailed(f"ranks {silent} of {len(workers)} did not answer within {timeout} s")
-    return [results[rank] for rank in range(len(workers))]
+    return forked.run_ranks
 
 
 def pytest_collection_modifyitems(config, items):
