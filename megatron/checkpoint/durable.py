@@ -106,14 +106,18 @@ def storage(path: Path, needed: Optional[int] = None):
     try:
         yield
     except OSError as error:
-        at = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+        at = next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path("/"))
         try:
             free = f"{shutil.disk_usage(at).free:,} bytes free in {at}"
         except OSError:
             free = f"free space of {at} unknown"
         why = f"{needed:,} bytes needed, {free}" if needed is not None else free
         space = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        do = "free some space, or lower --keep-last" if space else "check that the folder exists and may be written"
+        do = (
+            "free some space, or lower --keep-last"
+            if space
+            else "check that the folder may be written, and that all nodes share it"
+        )
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}", why, do) from error
 
 

@@ -25,7 +25,7 @@ from megatron.checkpoint.store import Piece, commit, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_NAME = re.compile(r"(?:\.old-)?iter_(\d{7,})(?:-[0-9a-f]+)?")
+_NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
 
 Exchange = Callable[[Any], list]
 
@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
         for path in sorted(folder.iterdir()):  # ".old-..." sorts before "iter_...", which takes its place
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir():
-                found[int(match[1])] = path
+                found[int(match[1] or match[3])] = path
     return dict(sorted(found.items()))
 
 
@@ -266,12 +266,12 @@ class Saver:
 
 def clean(folder: Path) -> None:
     """Remove what killed saves left behind. Only for the holder of the lock."""
-    for path in folder.glob(".old-iter_*"):
-        final = folder / _NAME.fullmatch(path.name)[0].removeprefix(".old-").partition("-")[0]
-        if final.exists():
+    for path in folder.glob(".old-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (folder / match[2]).exists():
             _remove(path)
-        else:
-            path.rename(final)  # killed between setting it aside and its successor's arrival
+        elif match:
+            path.rename(folder / match[2])  # killed between setting it aside and its successor's arrival
     _discard(folder)
 
 
