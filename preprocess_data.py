@@ -75,6 +75,7 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         sys.exit(130)
+    reporter.end()
     print_totals(totals, time.perf_counter() - start)
 
 
@@ -94,11 +95,12 @@ class Reporter:
     """Progress lines as Megatron-LM prints them, with tokens/s and the time left; one line in place on a terminal."""
 
     def __init__(self, interval: int):
-        self.interval, self.next, self.last = interval, interval, 0.0
+        self.interval, self.next, self.last = interval, interval, -1.0
         self.terminal = sys.stderr.isatty()
 
     def __call__(self, progress) -> None:
-        if progress.documents < self.next or progress.seconds - self.last < 0.1:
+        complete = 0 < progress.total_input <= progress.input_bytes
+        if progress.documents < self.next or (progress.seconds - self.last < 0.1 and not complete):
             return
         self.next = progress.documents // self.interval * self.interval + self.interval
         self.last = seconds = progress.seconds
@@ -110,6 +112,10 @@ class Reporter:
         print(
             f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
         )
+
+    def end(self) -> None:
+        if self.terminal and self.last >= 0:
+            print(file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

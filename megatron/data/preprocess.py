@@ -21,7 +21,7 @@ from megatron.data.json_input import STDIN, Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
-from megatron.data.preprocess_worker import FRAME, Feed, Files, Ranges, Shared, Worker
+from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
@@ -44,7 +44,7 @@ class Progress:
 
 
 def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None,
-               report: Callable[[Progress], None] = lambda progress: None) -> Totals:  # fmt: skip
+               report: Callable[[Progress], None] = lambda progress: None, block_size: int = BLOCK) -> Totals:  # fmt: skip
     """Run the whole job. `settings` is `preprocess_data.Preprocess`; `report` is called a few times a second.
 
     Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.
@@ -56,7 +56,7 @@ def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lamb
     split = None
     if settings.split_sentences:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
-    blocks = divide(sources, settings.workers)
+    blocks = divide(sources, settings.workers, block_size)
     choose_engine(tokenizer, blocks, settings.json_keys, say)
     dtype = token_dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
@@ -71,14 +71,15 @@ def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lamb
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 
 
-def divide(sources: list[Source], workers: int | None) -> Ranges | Files | Feed:
+def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) -> Ranges | Files | Feed:
     """How the input is shared out. Plain files are cut anywhere; compressed ones and pipes have to be read in order,
     so workers take whole files where there are enough of them, and are fed by this process otherwise."""
     whole = [source for source in sources if source.compression or source.path == STDIN]
     if not whole:
-        return Ranges(sources)
-    workers = workers or available_cores()
-    return Feed(sources) if len(whole) < workers or any(source.size == 0 for source in whole) else Files(sources)
+        return Ranges(sources, block_size)
+    too_few = len(whole) < (workers or available_cores())
+    endless = any(source.size == 0 for source in whole)  # stdin and pipes
+    return Feed(sources, block_size) if too_few or endless else Files(sources, block_size)
 
 
 def available_cores() -> int:

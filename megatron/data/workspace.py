@@ -14,7 +14,8 @@ from pathlib import Path
 
 from megatron.errors import Locked, StorageError
 
-FULL_OR_FAILING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG)
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG,
+                errno.ENOENT, errno.ENOTDIR)  # fmt: skip
 
 
 class Workspace:
@@ -70,7 +71,7 @@ class Workspace:
 
 def storage_error(error: OSError, path) -> OSError | StorageError:
     """The same failure in a user's words when the disk is full, read-only or failing; `error` itself otherwise."""
-    if error.errno not in FULL_OR_FAILING:
+    if error.errno not in NOT_WRITABLE:
         return error
     do = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give an --output-prefix on another disk")
     reason = error.strerror or str(error)

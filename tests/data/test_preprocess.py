@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""preprocess_data.py: its bytes against a slow twin, bad lines, and every way in which a run can end early."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import zstandard
+
+import preprocess_data
+from megatron.config import Tokenizer as TokenizerSettings
+from megatron.data import preprocess_worker
+from megatron.data.indexed import IndexedDataset
+from megatron.data.preprocess import preprocess
+from megatron.data.workspace import Workspace
+from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
+from megatron.tokenizer import build_tokenizer
+
+EDGE = [
+    dict(text="", title="empty text"),
+    dict(text="Hello \U0001f600\U0001f468\u200d\U0001f469 emoji \u4e2d\u6587\u5206\u8bcd\u3002", title=""),
+    dict(text="very long " * 3000, title="a\u2028b\x85c"),
+    dict(text="a <|endoftext|> b", title="\r\n\t tabs"),
+    dict(text=["One sentence.", "", "Another."], title="list"),
+    dict(text=[], title="empty list"),
+    dict(text=[""], title="   \n "),
+    dict(text="\x00\x01 \u0c5c letter of Unicode 17", title="It's o'clock, we'll"),
+]
+DOCUMENTS = EDGE + [dict(text=f"document {i} " * (i * 7 % 23), title=str(i)) for i in range(200)]
+LINES = [json.dumps(document, ensure_ascii=bool(i % 2)) for i, document in enumerate(DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    """A byte-level BPE of 500 tokens, trained here: (vocab.json, merges.txt)."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("vocab")
+    model = ByteLevelBPETokenizer()
+    model.train_from_iterator(LINES, vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
+    model.save_model(str(folder))
+    return TokenizerSettings("GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(LINES), newline="")
+    return str(path)
+
+
+def flags(vocab, input, prefix, *more):
+    inputs = [input] if isinstance(input, str) else input
+    files = ["--vocab-file", vocab.vocab_file, "--merge-file", vocab.merge_file]
+    return ["--input", *inputs, "--output-prefix", str(prefix), "--tokenizer-type", "GPT2BPETokenizer", *files, *more]
+
+
+def run(vocab, input, prefix, *more):
+    preprocess_data.main(flags(vocab, input, prefix, *more))
+
+
+def settings(input, prefix, **more):
+    more = dict(json_keys=["text"], workers=2) | more
+    return preprocess_data.Preprocess(input=[input], output_prefix=str(prefix), **more)
+
+
+def slow_twin(vocab, documents, key, append_eod, split=lambda text: [text]) -> tuple[bytes, bytes]:
+    """The bytes of .bin and .idx, from the documented format with nothing but `tokenizers` and `struct`."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    model = ByteLevelBPETokenizer(vocab.vocab_file, vocab.merge_file)
+    tokens, lengths, boundaries = [], [], [0]
+    for document in documents:
+        value = document[key]
+        sentences = [model.encode(s).ids for s in (value if isinstance(value, list) else split(value))]
+        sentences = [ids for ids in sentences if ids]
+        if sentences and append_eod:
+            sentences[-1].append(model.token_to_id("<|endoftext|>"))
+        tokens += [id for ids in sentences for id in ids]
+        lengths += map(len, sentences)
+        boundaries.append(len(lengths))
+    pointers = [2 * sum(lengths[:i]) for i in range(len(lengths))]
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(boundaries))
+    index = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *pointers)
+    index += struct.pack(f"<{len(boundaries)}q", *boundaries)
+    return struct.pack(f"<{len(tokens)}H", *tokens), header + index
+
+
+def written(prefix) -> tuple[bytes, bytes]:
+    return tuple(open(f"{prefix}{suffix}", "rb").read() for suffix in (".bin", ".idx"))
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_equals_the_slow_twin(vocab, corpus, tmp_path, append_eod):
+    run(vocab, corpus, tmp_path / "out", "--json-keys", "text", "title", *["--append-eod"] * append_eod)
+    for key in ("text", "title"):
+        assert written(tmp_path / f"out_{key}_document") == slow_twin(vocab, DOCUMENTS, key, append_eod)
+    leftovers = {path.name for path in tmp_path.iterdir()} - {"corpus.jsonl"}
+    assert leftovers == {
+        f"out_{key}_document{end}" for key in ("text", "title") for end in (".bin", ".idx", ".stats.json")
+    }
+
+
+@pytest.mark.parametrize("workers, block_size", [(1, 1 << 20), (1, 1000), (2, 700), (3, 37), (5, 4096)])
+def test_workers_and_blocks_change_nothing(vocab, corpus, tmp_path, workers, block_size):
+    tokenizer = build_tokenizer(vocab)
+    preprocess(settings(corpus, tmp_path / "out", workers=workers, append_eod=True), tokenizer, block_size=block_size)
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
+@pytest.mark.parametrize("files, workers", [(1, 3), (4, 2)])
+def test_compressed_files_fed_or_shared_out(vocab, tmp_path, pack, files, workers):
+    (tmp_path / "in").mkdir()
+    for number, lines in enumerate(np.array_split(LINES, files)):
+        (tmp_path / "in" / f"{number}.jsonl.packed").write_bytes(pack(("\n".join(lines) + "\n").encode()))
+    tokenizer = build_tokenizer(vocab)
+    options = settings(str(tmp_path / "in" / "*.packed"), tmp_path / "out", workers=workers, append_eod=True)
+    preprocess(options, tokenizer, block_size=600)
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_partitions_deal_lines_out(vocab, corpus, tmp_path, compressed):
+    if compressed:
+        middle = len(LINES) // 3
+        for name, lines in (("a", LINES[:middle]), ("b", LINES[middle:])):
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+        corpus = str(tmp_path / "*.gz")
+    dealt = [document for partition in range(3) for document in DOCUMENTS[partition::3]]
+    options = settings(corpus, tmp_path / "out", partitions=3, json_keys=["text", "title"])
+    preprocess(options, build_tokenizer(vocab), block_size=500)
+    for key in ("text", "title"):
+        assert written(tmp_path / f"out_{key}_document") == slow_twin(vocab, dealt, key, False)
+    preprocess(settings(corpus, tmp_path / "out", partitions=3, keep_sequential_samples=True), build_tokenizer(vocab))
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+
+
+def test_sentences(vocab, tmp_path):
+    pytest.importorskip("sentencex")
+    texts = ["Mr. Smith came. He left!  Why?\n\nNobody knows.", "", "One."]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    run(vocab, str(path), tmp_path / "out", "--split-sentences", "--append-eod")
+    expected = [["Mr. Smith came.", "He left!", "Why?", "Nobody knows."], [], ["One."]]
+    twin = slow_twin(vocab, [dict(text=sentences) for sentences in expected], "text", True)
+    assert written(tmp_path / "out_text_sentence") == twin
+
+
+def test_stdin_of_a_pipe(vocab, tmp_path, root):
+    command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, "-", tmp_path / "out", "--workers", "2")]
+    subprocess.run(command, input="\n".join(LINES).encode(), check=True, capture_output=True)
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+
+
+def test_what_it_prints(vocab, corpus, tmp_path, capsys):
+    run(vocab, corpus, tmp_path / "out", "--log-interval", "10", "--tensor-model-parallel-size", "2")
+    out, err = capsys.readouterr()
+    assert f"Opening {corpus}\n> building GPT2BPETokenizer tokenizer ...\n" in out
+    assert " > padded vocab (size: 500) with 12 dummy tokens (new size: 512)\nVocab size: 500\n" in out
+    assert f"Output prefix: {tmp_path}/out\n" in out
+    assert re.search(r"^Time to startup: [\d.]+$", out, re.M) and "Done! Now finalizing." in out
+    tokens = IndexedDataset(tmp_path / "out_text_document").num_tokens
+    assert f"Total documents num: {len(LINES)}\n" in out and f"Total tokens num: {tokens}\n" in out
+    assert re.search(r"^Processed 208 documents \([\d.]+ docs/s, [\d.]+ MB/s\)\. .* 100%, ETA 0:00:00$", err, re.M)
+    stats = json.loads((tmp_path / "out_text_document.stats.json").read_text())
+    assert stats["tokens"] == tokens and stats["tokenizer"]["vocab_size"] == 500
+
+
+BAD = ['{"text": "cut', '{"body": 1}', "\udcff", '{"text": 3}']
+
+
+def with_bad_lines(tmp_path):
+    """Two files with bad lines at known places, and blank lines that are none: (folder, [(file, line)])."""
+    (tmp_path / "in").mkdir()
+    places = []
+    for name, every in (("a.jsonl", 7), ("b.jsonl", 11)):
+        lines = []
+        for i, line in enumerate(LINES):
+            lines.append(line)
+            if i % 5 == 0:
+                lines.append("")
+            if i % every == 0:
+                lines.append(BAD[i % 4])
+                places.append((str(tmp_path / "in" / name), len(lines)))
+        (tmp_path / "in" / name).write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    return str(tmp_path / "in"), places
+
+
+@pytest.mark.parametrize("workers, block_size", [(1, 1 << 20), (3, 300)])
+def test_bad_lines_are_set_aside(vocab, tmp_path, workers, block_size):
+    folder, places = with_bad_lines(tmp_path)
+    totals = preprocess(
+        settings(folder, tmp_path / "out", workers=workers), build_tokenizer(vocab), block_size=block_size
+    )
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS * 2, "text", False)
+    rejected = [json.loads(line) for line in open(tmp_path / "out.rejected.jsonl")]
+    assert [(record["file"], record["line"]) for record in rejected] == places
+    assert all(record["reason"] for record in rejected) and totals.rejected == len(places)
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 2 * len(LINES)
+
+
+def test_a_line_without_one_key_is_left_out_of_all(vocab, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a", "title": "b"}\n{"text": "only"}\n')
+    run(vocab, str(tmp_path / "in.jsonl"), tmp_path / "out", "--json-keys", "text", "title")
+    assert [IndexedDataset(tmp_path / f"out_{key}_document").num_documents for key in ("text", "title")] == [1, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_stop_at_the_first_bad_line(vocab, tmp_path, workers):
+    folder, [(file, line), *_] = with_bad_lines(tmp_path)
+    options = settings(folder, tmp_path / "out", workers=workers, on_bad_line="stop")
+    with pytest.raises(DataError, match=re.escape(f"{file}, line {line}: ")):
+        preprocess(options, build_tokenizer(vocab), block_size=300)
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def test_nothing_to_write(vocab, tmp_path):
+    for name, content in dict(empty="", blank="\n\n", bad="{\n", no_text='{"text": ""}\n').items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(content)
+        with pytest.raises(DataError, match="no text in"):
+            run(vocab, str(path), tmp_path / "out" / name)
+        assert {path.name for path in (tmp_path / "out").iterdir()} <= {"bad.rejected.jsonl"}
+
+
+def test_two_jobs_with_one_prefix(vocab, corpus, tmp_path):
+    with Workspace(str(tmp_path / "out")):
+        with pytest.raises(Locked, match="another job"):
+            run(vocab, corpus, tmp_path / "out")
+    run(vocab, corpus, tmp_path / "out")
+
+
+def test_old_output_survives_a_failure_and_is_replaced_by_success(vocab, corpus, tmp_path):
+    run(vocab, corpus, tmp_path / "out")
+    before = written(tmp_path / "out_text_document")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(DataError):
+        run(vocab, str(tmp_path / "bad.jsonl"), tmp_path / "out")
+    assert written(tmp_path / "out_text_document") == before
+    run(vocab, corpus, tmp_path / "out", "--append-eod")
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+
+
+@pytest.mark.parametrize("number, words", [(28, "No space left"), (30, "Read-only"), (5, "Input/output error")])
+def test_failing_disk(vocab, corpus, tmp_path, monkeypatch, number, words):
+    def failing(target, data, offset):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(preprocess_worker, "write_at", failing)
+    with pytest.raises(StorageError, match=words) as caught:
+        run(vocab, corpus, tmp_path / "out")
+    assert exit_code(caught.value) == 6
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl"}
+
+
+def test_killed_worker_is_noticed(vocab, corpus, tmp_path, monkeypatch):
+    def dying(target, data, offset):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(preprocess_worker, "write_at", dying)
+    with pytest.raises(Failure, match="SIGKILL"):
+        run(vocab, corpus, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl"}
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ended_by_a_signal(vocab, tmp_path, root, number, code):
+    """A run that waits for more stdin is ended: nothing under the final names, workers gone, and the next run works."""
+    command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, "-", tmp_path / "out", "--workers", "2")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write("\n".join(LINES * 300).encode())
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("out.partial/*.bin")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    process.send_signal(number)
+    process.stdin.close()
+    assert process.wait(20) == code
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == ({"out.partial"} if number == signal.SIGKILL else set())
+    for child in children.stdout.split():
+        while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not os.path.exists(f"/proc/{child}")
+    (tmp_path / "corpus.jsonl").write_text("\n".join(LINES))
+    run(vocab, str(tmp_path / "corpus.jsonl"), tmp_path / "out")
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+
+
+@pytest.mark.parametrize(
+    "more, code, words",
+    [
+        (["--input", "nowhere.jsonl"], 4, "nowhere.jsonl: no such file"),
+        (["--vocab-file", "nowhere.json"], 4, "nowhere.json: no such file"),
+        (["--merge-file", "{vocab}"], 4, "not a list of merges"),
+        (["--vocab-file", "{merges}"], 4, "not JSON"),
+        (["--output-prefix", "/proc/nowhere/out"], 6, "cannot write"),
+        (["--workers", "0"], 3, "--workers 0"),
+        (["--json-key", "text"], 2, "--json-keys"),
+        (["--tokenizer-type", "Typo"], 2, "GPT2BPETokenizer"),
+        (["--json-keys", "body"], 4, "no text in"),
+    ],
+)
+def test_mistakes_are_one_message_and_an_exit_code(vocab, corpus, tmp_path, root, more, code, words):
+    more = [word.format(vocab=vocab.vocab_file, merges=vocab.merge_file) for word in more]
+    command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, corpus, tmp_path / "out"), *more]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert words in done.stderr
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_imports_no_torch(vocab, corpus, tmp_path, root):
+    code = "import sys, preprocess_data as p; p.main(sys.argv[1:]); assert not {'torch', 'awkward'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code, *flags(vocab, corpus, tmp_path / "out")], check=True, cwd=root)
+    code = "import sys, preprocess_data as p\ntry: p.main(['--help'])\nexcept SystemExit: assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
