@@ -17,9 +17,16 @@ def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
     config = resolve(parse_pretrain(argv), world_size=int(os.environ.get("WORLD_SIZE", "1")))
 
-    from megatron.training import Recipe, pretrain
+    from megatron.training import pretrain
 
-    pretrain(config, Recipe("GPT", build_model, build_datasets))
+    pretrain(config, recipe())
+
+
+def recipe():
+    """What is trained."""
+    from megatron.run import Recipe
+
+    return Recipe("GPT", build_model, build_datasets)
 
 
 def build_model(config, mesh, vocab_size, *, dtype, device):
