@@ -91,10 +91,10 @@ class Attention(nn.Module):
     def _attend(self, query, key, value, context: Context) -> torch.Tensor:
         """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
         case = Case(
-            query.device.type, str(query.dtype)[6:], query.shape[0], key.shape[0], masked=context.allowed is not None,
+            query.device.type, query.dtype, query.shape[0], key.shape[0], masked=context.allowed is not None,
             dropout=self.dropout.p > 0 and self.training, scaled_softmax=self.softmax_in_fp32,
         )  # fmt: skip
-        kernel = choose("attention", case, self.backend).load()
+        kernel = choose("attention", case, self.backend).run
         return kernel(
             query, key, value, scale=self.head_dim**-0.5, allowed=context.allowed, score_divisor=self.score_divisor,
             softmax_in_fp32=self.softmax_in_fp32,

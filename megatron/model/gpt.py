@@ -49,6 +49,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(n): Block(model, n, mesh.tp, seed=seed, kernels=self.kernels, **common) for n in layers}
         )
+        if self.kernels.torch_compile:
+            for block in self.blocks.values():
+                block.compile()
         if last:
             partial = ("tp",) if sequence_parallel else ()
             norm = NORMS[model.normalization]
