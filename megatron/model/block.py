@@ -15,16 +15,16 @@ from megatron.mpu.random import Dropout
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out. `layer` counts from
-    0.
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
+
+    layer: its place in the whole network, from 0.
     """
 
     def __init__(self, model: Model, layer: int, tp: Axis, *, seed: int, kernels: Kernels, sequence_parallel: bool,
                  dtype: torch.dtype, device):  # fmt: skip
         super().__init__()
         common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
-        # Linear layers that write to the residual stream start smaller, so that its variance does not grow with
-        # depth.
+        # Layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         output_std = model.init_method_std / math.sqrt(2 * model.num_layers)
         norm, partial = NORMS[model.normalization], ("tp",) if sequence_parallel else ()
         axis = tp if sequence_parallel else None

@@ -10,11 +10,12 @@ class Cache:
     """Room for `capacity` tokens of `batch` sequences; layers fill it, `GPT.logits` moves `length` on.
 
     Which cached tokens a new one may see follows from `document_ids`, as in training: a sequence that was padded
-    gives its padding another id than its text. Example: prompts of 3 and 2 tokens, padded on the left to 3, then one token:
+    gives its padding another id than its text. Two prompts, of 3 and 2 tokens, padded on the left, then one token:
 
         cache = Cache(capacity=64, batch=2)
-        logits = model.logits(prompts, cache=cache, position_ids=[[0, 0], [1, 0], [2, 1]], document_ids=[[0, 1], [0,
-        0], [0, 0]]) logits = model.logits(tokens, cache=cache, position_ids=[[3, 2]], document_ids=[[0, 0]])
+        documents, positions = [[0, 1], [0, 0], [0, 0]], [[0, 0], [1, 0], [2, 1]]  # as tensors [s, b]
+        model.logits(prompts, cache=cache, position_ids=positions, document_ids=documents)
+        model.logits(tokens, cache=cache, position_ids=[[3, 2]])
     """
 
     def __init__(self, capacity: int, batch: int):
@@ -36,9 +37,7 @@ class Cache:
         return self._keys[layer][:end], self._values[layer][:end]
 
     def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
-        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, or None while none were ever
-        given.
-        """
+        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, None while none were given."""
         if self._document_ids is None:
             if document_ids is None:
                 return None

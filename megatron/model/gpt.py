@@ -18,7 +18,7 @@ from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.mpu import mappings
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
-from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.layers import VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 
@@ -88,39 +88,36 @@ class GPT(nn.Module):
         return losses.view(batch.labels.shape)
 
     def logits(self, tokens: torch.Tensor, *, cache: Optional[Cache] = None, position_ids=None, document_ids=None,
-               last_only: bool = False, samples=None) -> torch.Tensor:  # fmt: skip
+               last_only: bool = False) -> torch.Tensor:  # fmt: skip
         """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`).
 
         With a cache, `tokens` follow those that it holds and are added to it. position_ids [s, b]: default counts
-        from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets an id of
-        its own.
+        from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets its own.
+        Call `eval()` first: there is no sample to draw dropout for.
         """
         assert self.first and self.last, "logits need a whole model"
-        x = self._run(self._embed(tokens, position_ids, cache, samples),
-                      self._context(tokens.shape, position_ids, document_ids, samples, cache))  # fmt: skip
-        x = self.enter_output(self.final_norm(x[-1:] if last_only else x), self.tp)
+        x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
+        x = self._run(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
         if cache is not None:
             cache.length += tokens.shape[0]
-        return mappings.join_last(x @ self._output_weight().t(), self.tp)[..., : self.vocab_size].float()
+        x = self.enter_output(self.final_norm(x), self.tp)[-1 if last_only else 0 :]
+        return mappings.join_last(linear(x, self._output_weight()), self.tp)[..., : self.vocab_size].float()
 
     def _hidden(self, x, batch) -> torch.Tensor:
         """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage."""
         if self.first:
-            x = self._embed(batch.tokens, batch.position_ids, None, batch.samples)
-        x = self._run(x, self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples, None))
+            x = self.embedding(batch.tokens, self._positions(len(batch.tokens), batch.position_ids), batch.samples)
+        x = self._run(x, self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples))
         return self.enter_output(self.final_norm(x), self.tp) if self.last else x
 
-    def _embed(self, tokens, position_ids, cache, samples) -> torch.Tensor:
-        return self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), samples)
-
-    def _positions(self, s: int, position_ids, cache) -> torch.Tensor:
+    def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
         """[s, b] as given, or [s, 1] counted on from the cache's length."""
         if position_ids is not None:
             return position_ids
         start = 0 if cache is None else cache.length
         return torch.arange(start, start + s, device=next(self.parameters()).device).unsqueeze(1)
 
-    def _context(self, shape, position_ids, document_ids, samples, cache) -> Context:
+    def _context(self, shape, position_ids, document_ids, samples, cache: Optional[Cache] = None) -> Context:
         angles = allowed = None
         if self.rotary is not None:
             angles = self.rotary.angles(self._positions(shape[0], position_ids, cache), self.dtype)
@@ -139,9 +136,7 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). `only_output`: just the word table, for a tied last
-    stage.
-    """
+    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]); `only_output`: the word table alone, for a tied output."""
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, seed: int, only_output: bool, sequence_parallel: bool,
                  dtype, device):  # fmt: skip

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output layer and cross-entropy in one, over a vocabulary cut along the tensor-parallel axis, a chunk of rows at a
-time.
+"""Output layer and cross-entropy in one, a chunk of tokens at a time, over a vocabulary cut along the tp axis.
 
 The logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
 at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward only multiplies
@@ -18,7 +17,8 @@ from megatron.mpu import collectives
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 
-CHUNK_BYTES = 8 << 20  # of one chunk's logits in fp32: they should stay in a CPU's cache
+CHUNK_BYTES = 8 << 20  # of one chunk's logits in fp32, on a CPU: they should stay in its cache
+GPU_CHUNK_BYTES = 512 << 20  # on a GPU: enough rows to fill it
 BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 
@@ -57,7 +57,10 @@ class _Precomputed(torch.autograd.Function):
     def backward(ctx, upstream):
         hidden_gradient, weight_gradient = ctx.gradients
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
-        return None, hidden_gradient.mul_(upstream), weight_gradient.mul_(upstream), None, None
+        if upstream.device.type != "cpu" or upstream != 1.0:  # to look at it on a GPU would wait for the GPU
+            hidden_gradient.mul_(upstream)
+            weight_gradient.mul_(upstream)
+        return None, hidden_gradient, weight_gradient, None, None
 
 
 class _Vocabulary:
@@ -77,7 +80,8 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     micro-batches need one large product and no sum over blocks.
     """
     n, product = hidden.shape[0], matmul(hidden)
-    chunk = chunk or max(128, CHUNK_BYTES // (4 * vocabulary.rows))
+    budget = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
+    chunk = chunk or max(128, budget // (4 * vocabulary.rows))
     block = max(chunk, BLOCK_BYTES // (weight.element_size() * vocabulary.rows) // chunk * chunk)
     losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
     if not wanted:

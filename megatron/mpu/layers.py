@@ -74,9 +74,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[s, b, inputs/tp] -> [s, b, h]: each rank multiplies its part of the inputs; the products are summed over
-    ranks.
-    """
+    """[s, b, inputs/tp] -> [s, b, h]: the sum over ranks of each one's product with its part of the inputs."""
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, *, std: float, bias: bool = True,
                  sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
