@@ -89,7 +89,7 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: case.device == "cuda" and not (case.dropout or case.scaled_softmax), NO_CUDA, "sdpa",
         ),
         Implementation(
-            "block-causal", attention.block_causal, "on CPUs 1.5 to 3 x as fast as sdpa",
+            "block-causal", attention.block_causal, "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32",
             lambda case: case.device == "cpu" and case.plain and case.keys <= EXPLICIT_KEYS, "", "explicit",
         ),
         Implementation(

@@ -5,7 +5,7 @@ import torch
 
 
 def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """LayerNorm of NVIDIA's apex, which also recomputes nothing in its backward pass."""
+    """LayerNorm of NVIDIA's apex."""
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon)
