@@ -14,6 +14,7 @@ from megatron.batch import batch_size, total_iterations, total_samples
 from megatron.checkpoint.state import Saver, alone, restore
 from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, SettingsError
+from megatron.fused_kernels.cpu import keep_memory
 from megatron.metrics import Metrics
 from megatron.metrics import Run as Rates
 from megatron.mpu import context as ranks
@@ -34,6 +35,8 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
     config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
         config.precision.precision, context)))  # fmt: skip
     say = _speaker(context)
+    if context.device.type == "cpu":
+        keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context)  # before the work: a locked or read-only folder is told at once
     dtype = DTYPES[config.precision.precision]
