@@ -52,9 +52,7 @@ class Mesh:
     Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
     """
 
-    def __init__(
-        self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None
-    ):
+    def __init__(self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None):
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
         if create_groups is None:

@@ -29,9 +29,7 @@ def seed_of(*position) -> int:
 
 
 @torch.no_grad()
-def init_parameter(
-    name: str, parameter: torch.Tensor, placement: Placement, place: dict[str, int], seed: int
-) -> None:
+def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, place: dict[str, int], seed: int) -> None:
     """Fill the local piece of a logical tensor with its initial values; what lies outside the tensor becomes 0.
 
     The tensor is drawn in blocks of whole rows on the CPU in fp32, so memory stays bounded and CPU and GPU agree.
