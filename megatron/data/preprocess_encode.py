@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One block of JSON lines into token arrays: what a worker of `preprocess.py` does all day. No files, no processes."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ try:
     from orjson import loads
 except ImportError:  # three times slower, otherwise the same
     from json import loads
+
+CACHE_MEMORY = 64 << 20  # bytes; gigatoken's table doubles, so that the peak is some three times this
 
 
 @dataclass
@@ -59,7 +62,8 @@ class BlockEncoder:
 
     def __init__(self, tokenizer: Tokenizer, keys: list[str], dtype: np.dtype, append_eod: bool,
                  split: Callable[[str], list[str]] | None = None, partitions: int = 1):  # fmt: skip
-        self._encode = tokenizer.encoder
+        self._tokenizer, self._encode = tokenizer, tokenizer.encoder
+        self._memory_limit = None
         self._keys, self._dtype, self._split, self._partitions = keys, dtype, split, partitions
         self._eod = np.array([tokenizer.eod], dtype) if append_eod else None
 
@@ -84,8 +88,23 @@ class BlockEncoder:
                 bin.pieces += pieces
                 bin.lengths += lengths
                 bin.counts.append(len(lengths))
+        self._bound_memory()
         targets = [bin.documents(self._dtype) for row in bins for bin in row]
         return Encoded(targets, len(lines), len(block), rejected)
+
+    def _bound_memory(self) -> None:
+        """Drop the tokenizer's cache of words when the process grew by CACHE_MEMORY since the first block.
+
+        Real text hardly ever comes to that; random strings, hashes or base64 do within 30 MB.
+        """
+        memory = resident_memory()
+        if self._memory_limit is None:
+            self._memory_limit = memory + CACHE_MEMORY
+        elif memory > self._memory_limit:
+            self._encode = None
+            self._tokenizer.renew()
+            self._encode = self._tokenizer.encoder
+            self._memory_limit = max(self._memory_limit, resident_memory() + CACHE_MEMORY // 2)
 
     def _values(self, line: bytes) -> list | None:
         """The texts of a line; None for a blank one. What the fast parser refuses, the tolerant one judges."""
@@ -110,3 +129,12 @@ class BlockEncoder:
             pieces.append(self._eod)
             lengths[-1] += 1
         return pieces, lengths
+
+
+def resident_memory() -> int:
+    """Bytes of memory this process holds; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -69,6 +69,11 @@ class Tokenizer:
             self._encode = self._engines[self.engine]()
         return self._encode
 
+    def renew(self) -> None:
+        """Build the engine anew, which empties the caches that libraries let grow with the words they meet."""
+        self._encode = None
+        self._encode = self._engines[self.engine]()
+
     def use_fastest(self, sample: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> str:
         """Switch to the fastest engine whose ids equal the reference's on PROBES and `sample`; returns its name.
 

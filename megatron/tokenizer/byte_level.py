@@ -32,7 +32,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         )
     description = functools.cache(lambda: describe(vocab_text, merges))
     tokens = {id: token for token, id in vocab.items()}
-    reference = lambda: engines.tokenizers_engine(description())
+    reference = functools.cache(lambda: engines.tokenizers_engine(description()))  # forked workers share it
     return Tokenizer(
         name="GPT2BPETokenizer",
         vocab_size=max(tokens) + 1,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any `tokenizer.json` of the Hugging Face world, a file or the folder that holds it."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     plain = json.dumps(without_special_tokens(description), ensure_ascii=False)
     whole = _load(text, path)
     vocab = whole.get_vocab(with_added_tokens=True)
-    reference = lambda: engines.tokenizers_engine(plain)
+    reference = functools.cache(lambda: engines.tokenizers_engine(plain))
     candidates = {"gigatoken": lambda: engines.gigatoken_engine(plain, reference)} if model == "BPE" else {}
     return Tokenizer(
         name="HuggingFaceTokenizer",

@@ -7,6 +7,7 @@ JSON list of `{"rank", "token_bytes", "token_str"}` (ids are ranks + 1000, below
 
 import base64
 import binascii
+import functools
 import json
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         )
     regex = engines.PATTERNS.get(pattern, pattern)
     by_id = {rank: token for token, rank in ranks.items()}
-    reference = lambda: _tiktoken(ranks, regex, pattern)
+    reference = functools.cache(lambda: _tiktoken(ranks, regex, pattern))
     fast = {"gigatoken": lambda: engines.gigatoken_ranks_engine(str(path), pattern, reference)}
     known_to_gigatoken = path.suffix != ".json" and pattern in ("gpt2", "cl100k", "o200k")
     return Tokenizer(

@@ -17,12 +17,13 @@ import zstandard
 
 import preprocess_data
 from megatron.config import Tokenizer as TokenizerSettings
-from megatron.data import preprocess_worker
+from megatron.data import preprocess_encode, preprocess_worker
 from megatron.data.indexed import IndexedDataset
 from megatron.data.preprocess import preprocess
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 EDGE = [
     dict(text="", title="empty text"),
@@ -325,3 +326,20 @@ def test_imports_no_torch(vocab, corpus, tmp_path, root):
     subprocess.run([sys.executable, "-c", code, *flags(vocab, corpus, tmp_path / "out")], check=True, cwd=root)
     code = "import sys, preprocess_data as p\ntry: p.main(['--help'])\nexcept SystemExit: assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_tokenizers_are_renewed_when_their_caches_grow(vocab, corpus, tmp_path, monkeypatch):
+    renewed = []
+    memory = iter(range(1 << 40, 1 << 50, 1 << 30))
+    monkeypatch.setattr(preprocess_encode, "resident_memory", lambda: next(memory))
+    tokenizer = build_tokenizer(vocab)
+    monkeypatch.setattr(tokenizer, "renew", lambda: renewed.append(tokenizer.engine))
+    encode = preprocess_encode.BlockEncoder(tokenizer, ["text"], np.dtype("<u2"), False)
+    block = "\n".join(LINES).encode()
+    first = encode(block)
+    assert not renewed
+    assert np.array_equal(encode(block).targets[0].tokens, first.targets[0].tokens) and len(renewed) == 1
+    tokenizer.use_fastest([])
+    before = tokenizer.encoder
+    Tokenizer.renew(tokenizer)
+    assert tokenizer.encoder is not before and tokenizer.encode("a b") == list(before("a b"))
