@@ -40,7 +40,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         fingerprint=fingerprint("byte-level", *_canonical(vocab), "\n".join(merges)),
         engines={
             "gigatoken": lambda: engines.gigatoken_engine(description(), reference),
-            "tiktoken": lambda: engines.tiktoken_engine(*ranks(vocab, merges)),
+            "tiktoken": lambda: engines.tiktoken_engine(*ranks(vocab, merges), reference),
             "tokenizers": reference,
         },
         decode=lambda ids: "".join(tokens.get(id, "") for id in ids).translate(CHARACTER_TO_BYTE)

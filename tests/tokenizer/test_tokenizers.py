@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +66,36 @@ def test_all_libraries_give_the_same_ids(all_engines, byte_level, text):
     expected = all_engines["tokenizers"](text)
     assert {name: list(encode(text)) for name, encode in all_engines.items()} == dict.fromkeys(all_engines, expected)
     assert byte_level.decode(expected) == text
+
+
+PUBLISHED = dict(
+    gpt2=r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    cl100k=r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s",
+    o200k=r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    v1=r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    v2=r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@settings(max_examples=400, deadline=None)
+@given(TEXTS)
+def test_our_spelling_of_a_pattern_splits_as_the_published_one(name, text):
+    pieces = regex.findall(engines.PATTERNS[name], text)
+    assert pieces == regex.findall(PUBLISHED[name], text) and "".join(pieces) == text
+
+
+def test_text_that_tiktoken_gives_up_on(byte_level, all_engines, capfd):
+    text = " " * 1_200_000 + "a"
+    assert list(all_engines["tiktoken"](text)) == all_engines["tokenizers"](text)
+    ours = engines.tiktoken_engine({bytes([byte]): byte for byte in range(256)}, engines.PATTERNS["gpt2"])
+    with pytest.raises(DataError, match="gives up"):
+        ours(text)
 
 
 def test_unicode_17_ranges():
