@@ -11,21 +11,26 @@ nothing with the wanted box are not read, and no byte is used before its checksu
 """
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import torch
 
 from megatron.checkpoint.boxes import Box, describe, flat_to_boxes
 from megatron.checkpoint.durable import Damaged, checksum, read_sealed
-from megatron.checkpoint.index import ShardFile, Stored, check_size, read_index
+from megatron.checkpoint.index import ShardFile, Stored, Tensor, check_size, read_index
 from megatron.checkpoint.store import CODES, Piece, as_bytes
 from megatron.errors import CheckpointError
 
+PART = 1 << 26  # bytes of a part that `Reader.parts` yields: 16 blocks, so that few blocks are read twice
 _OPEN_FILES = 64  # at a time; a large job wrote thousands
-_LISTED = 8  # tensors that an error message lists
+_LISTED = 8  # tensors that a message lists
+
+# What becomes a notice instead of an error when names do not match: nothing, tensors that the checkpoint does not have
+# (they keep their values), tensors that the job does not have, both. Another shape is always an error.
+Strictness = Literal["strict", "warn-missing", "warn-extra", "warn-all"]
 
 
 class _Copy(NamedTuple):
@@ -66,12 +71,8 @@ class Reader:
 
     def read(self, name: str, box: Optional[Box] = None, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """A box of a tensor (default: all of it) as a new CPU tensor, converted to `dtype` if one is given."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensor {name}")
-        tensor = self.tensors[name]
+        tensor = self._known(name, box)
         box = Box.whole(tensor.shape) if box is None else box
-        if not box.fits(tensor.shape):
-            raise CheckpointError(f"{name}: box {describe(box)} lies outside its shape {tensor.shape}")
         for stored in tensor.stored:  # the bytes exist before memory is taken for them
             if stored.box.intersection(box):
                 self._locate(name, stored)
@@ -79,43 +80,78 @@ class Reader:
         self._run(self._plan(name, box, out))
         return out
 
-    def load(self, pieces: Iterable[Piece], *, names: Optional[Collection[str]] = None, cast: bool = False) -> None:
+    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
+        """A box of a tensor (default: all of it), flattened row by row, in consecutive 1-D parts of `size` bytes.
+
+        For tensors that do not fit into memory; the last part may be shorter, and each is a tensor of its own.
+        """
+        tensor = self._known(name, box)
+        box = Box.whole(tensor.shape) if box is None else box
+        step = max(1, size // tensor.dtype.itemsize)
+        for start in range(0, box.size, step):
+            stop = min(start + step, box.size)
+            part, copies, at = torch.empty(stop - start, dtype=tensor.dtype), [], 0
+            for run in flat_to_boxes(box.extent, start, stop):
+                view = part[at : at + run.size].view(run.extent)
+                copies += self._plan(name, run.shifted(box.offset), view)
+                at += run.size
+            self._run(copies)
+            yield part
+
+    def load(self, pieces: Iterable[Piece], *, names: Optional[Collection[str]] = None, cast: bool = False,
+             strictness: Strictness = "strict") -> list[str]:  # fmt: skip
         """Fill the memory of all pieces. Nothing is touched unless all of them are there with shape and dtype.
 
-        names:  all logical names of the job, over all ranks; given them, other tensors in the checkpoint are an error
-        cast:   convert where the stored dtype differs, instead of calling it an error
-        Raises CheckpointError when the checkpoint is another model's, Damaged when its bytes are not what was written.
+        names:       all logical names of the job, over all ranks; given them, other tensors in the checkpoint are an error
+        cast:        convert where the stored dtype differs, instead of calling it an error
+        strictness:  what is a notice instead of an error
+        Returns notices. Raises CheckpointError when the checkpoint is another model's, Damaged when its bytes are not what
+        was written.
         """
         pieces = list(pieces)
-        self._require(pieces, names, cast)
-        self._run([copy for piece in pieces for copy in self._plan(piece.name, piece.box, piece.tensor)])
+        notices = self._require(pieces, names, cast, strictness)
+        found = [piece for piece in pieces if piece.name in self.tensors]
+        self._run([copy for piece in found for copy in self._plan(piece.name, piece.box, piece.tensor)])
+        return notices
 
     def check_files(self) -> None:
         """Raise Damaged unless every file is there with its size. Reads no data."""
         for name, (size, _) in self.index.files.items():
             check_size(self.folder / name, size)
 
-    def verify(self) -> list[str]:
-        """Read every byte; what is damaged or missing, one sentence each."""
-        problems = {}
-        for name in self.index.files:
+    def verify(self, files: Optional[Collection[str]] = None) -> list[str]:
+        """Read every byte (of some files, by name); what is damaged or missing, one sentence each."""
+        files = self.index.files if files is None else set(files)
+        problems: dict = {}
+        for name in files:
             try:
                 self._file(name)
             except Damaged as problem:
                 problems[name] = str(problem)
         for name, tensor in self.tensors.items():
             for stored in tensor.stored:
-                if stored.file not in problems:
+                if stored.file in files and stored.file not in problems:
                     try:
                         self._verify_box(name, stored)
                     except Damaged as problem:
-                        problems[stored.key] = str(problem)
+                        problems[stored.file, stored.key] = str(problem)
         return list(problems.values())
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _require(self, pieces: list[Piece], names: Optional[Collection[str]], cast: bool) -> None:
-        """Raise one CheckpointError that lists every missing, extra and different tensor."""
+    def _known(self, name: str, box: Optional[Box]) -> Tensor:
+        """What the index says of a tensor; CheckpointError when it has none, or not this box of it."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        tensor = self.tensors[name]
+        if box is not None and not box.fits(tensor.shape):
+            raise CheckpointError(f"{name}: box {describe(box)} lies outside its shape {tensor.shape}")
+        return tensor
+
+    def _require(
+        self, pieces: list[Piece], names: Optional[Collection[str]], cast: bool, strictness: Strictness
+    ) -> list[str]:
+        """Raise one CheckpointError that lists every missing, extra and different tensor; returns what is a notice."""
         missing, different = {}, {}
         for name, shape, box, tensor in pieces:
             assert tuple(tensor.shape) == box.extent and box.fits(shape), (name, tensor.shape, box, shape)
@@ -127,13 +163,20 @@ class Reader:
             elif found.dtype != tensor.dtype and not cast:
                 different[name] = f"{name}: {found.dtype} in the checkpoint, {tensor.dtype} in this run"
         extra = {} if names is None else {name: f"{name}: not in this run" for name in set(self.tensors) - set(names)}
+        notices = []
+        if strictness in ("warn-missing", "warn-all") and missing:
+            notices.append(f"{len(missing)} tensors keep their first values: {_listed(missing.values())}")
+            missing = {}
+        if strictness in ("warn-extra", "warn-all") and extra:
+            notices.append(f"{len(extra)} tensors are left out: {_listed(sorted(extra.values()))}")
+            extra = {}
         lines = [*different.values(), *missing.values(), *sorted(extra.values())]
         if lines:
             counts = f"{len(different)} tensors differ, {len(missing)} are missing, {len(extra)} are unknown"
-            more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-            raise CheckpointError(f"{self.folder} does not fit this model: {counts}",
-                                  "\n  ".join(lines[:_LISTED] + more),
-                                  "give the model settings that are in its state.json, or another --load")  # fmt: skip
+            raise CheckpointError(f"{self.folder} does not fit this model: {counts}", _listed(lines, "\n  "),
+                                  "give the model settings that are in its state.json, or another --load (or see "
+                                  "--load-strictness)")  # fmt: skip
+        return notices
 
     def _plan(self, name: str, box: Box, out: torch.Tensor) -> list[_Copy]:
         """The copies that fill `out` with a box."""
@@ -210,6 +253,12 @@ class Reader:
         if not hasattr(self._thread, "block"):
             self._thread.block = torch.empty(self.index.block, dtype=torch.uint8)
         return self._thread.block
+
+
+def _listed(lines: Collection[str], between: str = "; ") -> str:
+    """The first few of many."""
+    more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return between.join([*list(lines)[:_LISTED], *more])
 
 
 def _scatter(elements: torch.Tensor, runs: list[Box], inside: Box, target: torch.Tensor) -> None:

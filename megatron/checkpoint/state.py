@@ -11,6 +11,7 @@ The ranks of a job act together through one function, `exchange(value) -> [value
 (`torch.distributed.all_gather_object`, say). It carries every failure to every rank, so none is left waiting.
 """
 
+import os
 import re
 import secrets
 import shutil
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.checkpoint.durable import Damaged, WriterLock, replace_file, storage, sync_folder
-from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.store import Piece, commit, write_shard
+from megatron.checkpoint.reader import Reader, Strictness
+from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -142,6 +143,7 @@ def restore(
     allow_empty: bool = False,
     names: Optional[Collection[str]] = None,
     cast: bool = False,
+    strictness: Strictness = "strict",
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     rank: int = 0,
     exchange: Exchange = alone,
@@ -149,31 +151,33 @@ def restore(
     """Fill the pieces of all ranks from the newest checkpoint whose every byte is good; None when allowed and empty.
 
     All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
-    the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names` and
-    `cast` as in `Reader.load`; `check` sees the state before anything is read and may raise.
+    the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names`,
+    `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise.
     """
     folder, pieces = Path(folder), list(pieces)
     choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
     notices = list(choice.notices)
     for path in choice.paths:
         try:
-            state = _together(lambda path=path: _load(path, pieces, names, cast, check, rank), exchange)[0]
+            loaded = _together(lambda path=path: _load(path, pieces, names, cast, strictness, check, rank), exchange)
         except Damaged as problem:
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))
         else:
-            return Restored(path, state, tuple(notices))
+            told = [f"{path}: {notice}" for _, found in loaded for notice in found]
+            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)))
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _load(path: Path, pieces: list[Piece], names, cast: bool, check, rank: int) -> Optional[dict[str, Any]]:
+def _load(path: Path, pieces: list[Piece], names, cast, strictness, check, rank: int) -> tuple[Any, list[str]]:
+    """(state on rank 0, notices)"""
     with Reader(path) as reader:
         check(reader.state)
-        reader.load(pieces, names=names, cast=cast)
-        return reader.state if rank == 0 else None
+        notices = reader.load(pieces, names=names, cast=cast, strictness=strictness)
+        return reader.state if rank == 0 else None, notices
 
 
 def _together(action: Callable[[], Any], exchange: Exchange) -> list:
@@ -198,12 +202,15 @@ class Saver:
     """The right to write checkpoints into a folder, held by one job for as long as this object is open.
 
     All ranks create it, call `save` and `close` together. At any moment, kill -9 and power loss included, every
-    checkpoint that was complete before a save can be loaded after it, unless `keep_last` let it go.
+    checkpoint that was complete before a save can be loaded after it, unless `keep_last` and `retain_interval` (see
+    `prune`) let it go: after the new one was read back and found good.
     """
 
-    def __init__(self, folder: Path, *, keep_last: Optional[int] = None, rank: int = 0, exchange: Exchange = alone):
+    def __init__(self, folder: Path, *, keep_last: Optional[int] = None, retain_interval: Optional[int] = None,
+                 rank: int = 0, exchange: Exchange = alone):  # fmt: skip
         """Raises StorageError when the folder cannot be written, Locked when another job writes into it."""
-        self.folder, self.keep_last, self.rank, self.exchange = Path(folder), keep_last, rank, exchange
+        self.folder, self.rank, self.exchange = Path(folder), rank, exchange
+        self.keep_last, self.retain_interval = keep_last, retain_interval
         self._lock: Optional[WriterLock] = None
         _together(self._claim, exchange)
 
@@ -237,10 +244,30 @@ class Saver:
         try:
             temporary = _together(lambda: self._begin(final), self.exchange)[0]
             sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.exchange)
-            _together(lambda: self._finish(temporary, final, len(sizes), iteration, state), self.exchange)
+            doomed = _together(lambda: self._finish(temporary, final, len(sizes), iteration, state), self.exchange)[0]
+            if doomed:
+                _together(lambda: read_back(final, self.rank), self.exchange)
+                _together(lambda: self._forget(doomed), self.exchange)
         except Failure:
             if self.rank == 0:
                 _discard(self.folder)
+            raise
+        return final
+
+    def write(self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *,
+              parts: Parts = at_once) -> Path:  # fmt: skip
+        """Write a checkpoint of several files from this process alone, one after the other; for tools.
+
+        shards: the pieces of each file; `parts` as in `store.write_shard`.
+        """
+        final = self.folder / f"iter_{iteration:07d}"
+        try:
+            temporary, count = self._begin(final), 0
+            for count, pieces in enumerate(shards, 1):
+                write_shard(temporary, count - 1, pieces, parts=parts)
+            self._finish(temporary, final, count, iteration, state)
+        except BaseException:
+            _discard(self.folder)
             raise
         return final
 
@@ -253,15 +280,38 @@ class Saver:
             temporary.mkdir()
         return temporary
 
-    def _finish(self, temporary: Path, final: Path, writers: int, iteration: int, state: dict) -> None:
+    def _finish(self, temporary: Path, final: Path, writers: int, iteration: int, state: dict) -> list[Path]:
+        """Let the checkpoint appear. Returns the ones that may go now; rank 0 does it all."""
         if self.rank != 0:
-            return
+            return []
         with storage(final):
             commit(temporary, final, writers, {**state, "iteration": iteration})
             replace_file(self.folder / TRACKER, str(iteration).encode())
             clean(self.folder)
-        if self.keep_last:
-            prune(self.folder, self.keep_last)
+        return surplus(self.folder, self.keep_last, self.retain_interval)
+
+    def _forget(self, doomed: list[Path]) -> None:
+        if self.rank == 0:
+            remove(doomed)
+
+
+def read_back(path: Path, writer: int) -> None:
+    """Read a file that this process has just written, from the disk and not from memory where the system lets us.
+
+    Raises StorageError when a byte differs: what the disk kept is not what it was given.
+    """
+    name = f"shard_{writer:05d}.safetensors"
+    try:
+        with open(path / name, "rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with Reader(path) as reader:
+            problems = reader.verify([name])
+    except (OSError, Damaged) as problem:
+        problems = [str(problem)]
+    if problems:
+        raise StorageError(f"{path} was written and reads back differently", "\n  ".join(problems[:8]),
+                           "check the disk; older checkpoints were kept")  # fmt: skip
 
 
 def clean(folder: Path) -> None:
@@ -275,18 +325,32 @@ def clean(folder: Path) -> None:
     _discard(folder)
 
 
-def prune(folder: Path, keep_last: int) -> list[Path]:
-    """Delete all but the `keep_last` newest checkpoints up to the tracker's; returns what is gone.
+def prune(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+    """Delete the checkpoints that are `surplus`; returns what is gone. Only for the holder of the lock."""
+    gone = surplus(folder, keep_last, retain_interval)
+    remove(gone)
+    return gone
 
-    Checkpoints newer than the tracker's stay: somebody went back to an older one, and may change their mind.
+
+def surplus(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+    """Checkpoints that need not be kept: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
+
+    With `retain_interval` alone the newest stays too; with neither, all stay. Checkpoints newer than the tracker's stay:
+    somebody went back to an older one, and may change their mind.
     """
+    if not (keep_last or retain_interval):
+        return []
     newest = read_tracker(folder)
-    old = [path for iteration, path in checkpoints(folder).items() if newest is not None and iteration <= newest]
-    gone = old[: len(old) - keep_last] if keep_last > 0 else []
-    for path in gone:
+    old = {n: path for n, path in checkpoints(folder).items() if newest is not None and n <= newest}
+    among = list(old)[: max(0, len(old) - max(keep_last or 0, 1))]
+    return [old[n] for n in among if not (retain_interval and n % retain_interval == 0)]
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete checkpoints, oldest first. Raises StorageError when one cannot be deleted."""
+    for path in paths:
         with storage(path):
             _remove(path)
-    return gone
 
 
 def _remove(path: Path) -> None:

@@ -17,7 +17,7 @@ for each other is the caller's affair (`state.Saver`), so nothing here knows abo
 import json
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,10 +100,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------- each writer
 
 
-def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int = BLOCK) -> int:
+Parts = Callable[[Piece], Iterable[torch.Tensor]]
+
+
+def at_once(piece: Piece) -> Iterable[torch.Tensor]:
+    """The parts of a piece whose tensor is there: one."""
+    return (piece.tensor,)
+
+
+def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once) -> int:
     """Write this writer's file and its part of the index into `folder`, durably; returns the bytes of the file.
 
-    Empty pieces only tell that their tensor exists. Raises StorageError when the disk is full or read-only.
+    Empty pieces only tell that their tensor exists. `parts` makes the content of a piece while it is written, for more
+    than memory holds: tensors that are, end to end, the piece flattened, all but the last a multiple of `block` bytes.
+    The pieces' own tensors may then be on the meta device. Raises StorageError when the disk is full or read-only.
     """
     pieces = list(pieces)
     tensors: dict[str, dict] = {}
@@ -118,7 +128,8 @@ def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int =
     with storage(path, size), open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
-            sums = _write_blocks(file, piece.tensor, block)
+            sums = _write_blocks(file, parts(piece), block)
+            assert len(sums) == -(-piece.tensor.nbytes // block), f"{_key(piece)}: its parts are not the whole"
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
         os.fsync(file.fileno())
     files = {path.name: {"bytes": size, "header": checksum(header)}}
@@ -153,13 +164,14 @@ def _header(pieces: list[Piece]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + at
 
 
-def _write_blocks(file, tensor: torch.Tensor, block: int) -> list[str]:
-    """Append a tensor's bytes and return a checksum per block, taken while the block is in the cache."""
-    data = memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy())
+def _write_blocks(file, parts: Iterable[torch.Tensor], block: int) -> list[str]:
+    """Append the bytes of tensors and return a checksum per block, taken while the block is in the cache."""
     sums = []
-    for at in range(0, len(data), block):
-        sums.append(checksum(data[at : at + block]))
-        _write_all(file, data[at : at + block])
+    for part in parts:
+        data = memoryview(as_bytes(part.detach().cpu().contiguous()).numpy())
+        for at in range(0, len(data), block):
+            sums.append(checksum(data[at : at + block]))
+            _write_all(file, data[at : at + block])
     return sums
 
 

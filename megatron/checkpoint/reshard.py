@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint rewritten into other files, in bounded memory.
+
+Loading needs no such step: every layout reads every checkpoint. It serves those who carry files: as many as there are
+disks or nodes, or one for each rank of an inference job (`by_rank`), which then reads one file and nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.state import Saver
+from megatron.checkpoint.store import Piece, share
+
+OPTIMIZER = "optimizer."  # what names of optimizer state begin with: optimizer.exp_avg.blocks.0...
+
+
+def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
+    """Write `source` into the folder `out` as the files `shards`; returns the new checkpoint's directory.
+
+    Memory stays at about twice `reader.PART`. Tensors whose piece asks for another dtype are converted. A failure, damage
+    in the source included, leaves nothing in `out`.
+    """
+
+    def parts(piece: Piece) -> Iterator[torch.Tensor]:
+        stored = source.tensors[piece.name].dtype
+        size = PART * stored.itemsize // max(stored.itemsize, piece.tensor.element_size())
+        for part in source.parts(piece.name, piece.box, size):
+            yield part.to(piece.tensor.dtype)
+
+    with Saver(out) as saver:
+        return saver.write(state["iteration"], shards, state, parts=parts)
+
+
+def whole_pieces(source: Reader, wanted: Callable[[str], bool] = lambda name: True, dtype=None) -> list[Piece]:
+    """Every wanted tensor as one piece without memory. dtype: for all of them, default: as stored."""
+    pieces = []
+    for name, tensor in source.tensors.items():
+        if wanted(name):
+            empty = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+            pieces.append(Piece(name, tensor.shape, Box.whole(tensor.shape), empty))
+    return pieces
+
+
+def evenly(pieces: list[Piece], writers: int) -> list[list[Piece]]:
+    """The pieces in files of equal size."""
+    return [share(pieces, writer, writers) for writer in range(writers)]
+
+
+def by_rank(pieces: list[Piece], boxes: list[dict[str, Box]]) -> list[list[Piece]]:
+    """The pieces in one file for each rank.
+
+    boxes: of each rank, parameter name -> what it holds of it; optimizer state goes with its parameter. Tensors that
+    every rank needs whole, and those that no rank knows, are spread over the files evenly.
+    """
+    files: list[list[Piece]] = [[] for _ in boxes]
+    for piece in pieces:
+        wanted = [held.get(parameter_of(piece.name), piece.box) for held in boxes]
+        for rank, file in enumerate(files):
+            if all(box == piece.box for box in wanted):
+                file += share([piece], rank, len(files))
+            else:
+                file.append(piece._replace(box=wanted[rank], tensor=piece.tensor[wanted[rank].slices()]))
+    return files
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor belongs to: `optimizer.exp_avg.output.weight` -> `output.weight`."""
+    return name.split(".", 2)[2] if name.startswith(OPTIMIZER) else name

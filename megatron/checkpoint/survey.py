@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in a checkpoint, in words: from its index and state alone, no tensor is read."""
+
+from math import prod
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.checkpoint.durable import Damaged
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reshard import OPTIMIZER
+from megatron.checkpoint.state import TRACKER, checkpoints, read_tracker
+
+OWN_FILES = ("index.json", "state.json")
+
+
+def summary(reader: Reader) -> dict[str, Any]:
+    """A checkpoint as a dict that JSON can hold: what inspect prints, and what scripts want."""
+    state = reader.state
+    weights = {name: t for name, t in reader.tensors.items() if not name.startswith(OPTIMIZER)}
+    return dict(
+        path=str(reader.folder),
+        iteration=state.get("iteration"),
+        consumed_samples=state.get("state", {}).get("consumed_samples"),
+        parameters=sum(prod(tensor.shape) for tensor in weights.values()),
+        bytes=sum(size for size, _ in reader.index.files.values()),
+        files={name: size for name, (size, _) in reader.index.files.items()},
+        layout=state.get("mesh"),
+        vocab_size=state.get("vocab_size"),
+        written_by={name: state[name] for name in ("version", "commit", "libraries", "origin") if name in state},
+        config=state.get("config", {}),
+        tensors={
+            name: dict(
+                dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), boxes=len(tensor.stored)
+            )
+            for name, tensor in reader.tensors.items()
+        },
+    )
+
+
+def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:
+    """The same as text. changed: the settings to show, group -> {name: value} (default: all that are saved)."""
+    told = summary(reader)
+    moments = sorted({name.split(".", 2)[1] for name in told["tensors"] if name.startswith(OPTIMIZER)})
+    layout = told["layout"] or {}
+    lines = [
+        told["path"],
+        f"  iteration {told['iteration']}, consumed samples {told['consumed_samples']}",
+        f"  {told['parameters']:,} parameters, optimizer state: {', '.join(moments) or 'none'}",
+        f"  {told['bytes']:,} bytes in {len(told['files'])} files",
+        "  saved by " + (" x ".join(f"{axis} {size}" for axis, size in layout.items()) or "an unknown layout"),
+    ]
+    for name, value in told["written_by"].items():
+        text = ", ".join(f"{key} {version}" for key, version in value.items()) if isinstance(value, dict) else value
+        lines.append(f"  {name}: {text}")
+    lines.append("settings:")
+    for group, values in (told["config"] if changed is None else changed).items():
+        if isinstance(values, dict) and values:
+            lines.append(f"  {group}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
+    lines.append("tensors (dtype, shape, boxes):")
+    width = max(map(len, told["tensors"]), default=0)
+    for name, tensor in told["tensors"].items():
+        lines.append(f"  {name:<{width}}  {tensor['dtype']:<8} {tensor['shape']} {tensor['boxes']}")
+    return "\n".join(lines)
+
+
+def overview(folder: Path) -> list[str]:
+    """A line for each checkpoint of a folder: iteration, size, visible damage, and which one the tracker names."""
+    lines, named = [], read_tracker(folder)
+    for iteration, path in checkpoints(folder).items():
+        try:
+            with Reader(path) as reader:
+                reader.check_files()
+                what = f"{sum(size for size, _ in reader.index.files.values()):,} bytes"
+        except Damaged as problem:
+            what = f"DAMAGED: {problem}"
+        lines.append(f"{path.name}: {what}{'  <- ' + TRACKER if iteration == named else ''}")
+    return lines
+
+
+def foreign_files(folder: Path, reader: Optional[Reader]) -> list[str]:
+    """What lies in a checkpoint's directory and belongs to no part of it, one sentence each."""
+    known = {*OWN_FILES, *(reader.index.files if reader else ())}
+    return [f"{path} does not belong to the checkpoint" for path in sorted(folder.iterdir()) if path.name not in known]
+
+
+def verify(folder: Path) -> tuple[int, list[str]]:
+    """(bytes, problems) of one checkpoint directory after reading every byte: damaged, missing and foreign files."""
+    try:
+        with Reader(folder) as reader:
+            size = sum(size for size, _ in reader.index.files.values())
+            return size, reader.verify() + foreign_files(folder, reader)
+    except Damaged as problem:
+        return 0, [str(problem)]

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look at checkpoints, check, compare, rewrite and thin them out, and exchange them with other libraries. On CPU.
+
+    python -m megatron.tools.checkpoint inspect PATH           tensors, layout, iteration, settings; reads no tensor
+    python -m megatron.tools.checkpoint verify PATH            compares every byte with its checksum (exit 5: damaged)
+    python -m megatron.tools.checkpoint diff A B               tensor by tensor, across layouts (exit 1: they differ)
+    python -m megatron.tools.checkpoint reshard PATH OUT       other files: --writers N or --tensor-model-parallel-size N
+    python -m megatron.tools.checkpoint prune PATH             --keep-last N, --save-retain-interval N
+    python -m megatron.tools.checkpoint to-hf PATH OUT         GPT-2 or Llama for Hugging Face transformers
+    python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2 or Llama from Hugging Face transformers
+    python -m megatron.tools.checkpoint from-megatron PATH OUT Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
+
+PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint.
+`COMMAND --help` lists the flags of a command.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import setting
+from megatron.errors import CheckpointError, UsageError, run_main
+from megatron.flags import parse
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which checkpoint of the folder."""
+
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """How to show it."""
+
+    json: bool = setting("one JSON object instead of text", False)
+    all_settings: bool = setting("settings that have their default value, too", False)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """How much to check."""
+
+    all: bool = setting("every checkpoint of the folder; off: the one that --load would choose", True)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What to compare."""
+
+    weights_only: bool = setting("leave optimizer state out", False)
+    tolerance: float = setting("elements this near to each other count as equal; 0: equal to the bit", 0.0)
+    largest: int = setting("differences to show, largest first", 20)
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """What the new files are."""
+
+    writers: Optional[int] = setting("files of equal size", None)
+    tensor_model_parallel_size: Optional[int] = setting("a file for each tensor-parallel rank", None, "--tp")
+    weights_only: bool = setting("leave optimizer state out (for inference)", False)
+    dtype: Optional[Literal["fp32", "bf16", "fp16"]] = setting("convert weights (default: as stored)", None)
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Which checkpoints stay."""
+
+    keep_last: Optional[int] = setting("keep this many newest checkpoints", None)
+    save_retain_interval: Optional[int] = setting("keep those at a multiple of this iteration", None)
+    dry_run: bool = setting("say what would go, delete nothing", False)
+
+
+def main(argv: list[str]) -> None:
+    """Run one command. The words before the first flag are the command and its paths."""
+    count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, flags = argv[:count], argv[count:]
+    if not words and set(flags) & {"-h", "--help", "--help-all"}:
+        print(__doc__.strip())
+        return
+    name = words[0] if words else ""
+    if name not in COMMANDS:
+        what = f"'{name}' is not a command" if name else "no command is given"
+        raise UsageError(f"{what}; there are: {', '.join(COMMANDS)}", do="python -m megatron.tools.checkpoint --help")
+    group, operands, run = COMMANDS[name]
+    groups = dict(which=Which, command=group) if group else dict(which=Which)
+    prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
+    settings = parse(flags, groups, prog=prog, description=run.__doc__.splitlines()[0],
+                     common=tuple(f for g in groups.values() for f in g.__dataclass_fields__))  # fmt: skip
+    if len(words) - 1 != len(operands):
+        raise UsageError(f"{name} takes {' and '.join(operands)}; got {' '.join(words[1:]) or 'nothing'}",
+                         "paths come before flags", f"{prog} --flags ...")  # fmt: skip
+    run(*map(Path, words[1:]), settings["which"], *([settings["command"]] if group else []))
+
+
+def inspect(path: Path, which: Which, how: Inspect) -> None:
+    """Show tensors, layout, iteration and settings of a checkpoint; no tensor is read."""
+    from megatron.checkpoint import survey
+
+    with open_reader(path, which) as reader:
+        if how.json:
+            print(json.dumps(survey.summary(reader), indent=1))
+            return
+        if path != reader.folder:
+            print("\n".join(survey.overview(path)) + "\n")
+        print(survey.describe(reader, None if how.all_settings else changed_settings(reader.state.get("config", {}))))
+
+
+def verify(path: Path, which: Which, how: Verify) -> None:
+    """Compare every byte of a checkpoint, or of all of a folder, with its checksum. Exit code 5: something is wrong."""
+    from megatron.checkpoint import survey
+    from megatron.checkpoint.state import checkpoints, choose
+
+    if (path / "index.json").exists() or which.ckpt_step is not None or not how.all:
+        folders = [choose(path, step=which.ckpt_step).paths[0]]
+    else:
+        folders = list(checkpoints(path).values())
+    if not folders:
+        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+    count = 0
+    for folder in folders:
+        started = time.perf_counter()
+        size, problems = survey.verify(folder)
+        seconds = time.perf_counter() - started
+        print(f"{folder}: {size:,} bytes in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s): "
+              + (f"{len(problems)} PROBLEMS" if problems else "good"))  # fmt: skip
+        for problem in problems:
+            print(f"  {problem}", flush=True)
+        count += len(problems)
+    if count:
+        raise CheckpointError(f"{count} problems in {len(folders)} checkpoints of {path}",
+                              do="a run that loads takes the newest one without damage")  # fmt: skip
+
+
+def diff(a: Path, b: Path, which: Which, how: Diff) -> None:
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Exit code 1: they differ."""
+    from megatron.checkpoint.compare import differences
+    from megatron.checkpoint.reshard import OPTIMIZER
+
+    with open_reader(a, which) as one, open_reader(b, which) as two:
+        names = sorted(set(one.tensors) | set(two.tensors))
+        if how.weights_only:
+            names = [name for name in names if not name.startswith(OPTIMIZER)]
+        found = list(differences(one, two, names, tolerance=how.tolerance))
+        for key in ("iteration", "mesh", "vocab_size"):
+            if one.state.get(key) != two.state.get(key):
+                print(f"note: {key}: {one.state.get(key)} and {two.state.get(key)}")
+        if not found:
+            near = f"within {how.tolerance:g}" if how.tolerance else "to the bit"
+            print(f"{one.folder} and {two.folder}: {len(names)} tensors are equal {near}")
+            return
+        print(f"{one.folder} and {two.folder}: {len(found)} of {len(names)} tensors differ")
+    found.sort(
+        key=lambda difference: -difference.largest if difference.largest == difference.largest else -float("inf")
+    )
+    for difference in found[: how.largest]:
+        print(f"  {difference}")
+    if len(found) > how.largest:
+        print(f"  ... and {len(found) - how.largest} more (--largest)")
+    sys.exit(1)
+
+
+def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
+    """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
+    if (how.writers is None) == (how.tensor_model_parallel_size is None):
+        raise UsageError("say what the new files are", do="--writers N, or --tensor-model-parallel-size N")
+    count = how.writers or how.tensor_model_parallel_size
+    if not 1 <= count <= 99999:
+        raise UsageError(f"{count} files cannot be written", do="give a number from 1 to 99999")
+
+    import torch
+
+    from megatron.checkpoint import reshard as files
+
+    dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[how.dtype]
+    if dtype is not None and not how.weights_only:
+        raise UsageError("--dtype converts weights; optimizer state must stay as it is", do="add --weights-only")
+    with open_reader(path, which) as reader:
+        if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
+            raise UsageError(f"{out} is where the checkpoint is", do="give another folder")
+        wanted = (lambda name: not name.startswith(files.OPTIMIZER)) if how.weights_only else (lambda name: True)
+        pieces = files.whole_pieces(reader, wanted, dtype)
+        state = dict(reader.state)
+        if how.weights_only:
+            state["optimizer_steps"] = None
+        if how.writers:
+            shards = files.evenly(pieces, count)
+        else:
+            shards = files.by_rank(pieces, tensor_parallel_boxes(reader.state, count))
+            state["mesh"] = dict(pp=1, replicate=1, shard=1, cp=1, tp=count)
+        written = files.reshard(reader, out, shards, state)
+    print(f"{written}: {len(pieces)} tensors in {count} files, to be loaded with --load {out}")
+
+
+def prune(path: Path, which: Which, how: Prune) -> None:
+    """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
+    from megatron.checkpoint import state, survey
+    from megatron.checkpoint.durable import WriterLock, storage
+
+    if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
+        raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
+    found = state.checkpoints(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+    newest = state.read_tracker(path)
+    if newest not in found:
+        raise CheckpointError(f"{path / state.TRACKER} names no checkpoint that is there: nothing is deleted",
+                              do="a training run that saves there writes it anew")  # fmt: skip
+    with storage(path):
+        lock = WriterLock(path)
+    try:
+        _, problems = survey.verify(found[newest])
+        if problems:
+            raise CheckpointError(f"{found[newest]} is damaged: nothing is deleted", "\n  ".join(problems[:8]))
+        gone = state.surplus(path, how.keep_last, how.save_retain_interval)
+        if not how.dry_run:
+            state.remove(gone)
+    finally:
+        lock.release()
+    word = "would go" if how.dry_run else "gone"
+    print(
+        f"{path}: {', '.join(old.name for old in gone) or 'nothing'} {word}, {len(found) - len(gone)} of {len(found)} kept"
+    )
+
+
+# ---- what commands share ---------------------------------------------------------------------------------------------
+
+
+def open_reader(path: Path, which: Which):
+    """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr."""
+    from megatron.checkpoint.reader import Reader
+    from megatron.checkpoint.state import choose
+
+    choice = choose(path, step=which.ckpt_step)
+    for notice in choice.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return Reader(choice.paths[0])
+
+
+def changed_settings(saved: dict) -> dict:
+    """The saved settings that differ from their defaults, by group."""
+    from dataclasses import MISSING, fields
+
+    from megatron.config import GROUPS
+
+    changed = {}
+    for name, values in saved.items():
+        defaults = {f.name: f.default for f in fields(GROUPS[name])} if name in GROUPS else {}
+        if isinstance(values, dict):
+            changed[name] = {key: value for key, value in values.items() if value != defaults.get(key, MISSING)}
+    return changed
+
+
+def tensor_parallel_boxes(state: dict, size: int) -> list[dict]:
+    """Of each of `size` tensor-parallel ranks: parameter name -> Box that it holds, of the model that `state` describes.
+
+    Raises CheckpointError when the state does not say, SettingsError when `size` ranks cannot share the model.
+    """
+    from megatron.checkpoint.boxes import Box
+    from megatron.config import from_record
+    from megatron.errors import SettingsError
+    from megatron.model.gpt import GPT
+    from megatron.mpu.mesh import Mesh
+    from megatron.mpu.placement import placements
+
+    if "config" not in state or "vocab_size" not in state:
+        raise CheckpointError("the checkpoint does not say what model it is", do="use --writers N")
+    model = from_record(state["config"]).model
+    for what, value in (("query groups", model.query_groups), ("MLP width", model.ffn_size)):
+        if value % size:
+            raise SettingsError(f"{value} ({what}) cannot be divided by --tensor-model-parallel-size {size}")
+    boxes = []
+    for rank in range(size):
+        mesh = Mesh(rank, tp=size, create_groups=False)
+        held = placements(GPT(model, mesh, state["vocab_size"], device="meta"))
+        boxes.append({name: Box(*placed.box(tuple(p.shape), mesh.place)) for name, (p, placed) in held.items()})
+    return boxes
+
+
+COMMANDS = dict(
+    inspect=(Inspect, ("PATH",), inspect),
+    verify=(Verify, ("PATH",), verify),
+    diff=(Diff, ("A", "B"), diff),
+    reshard=(Reshard, ("PATH", "OUT"), reshard),
+    prune=(Prune, ("PATH",), prune),
+)
+
+if __name__ == "__main__":
+    run_main(main)

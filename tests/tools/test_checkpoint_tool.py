@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron.tools.checkpoint`: what each command says, its exit codes, wrong inputs, memory."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.compare import differences
+from megatron.checkpoint.durable import WriterLock
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.state import TRACKER, Saver, checkpoints
+from megatron.checkpoint.store import Piece, share
+from megatron.errors import CheckpointError, Locked, SettingsError, UsageError
+from megatron.tools import checkpoint as tool
+
+MODEL = dict(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, make_vocab_size_divisible_by=4)
+STATE = dict(config=dict(model=MODEL), vocab_size=10, mesh=dict(tp=1), optimizer_steps=3)
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "embedding.word.weight": (10, 8),
+        "blocks.0.attention.qkv.weight": (2, 3, 4, 8),
+        "final_norm.weight": (8,),
+    }
+    moments = {f"optimizer.exp_avg.{name}": shape for name, shape in weights.items()}
+    return {
+        name: torch.randn(shape, generator=generator) for name, shape in {**weights, **moments, "scalar": ()}.items()
+    }
+
+
+def save(folder, content, iteration=1, writers=1, state=STATE, **options):
+    pieces = [Piece(name, tuple(x.shape), Box.whole(x.shape), x) for name, x in content.items()]
+    with Saver(folder, **options) as saver:
+        saver.write(iteration, [share(pieces, n, writers) for n in range(writers)], state)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "a", tensors())
+
+
+def flip(path, at=-5):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def shard_of(folder, iteration=1, writer=0):
+    return folder / f"iter_{iteration:07d}" / f"shard_{writer:05d}.safetensors"
+
+
+def test_inspect_reads_no_tensor(folder, capsys):
+    flip(shard_of(folder))  # damage that only a reader of tensors would meet
+    tool.main(["inspect", str(folder)])
+    said = capsys.readouterr().out
+    assert "iteration 1" in said and "embedding.word.weight" in said and "hidden_size 8" in said and "exp_avg" in said
+    tool.main(["inspect", str(folder), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == 80 + 192 + 8 + 1 and told["tensors"]["final_norm.weight"]["shape"] == [8]
+
+
+def test_inspect_does_not_even_open_shards(folder, capsys):
+    with Reader(folder / "iter_0000001") as reader:
+        shard_of(folder).unlink()
+        from megatron.checkpoint import survey
+
+        assert survey.describe(reader)
+
+
+def test_verify_names_damaged_missing_and_foreign_files(tmp_path, capsys):
+    folder = save(tmp_path, tensors(), writers=3)
+    tool.main(["verify", str(folder)])
+    assert "good" in capsys.readouterr().out
+    flip(shard_of(folder, writer=0))
+    shard_of(folder, writer=1).unlink()
+    (folder / "iter_0000001" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="3 problems") as caught:
+        tool.main(["verify", str(folder)])
+    said = capsys.readouterr().out
+    assert caught.value.code == 5
+    assert "shard_00000.safetensors is damaged" in said and "shard_00001.safetensors cannot be read" in said
+    assert "notes.txt does not belong" in said and "shard_00002" not in said
+
+
+def test_verify_looks_at_every_checkpoint_of_a_folder(folder, capsys):
+    save(folder, tensors(1), iteration=2)
+    flip(folder / "iter_0000001" / "index.json")
+    with pytest.raises(CheckpointError, match="1 problems in 2"):
+        tool.main(["verify", str(folder)])
+    tool.main(["verify", str(folder), "--ckpt-step", "2"])
+    tool.main(["verify", str(folder), "--no-all"])
+
+
+def test_diff_across_layouts_is_equal_to_the_bit(folder, tmp_path, capsys):
+    other = save(tmp_path / "b", tensors(), writers=4)
+    tool.main(["diff", str(folder), str(other)])
+    assert "7 tensors are equal to the bit" in capsys.readouterr().out
+
+
+def test_diff_lists_what_differs_largest_first(folder, tmp_path, capsys):
+    changed = tensors()
+    changed["final_norm.weight"][3] += 0.5
+    changed["embedding.word.weight"][0, 0] += 2
+    changed["optimizer.exp_avg.final_norm.weight"] = torch.zeros(9)
+    del changed["scalar"]
+    other = save(tmp_path / "b", changed, writers=2)
+    with pytest.raises(SystemExit) as caught:
+        tool.main(["diff", str(folder), str(other)])
+    lines = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 1 and "4 of 7 tensors differ" in lines[0]
+    assert {lines[1].split(":")[0].strip(), lines[2].split(":")[0].strip()} == {
+        "scalar", "optimizer.exp_avg.final_norm.weight"}  # fmt: skip
+    assert "embedding.word.weight: 1 of 80 elements differ, by at most 2" in lines[3] and "0.5" in lines[4]
+    with pytest.raises(SystemExit):
+        tool.main(["diff", str(folder), str(other), "--tolerance", "1"])
+    assert "3 of 7" in capsys.readouterr().out
+
+
+def test_diff_knows_bits(tmp_path):
+    one = save(tmp_path / "a", dict(x=torch.tensor([0.0, float("nan"), 1.0])))
+    two = save(tmp_path / "b", dict(x=torch.tensor([-0.0, float("nan"), float("nan")])))
+    with Reader(one / "iter_0000001") as a, Reader(two / "iter_0000001") as b:
+        [found] = differences(a, b)
+        assert found.elements == 2 and "1 of them not numbers" in str(found)
+        assert not list(differences(a, a, part=4))
+
+
+@pytest.mark.parametrize("flags", [["--writers", "3"], ["--tp", "2"], ["--writers", "1"]])
+def test_reshard_keeps_every_bit(folder, tmp_path, flags):
+    tool.main(["reshard", str(folder), str(tmp_path / "out"), *flags])
+    tool.main(["diff", str(folder), str(tmp_path / "out")])
+    count = 1 if flags[-1] == "1" else int(flags[-1])
+    assert len(list((tmp_path / "out" / "iter_0000001").glob("shard_*"))) == count
+    assert (tmp_path / "out" / TRACKER).read_text() == "1"
+
+
+def test_reshard_gives_each_tensor_parallel_rank_its_padded_rows(folder, tmp_path):
+    """10 rows in multiples of 4 x 2 ranks are 16: rank 0 holds 8, and 2 are left for rank 1."""
+    tool.main(["reshard", str(folder), str(tmp_path / "out"), "--tp", "2", "--weights-only", "--dtype", "bf16"])
+    with Reader(tmp_path / "out" / "iter_0000001") as reader:
+        boxes = [item.box for item in reader.tensors["embedding.word.weight"].stored]
+        assert sorted(boxes) == [Box((0, 0), (8, 8)), Box((8, 0), (2, 8))]
+        qkv = reader.tensors["blocks.0.attention.qkv.weight"]
+        assert sorted(item.file for item in qkv.stored) == ["shard_00000.safetensors", "shard_00001.safetensors"]
+        assert torch.equal(reader.read("final_norm.weight"), tensors()["final_norm.weight"].bfloat16())
+        assert not [name for name in reader.tensors if name.startswith("optimizer.")]
+        assert reader.state["optimizer_steps"] is None
+
+
+def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
+    flip(shard_of(folder))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        tool.main(["reshard", str(folder), str(tmp_path / "out"), "--writers", "2"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_reshard_and_diff_need_little_memory():
+    """160 MiB of tensors pass through less than 100 MiB of memory."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as name:
+        source, child = Path(name), os.fork()
+        if child == 0:
+            code = 1
+            try:
+                big = torch.arange(40 << 18, dtype=torch.float32).view(-1, 1024)
+                save(source / "a", dict(big=big, other=torch.zeros(30 << 20)), writers=2)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                import megatron.checkpoint.compare
+                import megatron.checkpoint.reader as reader_module
+
+                reader_module.Reader.parts.__defaults__ = (None, 8 << 20)
+                megatron.checkpoint.reshard.PART = 8 << 20
+                peak_memory()
+                before = peak_memory()
+                tool.main(["reshard", str(source / "a"), str(source / "b"), "--writers", "3"])
+                with Reader(source / "a" / "iter_0000001") as a, Reader(source / "b" / "iter_0000001") as b:
+                    assert not list(differences(a, b, part=8 << 20))
+                code = 0 if peak_memory() - before < 100 << 20 else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def peak_memory():
+    """Most bytes of memory that this process held since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def test_prune_keeps_the_newest_and_every_nth(folder, capsys):
+    for iteration in range(2, 8):
+        save(folder, dict(x=torch.ones(2)), iteration=iteration)
+    tool.main(["prune", str(folder), "--keep-last", "2", "--save-retain-interval", "3", "--dry-run"])
+    assert "would go" in capsys.readouterr().out and len(checkpoints(folder)) == 7
+    tool.main(["prune", str(folder), "--keep-last", "2", "--save-retain-interval", "3"])
+    assert list(checkpoints(folder)) == [3, 6, 7]
+    tool.main(["prune", str(folder), "--save-retain-interval", "6"])
+    assert list(checkpoints(folder)) == [6, 7]
+
+
+def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder):
+    save(folder, tensors(), iteration=2)
+    flip(shard_of(folder, 2))
+    with pytest.raises(CheckpointError, match="nothing is deleted"):
+        tool.main(["prune", str(folder), "--keep-last", "1"])
+    flip(shard_of(folder, 2))
+    child = os.fork()
+    if child == 0:
+        lock = WriterLock(folder)
+        (folder / "ready").touch()
+        while lock and (folder / "ready").exists():
+            pass
+        os._exit(0)
+    while not (folder / "ready").exists():
+        pass
+    try:
+        with pytest.raises(Locked):
+            tool.main(["prune", str(folder), "--keep-last", "1"])
+    finally:
+        (folder / "ready").unlink()
+        os.waitpid(child, 0)
+    (folder / TRACKER).write_text("77")
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
+        tool.main(["prune", str(folder), "--keep-last", "1"])
+    assert list(checkpoints(folder)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "words, error, text",
+    [
+        ([], UsageError, "no command is given"),
+        (["explode", "x"], UsageError, "'explode' is not a command"),
+        (["diff", "A"], UsageError, "diff takes A and B; got "),
+        (["inspect"], UsageError, "got nothing"),
+        (["inspect", "A", "--writers", "2"], UsageError, "unknown flag --writers"),
+        (["inspect", "A/none"], CheckpointError, "holds no checkpoint"),
+        (["verify", "A/none"], CheckpointError, "holds no checkpoint"),
+        (["prune", "A/none", "--keep-last", "1"], CheckpointError, "holds no checkpoint"),
+        (["inspect", "A", "--ckpt-step", "5"], CheckpointError, "no checkpoint of iteration 5"),
+        (["prune", "A"], UsageError, "say what to keep"),
+        (["prune", "A", "--keep-last", "-1"], UsageError, "say what to keep"),
+        (["reshard", "A", "B"], UsageError, "say what the new files are"),
+        (["reshard", "A", "B", "--writers", "2", "--tp", "2"], UsageError, "say what the new files are"),
+        (["reshard", "A", "B", "--writers", "-2"], UsageError, "cannot be written"),
+        (["reshard", "A", "A", "--writers", "2"], UsageError, "is where the checkpoint is"),
+        (["reshard", "A", "B", "--writers", "2", "--dtype", "bf16"], UsageError, "--weights-only"),
+        (["reshard", "A", "B", "--tp", "3"], SettingsError, "cannot be divided"),
+    ],
+)
+def test_wrong_inputs(folder, tmp_path, words, error, text):
+    paths = {"A": str(folder), "B": str(tmp_path / "b"), "A/none": str(folder / "none")}
+    with pytest.raises(error, match=text):
+        tool.main([paths.get(word, word) for word in words])
+    assert not (tmp_path / "b").exists() or not checkpoints(tmp_path / "b")
+
+
+def test_a_foreign_folder_is_not_a_checkpoint(tmp_path):
+    shutil.copytree(Path(tool.__file__).parent, tmp_path / "iter_0000004")
+    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
+        tool.main(["inspect", str(tmp_path)])
