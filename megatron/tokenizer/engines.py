@@ -51,7 +51,7 @@ def gigatoken_ranks_engine(path: str, pattern: str, exact: Callable[[], Encode])
 
 
 def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
-    """`fast`, except for texts with letters of Unicode 17: those go to `exact()`, built when the first one comes.
+    """`fast`, except for texts with letters of Unicode 17 and those it gives up on: they go to `exact()`.
 
     gigatoken 0.10 knows Unicode 17; tiktoken and `tokenizers`, which define the ids, do not take its new characters
     for letters and split the text elsewhere. All other code points were compared, one by one: they agree.
@@ -60,12 +60,21 @@ def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
 
     def encode(text: str):
         if text.isascii() or not has_unicode_17(text):
-            return fast(text)
+            try:
+                return fast(text)
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
         if not slow:
             slow.append(exact())
         return slow[0](text)
 
     return encode
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust gave up. The class is a BaseException that can be imported from nowhere."""
+    return type(error).__name__ == "PanicException"
 
 
 def has_unicode_17(text: str) -> bool:
@@ -104,7 +113,7 @@ def tiktoken_engine(
         try:
             found = encode_list(text)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # how Rust's panics arrive; it can be imported from nowhere
+            if not is_panic(error):
                 raise
             if exact is None:
                 raise DataError("tiktoken gives up on this text", "a run of white space is too long for it") from None

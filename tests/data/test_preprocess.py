@@ -129,6 +129,25 @@ def test_compressed_files_fed_or_shared_out(vocab, tmp_path, pack, files, worker
     assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])  # a worker reads the file, or the parent does
+def test_compressed_file_that_is_cut_short(vocab, tmp_path, workers):
+    data = gzip.compress("\n".join(LINES * 20).encode())
+    (tmp_path / "cut.gz").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match="cut.gz: the compressed data is damaged or cut short"):
+        run(vocab, str(tmp_path / "cut.gz"), tmp_path / "out", "--workers", workers)
+    assert {path.name for path in tmp_path.iterdir()} == {"cut.gz"}
+
+
+def test_named_pipe(vocab, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = subprocess.Popen(["sh", "-c", f"cat > {tmp_path}/pipe"], stdin=subprocess.PIPE)
+    writer.stdin.write("\n".join(LINES).encode())
+    writer.stdin.close()
+    run(vocab, str(tmp_path / "pipe"), tmp_path / "out")
+    writer.wait()
+    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 def test_partitions_deal_lines_out(vocab, corpus, tmp_path, compressed):
     if compressed:

@@ -68,6 +68,18 @@ def test_all_libraries_give_the_same_ids(all_engines, byte_level, text):
     assert byte_level.decode(expected) == text
 
 
+def test_text_that_the_fast_library_gives_up_on():
+    PanicException = type("PanicException", (BaseException,), {})
+
+    def fast(text):
+        raise PanicException if text == "hard" else KeyboardInterrupt
+
+    encode = engines.guarded(fast, lambda: lambda text: [1, 2])
+    assert encode("hard") == encode("\U000323b0") == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        encode("easy")
+
+
 PUBLISHED = dict(
     gpt2=r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     cl100k=r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
