@@ -9,6 +9,7 @@ Under sequence parallelism what enters a column layer and leaves a row layer is 
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose, reference
 from megatron.mpu import mappings
+from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
 
@@ -25,29 +27,43 @@ def matmul(x: torch.Tensor):
     return choose("matmul", Case(x.device.type, x.dtype)).run
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
-    weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+           later: WeightGradients | None = None) -> torch.Tensor:  # fmt: skip
+    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
+
+    later: where the product for the weight's gradient may wait.
+    """
+    flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     product = matmul(x)
-    return F.linear(x, weight, bias) if product is reference.matmul else _Linear.apply(x, weight, bias, product)
+    if later is not None and x.requires_grad and weight.requires_grad:
+        # Autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
+        return _Linear.apply(x, flat.detach(), bias, product, partial(later.put, weight))
+    return F.linear(x, flat, bias) if product is reference.matmul else _Linear.apply(x, flat, bias, product, None)
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`."""
+    """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
+
+    put: takes the product that makes the weight's gradient, instead of autograd (`mpu/deferred.py`).
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product):
+    def forward(ctx, x, weight, bias, product, put):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias = product, bias is not None
+        ctx.product, ctx.has_bias, ctx.put = product, bias is not None, put
         return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        d_x = ctx.product(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
-        d_weight = ctx.product(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None
+        rows, multiply, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None
+        d_x = multiply(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
+        columns = x.detach().reshape(-1, x.shape[-1]).t()
+        if ctx.needs_input_grad[1]:
+            d_weight = multiply(rows.t(), columns, None)
+        elif ctx.put:
+            ctx.put(lambda: multiply(rows.t(), columns, None))
+        return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -56,6 +72,8 @@ class ColumnParallelLinear(nn.Module):
     `rows` is the logical shape of the outputs and `cut` the dim of it that is divided: fused query-key-value is
     `rows=(groups, queries + 2, head_dim), cut=0`, a gated MLP `rows=(2, ffn), cut=1`. So every shard is one box.
     """
+
+    weight_gradients: WeightGradients | None = None  # set by `deferred.attach` for pipelines with W passes
 
     def __init__(self, inputs: int, rows: tuple[int, ...], tp: Axis, *, cut: int = 0, std: float, bias: bool = True,
                  sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
@@ -70,11 +88,13 @@ class ColumnParallelLinear(nn.Module):
             self.placements["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.enter(x, self.tp), self.weight, self.bias)
+        return linear(self.enter(x, self.tp), self.weight, self.bias, self.weight_gradients)
 
 
 class RowParallelLinear(nn.Module):
     """[s, b, inputs/tp] -> [s, b, h]: the sum over ranks of each one's product with its part of the inputs."""
+
+    weight_gradients: WeightGradients | None = None
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, *, std: float, bias: bool = True,
                  sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
@@ -90,8 +110,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        x = self.leave(linear(x, self.weight), self.tp)
+            return linear(x, self.weight, self.bias, self.weight_gradients)
+        x = self.leave(linear(x, self.weight, None, self.weight_gradients), self.tp)
         return x if self.bias is None else x + self.bias  # once, after the sum
 
 

@@ -1,226 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate, verify, measure and draw a pipeline schedule, before it is trusted with a machine.
+"""Look at a pipeline schedule before a machine runs it: bubble, memory, a diagram; or beside what a run measured.
 
-    python -m megatron.pipeline.check --pp 4 --micro 8 --schedule 1f1b
-
-A *plan* is the list of op lists of all ranks, the same lists that `execute.py` runs.
-
-    >>> plan = make_plan("1f1b", pp=4, micros=8)
-    >>> verify(plan, micros=8)
-    >>> found = report(plan)
-    >>> round(found.bubble, 4) == round(3 / (8 + 3), 4), found.live
-    (True, (4, 3, 2, 1))
+python -m megatron.pipeline.check --pp 4 --micro 8
+python -m megatron.pipeline.check --pp 4 --micro 8 --schedule zb-v --svg zb-v.svg
+python -m megatron.pipeline.check --schedule my_own.txt
+python -m megatron.pipeline.check --timeline step.json --svg step.svg
 """
 
 import shutil
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 from megatron.config import setting
-from megatron.errors import SettingsError, run_main
-from megatron.pipeline.schedule import SCHEDULES, Op, Stages, looped, make_schedule, needs, problems
-
-COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
-KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
-
-Plan = list[list[Op]]
-Times = dict[tuple[int, Op], tuple[float, float]]
-
-
-class BrokenSchedule(ValueError):
-    """A schedule that would hang, repeat or forget work, or mix up its messages."""
-
-
-def make_plan(name: str, pp: int, micros: int, chunks: int = 1) -> Plan:
-    """The schedule of every rank."""
-    return [make_schedule(name, rank, pp, micros, chunks) for rank in range(pp)]
-
-
-# -- simulate --------------------------------------------------------------------------------------------------------
-
-
-def simulate(plan: Plan, stages: Optional[Stages] = None, cost: Optional[dict] = None, wire: float = 0.0) -> Times:
-    """Run the plan on a clock: (rank, op) -> (start, end).
-
-    stages: where each stage lies (default `looped`). cost: time of an op of each kind. wire: time of a message.
-    Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it waits for on each.
-    """
-    stages, cost = stages or _looped_for(plan), cost or COST
-    waits = [[needs(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
-    times: Times = {}
-    clock, at = [0.0] * len(plan), [0] * len(plan)
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(plan):
-            while at[rank] < len(ops) and all(need in times for need in waits[rank][at[rank]]):
-                arrivals = [times[need][1] + wire * (need[0] != rank) for need in waits[rank][at[rank]]]
-                start = max([clock[rank], *arrivals])
-                op = ops[at[rank]]
-                clock[rank] = start + cost[op.kind]
-                times[rank, op] = (start, clock[rank])
-                at[rank] += 1
-                moved = True
-    stuck = [rank for rank, ops in enumerate(plan) if at[rank] < len(ops)]
-    if stuck:
-        raise BrokenSchedule("deadlock: " + "; ".join(_stuck_on(rank, plan, at, waits, times) for rank in stuck))
-    return times
-
-
-def _stuck_on(rank: int, plan: Plan, at: list[int], waits: list, times: Times) -> str:
-    missing = [f"{op} of rank {source}" for source, op in waits[rank][at[rank]] if (source, op) not in times]
-    return f"rank {rank} is stuck on {plan[rank][at[rank]]}, waiting for {' and '.join(missing)}"
-
-
-def _looped_for(plan: Plan) -> Stages:
-    return looped(len(plan), 1 + max((op.chunk for ops in plan for op in ops), default=0))
-
-
-# -- verify ----------------------------------------------------------------------------------------------------------
-
-
-def verify(plan: Plan, micros: int, stages: Optional[Stages] = None) -> None:
-    """Prove that a plan is right, or raise BrokenSchedule with what is wrong.
-
-    Every (micro, chunk) is done exactly once in each kind of pass; no rank waits for ever; every directed channel between
-    two ranks delivers in the order in which it is read, so that messages need no tags.
-    """
-    stages = stages or _looped_for(plan)
-    _verify_complete(plan, micros, stages)
-    simulate(plan, stages)
-    _verify_channels(plan, stages)
-
-
-def _verify_complete(plan: Plan, micros: int, stages: Stages) -> None:
-    kinds = {op.kind for ops in plan for op in ops}
-    if kinds not in KINDS:
-        raise BrokenSchedule(f"passes of kinds {sorted(kinds)}: expected F, F and B, or F, I and W")
-    for rank, ops in enumerate(plan):
-        chunks = [chunk for where, chunk in stages if where == rank]
-        want = {Op(kind, micro, chunk) for kind in kinds for micro in range(micros) for chunk in chunks}
-        wrong = {
-            "never does": want - set(ops),
-            "must not do": set(ops) - want,
-            "does twice": {op for op in set(ops) if ops.count(op) > 1} if len(ops) != len(set(ops)) else set(),
-        }
-        for what, which in wrong.items():
-            if which:
-                raise BrokenSchedule(f"rank {rank} {what} {' '.join(map(str, sorted(which)[:8]))}")
-
-
-def _verify_channels(plan: Plan, stages: Stages) -> None:
-    read = _messages(plan, stages)
-    for (source, target, kind), wanted in read.items():
-        wanted_set = set(wanted)
-        sent = [op for op in plan[source] if op in wanted_set]
-        for position, (out, into) in enumerate(zip(sent, wanted)):
-            if out != into:
-                raise BrokenSchedule(
-                    f"channel {kind} from rank {source} to {target}: message {position} is sent as {out}, read as {into}"
-                )
-
-
-def _messages(plan: Plan, stages: Stages) -> dict[tuple[int, int, str], list[Op]]:
-    """(from, to, kind) -> the sender's ops, in the order in which the receiver wants their results."""
-    read = defaultdict(list)
-    for rank, ops in enumerate(plan):
-        for op in ops:
-            for source, need in needs(op, rank, stages):
-                if source != rank:
-                    read[source, rank, need.kind].append(need)
-    return read
-
-
-# -- measure ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a plan costs. Times in units of one chunk's forward pass."""
-
-    span: float  # from the first op to the last
-    bubble: float  # share of the span in which ranks wait, over all ranks
-    live: tuple[int, ...]  # largest number of (micro, chunk) activations that each rank holds
-    waiting: int  # most messages that lie unread in one channel: buffers that the wire must have
-
-
-def report(plan: Plan, stages: Optional[Stages] = None, cost: Optional[dict] = None, wire: float = 0.0) -> Report:
-    """Simulate and measure a plan."""
-    stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, wire)
-    span = max((end for _, end in times.values()), default=0.0)
-    busy = sum(end - start for start, end in times.values())
-    bubble = 1 - busy / (span * len(plan)) if span else 0.0
-    return Report(span, bubble, tuple(map(live_activations, plan)), _most_waiting(plan, stages, times))
-
-
-def live_activations(ops: list[Op]) -> int:
-    """The most (micro, chunk) activations a rank holds at once: from F to B, or to W; evaluation keeps none."""
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    if {op.kind for op in ops} <= {"F"}:
-        return 0
-    held = most = 0
-    for op in ops:
-        held += change[op.kind]
-        most = max(most, held)
-    return most
-
-
-def _most_waiting(plan: Plan, stages: Stages, times: Times) -> int:
-    events = defaultdict(list)  # channel -> (time, +1 sent or -1 read)
-    for rank, ops in enumerate(plan):
-        for op in ops:
-            for source, need in needs(op, rank, stages):
-                if source != rank:
-                    events[source, rank, need.kind] += [(times[source, need][1], 1), (times[rank, op][0], -1)]
-    most = 0
-    for channel in events.values():
-        waiting = 0
-        for _, change in sorted(channel):  # at the same instant reading (-1) comes first: a message passed on at once
-            waiting += change
-            most = max(most, waiting)
-    return most
-
-
-# -- draw ------------------------------------------------------------------------------------------------------------
-
-COLOURS = dict(F="44;97", B="42;30", I="46;30", W="43;30")  # ANSI background;foreground
-
-
-def diagram(plan: Plan, stages: Optional[Stages] = None, *, width: int = 120, colour: bool = False) -> str:
-    """One line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
-
-    Without colour a block reads F3---- (forward of micro-batch 3). Lines are cut at `width`.
-    """
-    times = simulate(plan, stages)
-    unit = max(len(str(op)) for ops in plan for op in ops) + (not colour)
-    span = max(end for _, end in times.values())
-    fits = max(unit, min(2 * unit, int((width - 9) / span))) if span else unit
-    lines = []
-    for rank, ops in enumerate(plan):
-        line, column = "", 0
-        for op in ops:
-            start, end = (round(moment * fits) for moment in times[rank, op])
-            if end > width - 9:
-                line += " " * max(0, min(start, width - 12) - column) + "..."
-                break
-            line += " " * (start - column) + _block(op, end - start, colour)
-            column = end
-        lines.append(f"rank {rank:2d} |{line}")
-    return "\n".join(lines)
-
-
-def _block(op: Op, length: int, colour: bool) -> str:
-    if not colour:
-        return str(op).ljust(length, dict(F="-", B="=", I="-", W="~")[op.kind])[:length]
-    label = f"{op.micro}" + f".{op.chunk}" * (op.chunk > 0)
-    shade = "1;" if op.chunk % 2 else ""
-    return f"\033[{shade}{COLOURS[op.kind]}m{label.ljust(length)[:length]}\033[0m"
-
-
-# -- command ---------------------------------------------------------------------------------------------------------
+from megatron.errors import SettingsError, StorageError, run_main
+from megatron.pipeline.draw import diagram, svg
+from megatron.pipeline.own_schedule import is_file, read_schedule
+from megatron.pipeline.schedule import TRAINING, Stages, default_chunks, problems, stage_map
+from megatron.pipeline.simulate import COST, Plan, Times, bubble_of, make_plan, report, simulate, verify
+from megatron.pipeline.timeline import read_timeline
 
 
 @dataclass(frozen=True)
@@ -229,44 +28,98 @@ class Check:
 
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 4, "--pp")
     micro: int = setting("micro-batches of a step", 8, "--micros", "--num-micro-batches")
-    chunks: int = setting("model chunks a rank (interleaved schedule)", 1, "--virtual-pp-degree")
+    chunks: Optional[int] = setting("model chunks a rank (default: the schedule's own number)", None,
+                                    "--virtual-pp-degree", "--num-virtual-stages-per-pipeline-rank")  # fmt: skip
     schedule: Optional[str] = setting(
-        f"one of {', '.join(SCHEDULES)} (default: compare all)", None, "--pipeline-schedule"
+        f"one of {', '.join(TRAINING)}, or FILE.txt (default: compare all)", None, "--pipeline-schedule"
     )
+    cost: str = setting("time of F,B,I,W", ",".join(f"{COST[kind]:g}" for kind in "FBIW"))
     wire: float = setting("time of a message, in forward passes of a chunk", 0.0)
+    timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to be laid over its simulation", None)
+    svg: Optional[str] = setting("file for a picture", None)
     no_diagram: bool = setting("numbers alone", False)
 
 
 def main(argv: list[str]) -> None:
     from megatron.flags import parse
 
-    what = "Simulate, verify and draw a pipeline schedule."
+    what = "Simulate, verify, measure and draw a pipeline schedule."
     fields = tuple(Check.__dataclass_fields__)
-    asked = parse(argv, {"check": Check}, prog="python -m megatron.pipeline.check", description=what, common=fields)[
-        "check"
-    ]
-    pp, micros, chunks = asked.pipeline_model_parallel_size, asked.micro, asked.chunks
-    names = [asked.schedule] if asked.schedule else list(SCHEDULES)
-    wrong = {name: problems(name, pp, micros, chunks) for name in names}
+    prog = "python -m megatron.pipeline.check"
+    asked = parse(argv, {"check": Check}, prog=prog, description=what, common=fields)["check"]
+    panels = _measured(asked.timeline) if asked.timeline else _compared(asked)
+    for title, times in panels.items() if not asked.no_diagram else ():
+        width = shutil.get_terminal_size((160, 24)).columns
+        print(f"\n{title}\n{diagram(times, width=width, colour=sys.stdout.isatty())}")
+    if asked.svg:
+        try:
+            Path(asked.svg).write_text(svg(panels), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write --svg {asked.svg}", error.strerror) from error
+
+
+def _compared(asked: Check) -> dict[str, Times]:
+    """Figures of the schedules that are asked for. Returns what to draw."""
+    plans = _plans(asked)
+    cost, panels = _cost(asked.cost), {}
+    ranks, micros = _size(next(iter(plans.values()))[0])
+    print(f"{ranks} ranks, {micros} micro-batches; time unit: forward pass of a rank's layers")
+    print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
+    for name, (plan, stages) in plans.items():
+        verify(plan, micros, stages)
+        found, chunks = report(plan, stages, cost, asked.wire), len(stages) // len(plan)
+        live = " ".join(f"{held / chunks:g}" for held in found.live)
+        print(f"{name:>14}{chunks:8d}{found.span / chunks / cost['F']:9.1f}{found.bubble:9.1%}   {live}")
+        panels[name] = simulate(plan, stages, cost, asked.wire)
+    return panels
+
+
+def _plans(asked: Check) -> dict[str, tuple[Plan, Stages]]:
+    """Name -> plan and map of stages. Raises SettingsError when there is none that can run."""
+    if asked.schedule and is_file(asked.schedule):
+        own = read_schedule(asked.schedule)
+        return {Path(own.path).name: (own.plan, own.stages)}
+    pp, micros = asked.pipeline_model_parallel_size, asked.micro
+    names = [asked.schedule] if asked.schedule else TRAINING
+    chunks = {name: asked.chunks or default_chunks(name) for name in names}
+    wrong = {name: problems(name, pp, micros, chunks[name]) for name in names}
     good = [name for name in names if not wrong[name]]
     if not good:
         raise SettingsError("; ".join(dict.fromkeys(line for lines in wrong.values() for line in lines)))
-    print(f"{pp} ranks, {micros} micro-batches, {chunks} chunk(s) a rank; time unit: forward pass of a rank's layers")
-    print(f"{'schedule':>14}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
-    for name in good:
-        plan = make_plan(name, pp, micros, chunks)
-        verify(plan, micros)
-        found = report(plan, wire=asked.wire)
-        live = " ".join(f"{held / chunks:g}" for held in found.live)
-        print(f"{name:>14}{found.span / chunks:9.1f}{found.bubble:9.1%}   {live}")
-    for name in good if not asked.no_diagram else []:
-        print(f"\n{name}")
-        colour = sys.stdout.isatty()
-        print(
-            diagram(
-                make_plan(name, pp, micros, chunks), width=shutil.get_terminal_size((160, 24)).columns, colour=colour
-            )
-        )
+    if "1f1b" in good and chunks["1f1b"] > 1 and "interleaved" in good:
+        good.remove("1f1b")  # the same by another name
+    return {name: (make_plan(name, pp, micros, chunks[name]), stage_map(name, pp, chunks[name])) for name in good}
+
+
+def _size(plan: Plan) -> tuple[int, int]:
+    return len(plan), 1 + max(op.micro for ops in plan for op in ops)
+
+
+def _cost(text: str) -> dict[str, float]:
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(COST) or min(numbers) <= 0:
+        raise SettingsError(f"--cost {text} must be four times above 0, for F,B,I,W, as in 1,2,1,1")
+    return dict(zip("FBIW", numbers))
+
+
+def _measured(path: str) -> dict[str, Times]:
+    """A run's step beside the simulation of the same plan with the run's own times of each op."""
+    found = read_timeline(path)
+    simulated, measured = simulate(found.plan, found.stages, found.cost), found.times
+    spans = {name: max(end for _, end in times.values()) for name, times in
+             (("measured", measured), ("simulated", simulated))}  # fmt: skip
+    print(f"{found.schedule}: {len(found.plan)} ranks, {_size(found.plan)[1]} micro-batches")
+    for name, times in (("measured", measured), ("simulated", simulated)):
+        print(f"{name:>12}: {spans[name] * 1000:9.2f} ms, bubble {bubble_of(times, len(found.plan)):.1%}")
+    print(f"{'ratio':>12}: {spans['measured'] / spans['simulated']:9.3f}")
+    for rank in range(len(found.plan)):
+        costs = {f"{kind}{f'.{chunk}' * (chunk > 0)}": found.costs[where, kind, chunk]
+                 for where, kind, chunk in sorted(found.costs) if where == rank}  # fmt: skip
+        print(f"{'rank':>10} {rank}: " + ", ".join(f"{name} {1000 * cost:.2f} ms" for name, cost in costs.items()))
+    return {"simulated from the measured time of each op": simulated, "measured": measured}
 
 
 if __name__ == "__main__":

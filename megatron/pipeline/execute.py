@@ -2,47 +2,33 @@
 """The one loop that runs any schedule: training and evaluation, one stage or many.
 
 A schedule is a list of `Op`s per rank (pipeline/schedule.py); the verifier has proved that each directed channel is
-first in, first out, so the wire needs no tags beyond the kind. Without a pipeline the list is F0 B0 F1 B1 ... and nothing
-is sent.
+first in, first out, so messages need no names. Without a pipeline the list is F0 B0 F1 B1 ... and nothing is sent.
+
+What a rank holds of a micro-batch between its passes: the input x, and the *edge* of the graph where the output was
+made. The output itself belongs to the message that carries it, and is freed with that.
 """
 
-from typing import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.loader import MicroBatch
-from megatron.mpu.mesh import Axis
-from megatron.pipeline.schedule import Op
+from megatron.mpu.deferred import attach, deliver
+from megatron.pipeline.schedule import Op, Stages, looped
+from megatron.pipeline.wire import Wire
+
+__all__ = ["Wire", "execute"]
 
 
-class Wire:
-    """Point-to-point messages between neighbouring stages; within a rank a queue."""
+class _Neighbours(NamedTuple):
+    """Of a chunk: its stage number, and the ranks that hold the stages before and after (None: there is none)."""
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], dtype, device):
-        self.axis, self.shape, self.dtype, self.device = axis, shape, dtype, device
-        self.queues: dict[str, list] = {}
-        self.pending: list = []  # (work, tensor): a tensor must outlive its asynchronous send
-
-    def send(self, x: torch.Tensor, to: int, kind: str) -> None:
-        if to == self.axis.rank:
-            self.queues.setdefault(kind, []).append(x)
-            return
-        assert tuple(x.shape) == self.shape and x.dtype == self.dtype, f"{tuple(x.shape)} {x.dtype} on the wire"
-        work = dist.isend(x.contiguous(), self.axis.ranks[to], group=self.axis.group, tag="FB".index(kind))
-        self.pending.append((work, x))
-
-    def receive(self, source: int, kind: str) -> torch.Tensor:
-        if source == self.axis.rank:
-            return self.queues[kind].pop(0)
-        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        dist.recv(x, self.axis.ranks[source], group=self.axis.group, tag="FB".index(kind))
-        return x
-
-    def wait(self) -> None:
-        for work, _ in self.pending:
-            work.wait()
-        self.pending.clear()
+    stage: int
+    before: Optional[int]
+    after: Optional[int]
 
 
 def execute(
@@ -50,38 +36,110 @@ def execute(
     stages: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
     wire: Wire,
-    objective=None,
+    objective: Optional[Callable] = None,
+    *,
+    before_last_backward: Optional[Callable[[int], Any]] = None,
+    timeline: Optional[list] = None,
+    see: Optional[Callable[[Op], Any]] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns [loss sum, counted tokens] over its micro-batches in fp64 (zeros off the last stage).
 
-    stages:     this rank's model chunks; chunk c is stage c * axis.size + axis.rank
+    stages:     this rank's model chunks; which stage chunk c is says `wire.stages`
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
     objective:  (loss sum, tokens) of a micro-batch -> the scalar whose gradient is taken; None: no gradients at all
+    before_last_backward:  called with a chunk's number before the last pass that adds to the gradients of its linear
+                layers: B, or W in a split schedule, where norms, biases and embeddings are complete by then
+    timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
+    see:        called with each op before its message is waited for
     """
-    axis = wire.axis
-    live: dict[tuple, tuple] = {}
-    sums, last = [], len(stages) * axis.size - 1
-    for op in ops:
-        stage, key = op.chunk * axis.size + axis.rank, (op.micro, op.chunk)
+    work = _Work(stages, batches, wire, objective, split=any(op.kind == "W" for op in ops))
+    last = {op.chunk: number for number, op in enumerate(ops) if op.kind in "BW"}
+    ahead = work.expect(ops[0]) if ops else None
+    for number, op in enumerate(ops):
+        if see is not None:
+            see(op)
+        message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
+        arrived = message and message.wait()
+        start = work.now() if timeline is not None else 0.0
+        if before_last_backward and last.get(op.chunk) == number:
+            before_last_backward(op.chunk)
+        work.do(op, arrived)
+        if timeline is not None:
+            timeline.append((op, start, work.now()))
+    return work.finish()
+
+
+class _Work:
+    """What one rank holds while it works through its ops."""
+
+    def __init__(self, stages, batches, wire: Wire, objective, split: bool):
+        self.chunks, self.batches, self.wire, self.objective = stages, batches, wire, objective
+        self.places = [_neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
+                       for chunk in range(len(stages))]  # fmt: skip
+        self.live: dict[tuple[int, int], tuple] = {}  # (micro, chunk) -> input, edge of the output
+        self.deferred = attach(stages) if split else None
+        self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> what I has left for W
+        self.sums: list[torch.Tensor] = []
+
+    def now(self) -> float:
+        if self.wire.device.type == "cuda":
+            torch.cuda.synchronize(self.wire.device)
+        return time.perf_counter()
+
+    def expect(self, op: Op):
+        """Post the receive of what an op needs from another rank; None if it needs nothing."""
+        place = self.places[op.chunk]
+        if op.kind == "W":
+            return None
+        source, kind = (place.before, "F") if op.kind == "F" else (place.after, "B")
+        return None if source is None else self.wire.receive(source, kind, op.micro, place.stage)
+
+    def do(self, op: Op, arrived: Optional[torch.Tensor]) -> None:
         if op.kind == "F":
-            x = None if stage == 0 else wire.receive((stage - 1) % axis.size, "F")
-            if x is not None and objective is not None:
-                x.requires_grad_()
-            y = stages[op.chunk](x, batches[op.micro])
-            if stage == last:
-                loss, tokens = y
-                sums.append(torch.stack([loss.detach().double(), torch.as_tensor(tokens).to(loss.device).double()]))
-                y = None if objective is None else objective(loss, tokens)
-            else:
-                wire.send(y.detach(), (stage + 1) % axis.size, "F")
-            if objective is not None:
-                live[key] = x, y
+            self.forward(op, arrived)
+        elif op.kind == "W":
+            deliver(self.products.pop(op[1:]))
         else:
-            x, y = live.pop(key)
-            gradient = None if stage == last else wire.receive((stage + 1) % axis.size, "B")
+            self.backward(op, arrived)
+
+    def forward(self, op: Op, x: Optional[torch.Tensor]) -> None:
+        place, training = self.places[op.chunk], self.objective is not None
+        if x is not None and training:
+            x.requires_grad_()
+        y = self.chunks[op.chunk](x, self.batches[op.micro])
+        if place.after is None:
+            loss, tokens = y
+            self.sums.append(torch.stack([loss.detach().double(), torch.as_tensor(tokens).to(loss.device).double()]))
+            y = self.objective(loss, tokens) if training else None
+        else:
+            self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
+        if training:
+            # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
+            self.live[op[1:]] = x, y if place.after is None else get_gradient_edge(y)
+
+    def backward(self, op: Op, gradient: Optional[torch.Tensor]) -> None:
+        """B, or I: the same, but products for gradients of weights are kept for W."""
+        place, (x, y) = self.places[op.chunk], self.live.pop(op[1:])
+        if place.after is not None:
+            self.wire.arrived("F", op.micro, place.stage + 1)  # who sends a gradient back has had the output
+        if op.kind == "I":
+            with self.deferred.collect() as self.products[op[1:]]:
+                torch.autograd.backward(y, gradient)
+        else:
             torch.autograd.backward(y, gradient)
-            if stage > 0:
-                wire.send(x.grad, (stage - 1) % axis.size, "B")
-    wire.wait()
-    assert not live, f"activations left over: {sorted(live)}"
-    return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=wire.device)
+        if place.before is not None:
+            self.wire.send(x.grad, place.before, "B", op.micro, place.stage - 1)
+
+    def finish(self) -> torch.Tensor:
+        self.wire.wait()
+        assert not self.live and not self.products, f"left over: {sorted(self.live)} {sorted(self.products)}"
+        if self.sums:
+            return torch.stack(self.sums).sum(0)
+        return torch.zeros(2, dtype=torch.float64, device=self.wire.device)
+
+
+def _neighbours(stages: Stages, rank: int, chunk: int) -> _Neighbours:
+    stage = stages.index((rank, chunk))
+    before = stages[stage - 1][0] if stage > 0 else None
+    after = stages[stage + 1][0] if stage + 1 < len(stages) else None
+    return _Neighbours(stage, before, after)

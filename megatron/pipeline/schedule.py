@@ -11,10 +11,13 @@ ranks, three micro-batches:
     F0 B0 F1 B1 F2 B2
 
 Which part of the model a rank's chunk is says the *map of stages*: stage -> (rank, chunk). `looped` is the usual one:
-the stages go round the ranks, chunk by chunk. `needs` and the verifier take any map.
+the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `needs` and the verifier take any map.
 """
 
-from typing import NamedTuple
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple, Optional
 
 
 class Op(NamedTuple):
@@ -31,6 +34,21 @@ class Op(NamedTuple):
         return f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0)
 
 
+_OP = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
+
+
+def parse_op(word: str) -> Op:
+    """The op that a word such as `B12` or `F3.1` (of chunk 1) means. Raises ValueError for any other word.
+
+    >>> parse_op("I7.1")
+    Op(kind='I', micro=7, chunk=1)
+    """
+    found = _OP.fullmatch(word)
+    if found is None:
+        raise ValueError(f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, are")
+    return Op(found[1], int(found[2]), int(found[3] or 0))
+
+
 Stages = tuple[tuple[int, int], ...]  # stage -> (rank, chunk)
 
 
@@ -41,6 +59,16 @@ def looped(pp: int, chunks: int = 1) -> Stages:
     ((0, 0), (1, 0), (0, 1), (1, 1))
     """
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
+
+
+def v_shaped(pp: int, chunks: int = 2) -> Stages:
+    """Stages go down the ranks and come back: first and last stage lie on rank 0.
+
+    >>> v_shaped(2)
+    ((0, 0), (1, 0), (1, 1), (0, 1))
+    """
+    assert chunks == 2, "a V has two arms"
+    return tuple((rank, 0) for rank in range(pp)) + tuple((rank, 1) for rank in reversed(range(pp)))
 
 
 def needs(op: Op, rank: int, stages: Stages) -> list[tuple[int, Op]]:
@@ -62,31 +90,44 @@ def needs(op: Op, rank: int, stages: Stages) -> list[tuple[int, Op]]:
     return [at("F", stage)] + ([at(op.kind, stage + 1)] if stage < len(stages) - 1 else [])
 
 
-def make_schedule(name: str, rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
-    """The ops of `rank`, in order. `name` is a key of SCHEDULES. Raises ValueError for what `problems` names."""
+def make_schedule(name: str, rank: int, pp: int, micros: int, chunks: Optional[int] = None) -> list[Op]:
+    """The ops of `rank`, in order. `name` is a key of SCHEDULES; chunks: default those that the schedule is made for.
+
+    Raises ValueError for what `problems` names.
+    """
+    chunks = chunks or default_chunks(name)
     wrong = problems(name, pp, micros, chunks)
     if wrong:
         raise ValueError("; ".join(wrong))
-    return SCHEDULES[name](rank, pp, micros, chunks)
+    return SCHEDULES[name].make(rank, pp, micros, chunks)
+
+
+def stage_map(name: str, pp: int, chunks: int = 1) -> Stages:
+    """Where a schedule wants the stages to lie."""
+    return SCHEDULES[name].stages(pp, chunks)
+
+
+def default_chunks(name: str) -> int:
+    """Model chunks of a rank when nothing is said."""
+    return SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
 
 
 def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
     """Why this schedule cannot run: one sentence each; empty when it can."""
     if name not in SCHEDULES:
-        return [f"no pipeline schedule {name!r}: choose from {', '.join(SCHEDULES)}"]
+        return [f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt)"]
     found = []
+    low, high = SCHEDULES[name].chunks
     if micros < 1:
         found.append(f"{micros} micro-batches a step: at least 1 is needed")
-    if chunks > 1 and pp == 1:
+    if high is not None and not low <= chunks <= high:
+        many = "one model chunk" if high == 1 else f"{high} model chunks"
+        found.append(f"schedule {name} has {many} a rank, not {chunks}")
+    elif chunks < low:
+        found.append(f"schedule {name} needs at least {low} model chunks a rank "
+                     "(--num-virtual-stages-per-pipeline-rank 2), not 1; with one, 1f1b is the schedule")  # fmt: skip
+    elif pp == 1 and high is None and chunks > 1:
         found.append("several model chunks a rank need --pipeline-model-parallel-size of at least 2")
-    if chunks > 1 and name == "zb-h1":
-        found.append("schedule zb-h1 has one model chunk a rank")
-    if chunks > 1 and pp > 1 and name == "1f1b" and micros % pp:
-        near = " or ".join(str(n) for n in (micros // pp * pp, micros // pp * pp + pp) if n)
-        found.append(
-            f"the interleaved schedule needs micro-batches in groups of --pipeline-model-parallel-size {pp}: "
-            f"{micros} is no multiple; {near} would work (--global-batch-size, --micro-batch-size)"
-        )
     return found
 
 
@@ -101,7 +142,9 @@ def one_f_one_b(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
     One chunk: PipeDream-flush (arXiv:2104.04473, section 2.2.1), at most pp - rank micro-batches alive. Several:
     interleaved (section 2.2.2), the bubble shrinks to (pp - 1) / (chunks x micros + pp - 1).
     """
-    warmup = pp - rank - 1 if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp
+    warmup = pp - rank - 1
+    if chunks > 1:
+        warmup = 2 * warmup + (chunks - 1) * len(_groups(pp, micros)[0])
     forward = _visits("F", pp, micros, range(chunks))
     backward = _visits("B", pp, micros, range(chunks)[::-1])
     warmup = min(warmup, len(forward))
@@ -112,8 +155,8 @@ def one_f_one_b(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
 def zb_h1(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
     """1F1B whose backward is split, with W lagging by `rank` (arXiv:2401.10241, section 2).
 
-    The input's gradient travels on at once, the weights' gradient fills what was the bubble: about a third of 1F1B's
-    is left, with no more than pp activations alive on any rank, as on 1F1B's first.
+    The input's gradient travels on at once, the weights' gradient fills what was the bubble: a third of 1F1B's is left,
+    with no more than pp activations alive on any rank, as on 1F1B's first.
     """
     order, waiting = [], []
     for op in one_f_one_b(rank, pp, micros, chunks):
@@ -127,15 +170,95 @@ def zb_h1(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
     return order + waiting
 
 
+def zb_v(rank: int, pp: int, micros: int, chunks: int = 2) -> list[Op]:
+    """Two chunks a rank in a V, backward split: next to no bubble with the memory of 1F1B's first rank, pp
+    micro-batches (after ZB-V of arXiv:2405.15362).
+    """
+    return list(_packed(pp, micros, 2 * pp)[rank])
+
+
+def v_half(rank: int, pp: int, micros: int, chunks: int = 2) -> list[Op]:
+    """The same V in half the memory: pp / 2 + 1 micro-batches on every rank (after V-Half of arXiv:2405.15362)."""
+    return list(_packed(pp, micros, pp + 2)[rank])
+
+
 def forward_only(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
-    """Forward passes alone: evaluation."""
+    """Forward passes alone: evaluation, on any map of stages."""
     return _visits("F", pp, micros, range(chunks))
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "forward-only": forward_only}
+class Schedule(NamedTuple):
+    """How a named schedule is made, and what it is made for."""
+
+    make: Callable  # (rank, pp, micros, chunks) -> ops of the rank
+    chunks: tuple[int, Optional[int]] = (1, None)  # fewest and most model chunks of a rank
+    stages: Callable = looped  # (pp, chunks) -> map of stages
+    split: bool = False  # the backward pass comes as I and W
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(one_f_one_b, chunks=(2, None)),
+    "zb-h1": Schedule(zb_h1, chunks=(1, 1), split=True),
+    "zb-v": Schedule(zb_v, chunks=(2, 2), stages=v_shaped, split=True),
+    "v-half": Schedule(v_half, chunks=(2, 2), stages=v_shaped, split=True),
+    "forward-only": Schedule(forward_only),
+}
+
+TRAINING = tuple(name for name in SCHEDULES if name != "forward-only")
 
 
 def _visits(kind: str, pp: int, micros: int, chunks) -> list[Op]:
-    """Every (micro, chunk) once: micro-batches in groups of pp, each group through all chunks before the next one."""
-    groups = [range(start, min(start + pp, micros)) for start in range(0, micros, pp)]
-    return [Op(kind, micro, chunk) for group in groups for chunk in chunks for micro in group]
+    """Every (micro, chunk) once: a group of micro-batches goes through all chunks before the next group."""
+    return [Op(kind, micro, chunk) for group in _groups(pp, micros) for chunk in chunks for micro in group]
+
+
+def _groups(pp: int, micros: int) -> list[range]:
+    """Micro-batches in even groups of pp, or a few more: with a smaller group the interleaved schedule would hang.
+
+    >>> _groups(4, 8), _groups(4, 11)
+    ([range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
+    """
+    count = max(1, micros // pp)
+    ends = [(micros * n + count - 1) // count for n in range(count + 1)]
+    return [range(start, end) for start, end in zip(ends, ends[1:])]
+
+
+@lru_cache(maxsize=8)  # every rank asks for its row of the same plan, at every step
+def _packed(pp: int, micros: int, limit: int) -> tuple[tuple[Op, ...], ...]:
+    """A V-shaped plan, made by playing it: at each tick every idle rank takes the first op that it can.
+
+    All ops take one tick. A rank prefers, in this order, what feeds its neighbours (F of the way back, I, F of the way
+    out) and fills the rest with W. It holds at most `limit` (micro, chunk) activations: a micro-batch is let in only if
+    there is room for it on its way back too, which is why no rank can ever be stuck.
+    """
+    stages = v_shaped(pp)
+    plan: list[list[Op]] = [[] for _ in range(pp)]
+    done = [{(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)} for _ in range(pp)]  # ops come in order of micro
+    finished: dict[tuple[int, Op], int] = {}
+    tick = 0
+
+    def can(rank: int, op: Op) -> bool:
+        if op.micro == micros:
+            return False
+        if op.kind == "F" and op.chunk == 0:
+            count = done[rank]
+            room = limit - (count["F", 0] - count["W", 0]) - (count["F", 0] - count["W", 1])
+            if room < 2:
+                return False
+        return all(finished.get(need, tick + 1) <= tick for need in needs(op, rank, stages))
+
+    while any(count["W", chunk] < micros for count in done for chunk in (0, 1)):
+        ready = [[op for kind, chunk in _EAGER if can(rank, op := Op(kind, done[rank][kind, chunk], chunk))][:1]
+                 for rank in range(pp)]  # fmt: skip
+        tick += 1
+        for rank, ops in enumerate(ready):
+            for op in ops:
+                plan[rank].append(op)
+                done[rank][op.kind, op.chunk] += 1
+                finished[rank, op] = tick
+    return tuple(map(tuple, plan))
+
+
+_EAGER = (("F", 1), ("I", 0), ("F", 0), ("I", 1), ("W", 1), ("W", 0))

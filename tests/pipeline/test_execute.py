@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor gives what one process gives, for every schedule, rank count and number of model chunks."""
 
+import weakref
+
 import pytest
 import torch
 
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.layers import ColumnParallelLinear
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.execute import Wire, execute
-from megatron.pipeline.schedule import make_schedule
+from megatron.pipeline.schedule import TRAINING, default_chunks, looped, make_schedule, stage_map
+from megatron.pipeline.wire import open_channels
 
 WIDTH, ROWS = 8, 3
+ALONE = Axis("tp", (0,))
 
 
 class Stage(torch.nn.Module):
-    """A linear layer with tanh; the last one also has the loss."""
+    """A linear layer, a gain and tanh; the last one also has the loss."""
 
     def __init__(self, number: int, stages: int):
         super().__init__()
         self.number, self.last = number, number == stages - 1
         torch.manual_seed(number)
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.linear = ColumnParallelLinear(WIDTH, (WIDTH,), ALONE, std=0.3)
+        self.gain = torch.nn.Parameter(torch.randn(WIDTH))
+        for parameter in self.linear.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
 
     def forward(self, x, batch):
-        inputs, targets = batch
-        y = torch.tanh(self.linear(inputs if self.number == 0 else x))
+        inputs, targets = batch[0].requires_grad_(), batch[1]
+        y = torch.tanh(self.linear(inputs if self.number == 0 else x) * self.gain)
         return (((y - targets) ** 2).sum(), torch.tensor(float(ROWS))) if self.last else y
 
 
@@ -35,11 +43,18 @@ def _objective(loss, tokens):
     return loss / tokens
 
 
-def _run(rank, name, pp, micros, chunks):
-    mesh = Mesh(rank, pp=pp)
-    stages = [Stage(chunk * pp + rank, pp * chunks) for chunk in range(chunks)]
-    wire = Wire(mesh.pp, (ROWS, WIDTH), torch.float32, torch.device("cpu"))
-    sums = execute(make_schedule(name, rank, pp, micros, chunks), stages, _batches(micros), wire, _objective)
+def _wire(mesh, stages=None, **more):
+    return Wire(mesh.pp, (ROWS, WIDTH), torch.float32, torch.device("cpu"), stages=stages, **more)
+
+
+def _run(rank, name, pp, micros, chunks, steps=1, channels=False):
+    mesh, places = Mesh(rank, pp=pp), stage_map(name, pp, chunks)
+    stages = [Stage(places.index((rank, chunk)), pp * chunks) for chunk in range(chunks)]
+    wire = _wire(mesh, places, groups=open_channels(mesh, places) if channels else None)
+    for _ in range(steps):
+        for stage in stages:
+            stage.zero_grad()
+        sums = execute(make_schedule(name, rank, pp, micros, chunks), stages, _batches(micros), wire, _objective)
     return sums, {stage.number: [p.grad for p in stage.parameters()] for stage in stages}
 
 
@@ -55,39 +70,54 @@ def _reference(stages, micros):
     return total, {stage.number: [p.grad for p in stage.parameters()] for stage in chain}
 
 
-@pytest.mark.parametrize(
-    "name, pp, micros, chunks",
-    [
-        ("1f1b", 1, 3, 1),
-        ("gpipe", 2, 3, 1),
-        ("1f1b", 2, 4, 1),
-        ("1f1b", 2, 4, 2),
-        ("gpipe", 2, 4, 2),
-        ("1f1b", 4, 6, 1),
-    ],
-)
-def test_equals_one_process(name, pp, micros, chunks, run_ranks):
+def _compare(results, name, pp, micros, chunks):
     total, gradients = _reference(pp * chunks, micros)
-    results = run_ranks(pp, _run, name, pp, micros, chunks)
+    end = stage_map(name, pp, chunks)[-1][0]  # the rank of the last stage
     for rank, (sums, own) in enumerate(results):
-        expected = [total, micros * ROWS] if rank == pp - 1 else [0, 0]
+        expected = [total, micros * ROWS] if rank == end else [0, 0]
         torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
         for number, tensors in own.items():
             torch.testing.assert_close(tensors, gradients[number])
 
 
-def test_forward_only_keeps_no_gradients(run_ranks):
+@pytest.mark.parametrize("pp, micros", [(1, 3), (2, 1), (2, 4), (3, 5), (4, 6)])
+@pytest.mark.parametrize("name", TRAINING)
+def test_equals_one_process(name, pp, micros, run_ranks):
+    chunks = default_chunks(name)
+    if pp == 1 and name == "interleaved":
+        pytest.skip("one rank has nobody to interleave with")
+    _compare(run_ranks(pp, _run, name, pp, micros, chunks), name, pp, micros, chunks)
+
+
+@pytest.mark.parametrize("name, pp, micros, chunks", [("1f1b", 2, 4, 3), ("gpipe", 2, 4, 2), ("interleaved", 3, 4, 2)])
+def test_equals_one_process_with_many_chunks(name, pp, micros, chunks, run_ranks):
+    _compare(run_ranks(pp, _run, name, pp, micros, chunks), name, pp, micros, chunks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_steps_follow_each_other_with_a_group_for_each_channel(name, run_ranks):
+    """As NCCL needs them."""
+    chunks = default_chunks(name)
+    _compare(run_ranks(2, _run, name, 2, 3, chunks, 3, True), name, 2, 3, chunks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_forward_only_keeps_no_gradients(name, run_ranks):
+    chunks, places = default_chunks(name), stage_map(name, 2, default_chunks(name))
+
     def body(rank):
         mesh = Mesh(rank, pp=2)
-        stage = Stage(rank, 2)
-        wire = Wire(mesh.pp, (ROWS, WIDTH), torch.float32, torch.device("cpu"))
+        stages = [Stage(places.index((rank, chunk)), 2 * chunks) for chunk in range(chunks)]
         with torch.no_grad():
-            sums = execute(make_schedule("forward-only", rank, 2, 3), [stage], _batches(3), wire)
-        return sums, stage.linear.weight.grad
+            ops = make_schedule("forward-only", rank, 2, 3, chunks)
+            sums = execute(ops, stages, _batches(3), _wire(mesh, places))
+        return sums, [stage.linear.weight.grad for stage in stages]
 
-    (_, first), (sums, second) = run_ranks(2, body)
-    assert first is None and second is None
-    assert sums[0].item() == pytest.approx(_reference(2, 3)[0], rel=1e-6)
+    results = run_ranks(2, body)
+    assert all(gradient is None for _, gradients in results for gradient in gradients)
+    end = places[-1][0]
+    assert results[end][0][0].item() == pytest.approx(_reference(2 * chunks, 3)[0], rel=1e-6)
+    assert results[1 - end][0].tolist() == [0, 0]
 
 
 def test_a_wrong_shape_is_caught_before_the_wire(run_ranks):
@@ -97,7 +127,84 @@ def test_a_wrong_shape_is_caught_before_the_wire(run_ranks):
         wire = Wire(Mesh(rank, pp=2).pp, (ROWS, WIDTH + 1), torch.float32, torch.device("cpu"))
         if rank == 0:
             with pytest.raises(AssertionError, match="on the wire"):
-                execute(make_schedule("1f1b", 0, 2, 1), [Stage(0, 2)], _batches(1), wire, _objective)
+                execute(make_schedule("gpipe", 0, 2, 2), [Stage(0, 2)], _batches(2), wire, _objective)
         return True
 
     assert run_ranks(2, body) == [True, True]
+
+
+def _alone(name, micros, chunks, **more):
+    """A step of all stages on this one rank."""
+    stages = [Stage(number, chunks) for number in range(chunks)]
+    wire = _wire(Mesh(), looped(1, chunks))
+    execute(make_schedule(name, 0, 1, micros, chunks), stages, _batches(micros), wire, _objective, **more)
+    return stages
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_the_last_backward_of_each_chunk_is_announced(name):
+    """Before it, gradients of its linear layers lack a part; what comes after the call completes them."""
+    chunks = default_chunks(name)
+    seen = {}
+    stages = [Stage(number, chunks) for number in range(chunks)]
+
+    def announced(chunk):
+        assert chunk not in seen
+        seen[chunk] = stages[chunk].linear.weight.grad.clone()
+
+    wire = _wire(Mesh(), looped(1, chunks))
+    execute(make_schedule(name, 0, 1, 3, chunks), stages, _batches(3), wire, _objective, before_last_backward=announced)
+    assert sorted(seen) == list(range(chunks))
+    assert all(not torch.equal(seen[chunk], stages[chunk].linear.weight.grad) for chunk in seen)
+    part = _reference(chunks, 2)[1]  # of the first two micro-batches
+    for chunk in seen:
+        torch.testing.assert_close(seen[chunk], part[chunk][1])
+
+
+def test_put_off_gradients_come_through_the_same_hooks():
+    """The optimizer collects gradients with hooks; each parameter's is called once for each micro-batch."""
+    stages, calls = [Stage(number, 2) for number in range(2)], {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, key=(stage.number, name): calls.__setitem__(key, calls.get(key, 0) + 1)
+            )
+    execute(make_schedule("zb-v", 0, 1, 4), stages, _batches(4), _wire(Mesh(), looped(1, 2)), _objective)
+    assert set(calls.values()) == {4} and len(calls) == 6
+
+
+def test_ops_are_timed_in_order():
+    record = []
+    _alone("zb-v", 2, 2, timeline=record)
+    assert [op for op, _, _ in record] == make_schedule("zb-v", 0, 1, 2)
+    moments = [moment for _, start, end in record for moment in (start, end)]
+    assert moments == sorted(moments)
+
+
+def test_an_output_is_freed_once_it_is_sent(run_ranks):
+    """What a rank keeps of a micro-batch is the graph; the data of its output goes with the message."""
+
+    def body(rank):
+        outputs = []
+
+        class Watched(Stage):
+            def forward(self, x, batch):
+                y = super().forward(x, batch) + 0.0  # an op that keeps its output for nobody
+                outputs.append(weakref.ref(y))
+                return y
+
+        stage = Watched(0, 2) if rank == 0 else Stage(1, 2)
+        alive = []
+        wire = _wire(Mesh(rank, pp=2))
+        original = wire.receive
+
+        def receive(source, kind, *rest):
+            alive.append(sum(output() is not None for output in outputs))
+            return original(source, kind, *rest)
+
+        wire.receive = receive
+        execute(make_schedule("gpipe", rank, 2, 4), [stage], _batches(4), wire, _objective)
+        return alive
+
+    alive, _ = run_ranks(2, body)
+    assert alive == [0, 0, 0, 0]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule import SCHEDULES, Op, looped, make_schedule, needs, problems
+from megatron.pipeline.schedule import SCHEDULES, Op, looped, make_schedule, needs, parse_op, problems, stage_map
 
 ONE_CHUNK = {  # pp, micros -> order of each rank
     (1, 3): ["F0 B0 F1 B1 F2 B2"],
@@ -48,7 +48,8 @@ def test_interleaved_1f1b_equals_megatrons(shape):
 def test_gpipe_and_forward_only():
     assert text(make_schedule("gpipe", 0, 2, 3)) == "F0 F1 F2 B0 B1 B2"
     assert text(make_schedule("gpipe", 1, 2, 2, 2)) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
-    assert text(make_schedule("forward-only", 1, 2, 3, 2)) == "F0 F1 F0.1 F1.1 F2 F2.1"
+    assert text(make_schedule("forward-only", 1, 2, 3, 2)) == "F0 F1 F2 F0.1 F1.1 F2.1"
+    assert text(make_schedule("forward-only", 1, 2, 4, 2)) == "F0 F1 F0.1 F1.1 F2 F3 F2.1 F3.1"
 
 
 def test_zb_h1_splits_every_backward_and_delays_weights_by_rank():
@@ -62,12 +63,12 @@ def test_every_op_comes_once_and_work_without_pipeline_needs_nobody(name, pp, mi
         with pytest.raises(ValueError):
             make_schedule(name, 0, pp, micros, chunks)
         return
-    kinds = {"zb-h1": "FIW", "forward-only": "F"}.get(name, "FB")
+    kinds = "FIW" if SCHEDULES[name].split else "F" if name == "forward-only" else "FB"
     for rank in range(pp):
         ops = make_schedule(name, rank, pp, micros, chunks)
         assert sorted(ops) == sorted(Op(k, m, c) for k in kinds for m in range(micros) for c in range(chunks))
     if pp == 1:
-        stages = looped(1, chunks)
+        stages = stage_map(name, 1, chunks)
         assert all(source == 0 for op in ops for source, _ in needs(op, 0, stages))
 
 
@@ -80,6 +81,14 @@ def test_needs_names_the_neighbours():
     assert needs(Op("W", 7, 0), 1, stages) == [(1, Op("I", 7, 0))]
 
 
+def test_words_and_ops_are_the_same():
+    for op in make_schedule("zb-v", 1, 2, 12):
+        assert parse_op(str(op)) == op
+    for word in ("f0", "F", "F-1", "F1.", "F1.1.1", "X1", "", "F0,"):
+        with pytest.raises(ValueError, match="is no op"):
+            parse_op(word)
+
+
 def test_stages_may_lie_anywhere():
     v_shape = ((0, 0), (1, 0), (1, 1), (0, 1))
     assert needs(Op("F", 3, 1), 1, v_shape) == [(1, Op("F", 3, 0))]
@@ -89,12 +98,12 @@ def test_stages_may_lie_anywhere():
 @pytest.mark.parametrize(
     "shape, words",
     [
-        (("2f2b", 2, 4, 1), "choose from gpipe, 1f1b, zb-h1"),
+        (("2f2b", 2, 4, 1), "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half"),
         (("1f1b", 2, 0, 1), "at least 1"),
         (("1f1b", 1, 4, 2), "--pipeline-model-parallel-size of at least 2"),
-        (("1f1b", 4, 6, 2), "6 is no multiple; 4 or 8 would work"),
-        (("1f1b", 4, 3, 2), "3 is no multiple; 4 would work"),
+        (("interleaved", 4, 3, 1), "at least 2 model chunks"),
         (("zb-h1", 4, 8, 2), "one model chunk"),
+        (("zb-v", 4, 8, 3), "2 model chunks a rank, not 3"),
     ],
 )
 def test_impossible_schedules_say_why(shape, words):

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes in two halves: gradients of inputs at once, gradients of weights when there is time.
+
+The next pipeline stage waits for the gradient of a layer's input, and nobody for that of its weight. While a pass
+`collect`s, linear layers leave the product that makes the weight's gradient here; `deliver` does these products later:
+
+    waiting = attach(stages)
+    with waiting.collect() as products:
+        torch.autograd.backward(y, gradient)  # pass I
+    ...
+    deliver(products)  # pass W
+
+Gradients of norms, biases and embeddings are cheap and stay in pass I, and so do those of a layer whose input needs
+no gradient.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Optional
+
+import torch
+
+Product = tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]
+
+
+class WeightGradients:
+    """Where the linear layers of a rank leave products for later. Not collecting, it changes nothing."""
+
+    def __init__(self):
+        self._products: Optional[list[Product]] = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Product]]:
+        """Products of the backward passes inside are kept in the list that this gives."""
+        self._products = products = []
+        try:
+            yield products
+        finally:
+            self._products = None
+
+    def put(self, weight: torch.nn.Parameter, product: Callable[[], torch.Tensor]) -> None:
+        """For the backward pass of a layer: the product that is its weight's gradient, for later or for now."""
+        if self._products is None:
+            deliver([(weight, product)])
+        else:
+            self._products.append((weight, product))
+
+
+def attach(modules: Iterable[torch.nn.Module]) -> WeightGradients:
+    """One `WeightGradients` for all linear layers in `modules`."""
+    shared = WeightGradients()
+    for module in modules:
+        for layer in module.modules():
+            if hasattr(layer, "weight_gradients"):
+                layer.weight_gradients = shared
+    return shared
+
+
+def deliver(products: list[Product]) -> None:
+    """Do the products, in the order in which they came, and accumulate them as a backward pass would: hooks included."""
+    while products:
+        weight, product = products.pop(0)
+        with torch.no_grad():
+            gradient = product().view(weight.shape)
+        torch.autograd.backward([weight], [gradient])

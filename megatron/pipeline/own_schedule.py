@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own schedule: a text file with a line of ops for each rank, verified before it is used.
+
+    # two ranks, three micro-batches; B may be split into I and W; F0.1 is of the rank's second model chunk
+    F0 F1 B0 F2 B1 B2
+    F0 B0 F1 B1 F2 B2
+
+Empty lines and what follows # are left out. A line `stages: v` says that the two chunks of a rank lie in a V (first and
+last stage on rank 0); without it they go round the ranks.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import SettingsError
+from megatron.pipeline.schedule import Op, Stages, looped, parse_op, v_shaped
+from megatron.pipeline.simulate import BrokenSchedule, Plan, verify
+
+DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws them"
+
+
+@dataclass(frozen=True)
+class OwnSchedule:
+    """A verified plan from a file."""
+
+    path: str
+    plan: Plan
+    stages: Stages
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages) // len(self.plan)
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of a step: the plan is for this number alone."""
+        return 1 + max(op.micro for ops in self.plan for op in ops)
+
+    @property
+    def split(self) -> bool:
+        return any(op.kind == "W" for ops in self.plan for op in ops)
+
+
+def is_file(name: str) -> bool:
+    """Whether `--pipeline-schedule name` means a file."""
+    return name.endswith(".txt") or "/" in name
+
+
+def read_schedule(path: str) -> OwnSchedule:
+    """Read and verify. Raises SettingsError naming file, line and op."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--pipeline-schedule {path} cannot be read", str(error)) from error
+    plan, lines, shape = [], [], looped
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words[:1] == ["stages:"]:
+            shape = _shape(words[1:], f"{path}, line {number}")
+        elif words:
+            plan.append(_ops(words, f"{path}, line {number}"))
+            lines.append(number)
+    if not plan:
+        raise SettingsError(f"{path} holds no schedule", "there is no line of ops", DO)
+    chunks = 1 + max(op.chunk for ops in plan for op in ops)
+    if shape is v_shaped and chunks != 2:
+        raise SettingsError(f"{path}: stages in a V mean two model chunks a rank, and the ops know {chunks}", do=DO)
+    own = OwnSchedule(path, plan, shape(len(plan), chunks))
+    try:
+        verify(plan, own.micros, own.stages)
+    except BrokenSchedule as error:
+        where = "" if error.rank is None else f", line {lines[error.rank]}"
+        raise SettingsError(f"{path}{where}: this schedule cannot run", str(error), DO) from error
+    if not any(op.kind in "BW" for op in plan[0]):
+        raise SettingsError(f"{path}: this schedule never trains", "it has forward passes alone", DO)
+    return own
+
+
+def _shape(words: list[str], where: str):
+    known = dict(v=v_shaped, looped=looped)
+    if len(words) != 1 or words[0] not in known:
+        raise SettingsError(f"{where}: 'stages: {' '.join(words)}' is not known", do="stages: looped, or stages: v")
+    return known[words[0]]
+
+
+def _ops(words: list[str], where: str) -> list[Op]:
+    try:
+        return [parse_op(word) for word in words]
+    except ValueError as error:
+        raise SettingsError(f"{where}: {error}", do=DO) from error

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulate, verify and measure a pipeline schedule before it is trusted with a machine. No torch, no processes.
+
+A *plan* is the list of op lists of all ranks, the same lists that `execute.py` runs.
+
+    >>> plan = make_plan("1f1b", pp=4, micros=8)
+    >>> verify(plan, micros=8)
+    >>> found = report(plan)
+    >>> round(found.bubble, 4) == round(3 / (8 + 3), 4), found.live
+    (True, (4, 3, 2, 1))
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Optional, Union
+
+from megatron.pipeline.schedule import Op, Stages, looped, make_schedule, needs
+
+COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
+KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
+
+Cost = Union[Mapping[str, float], Callable[[int, Op], float]]  # time by kind of op, or of any (rank, op)
+
+Plan = list[list[Op]]
+Times = dict[tuple[int, Op], tuple[float, float]]
+
+
+class BrokenSchedule(ValueError):
+    """A schedule that would hang, repeat or forget work, or mix up its messages. `rank`: where, if at one place."""
+
+    def __init__(self, text: str, rank: Optional[int] = None):
+        super().__init__(text)
+        self.rank = rank
+
+
+def make_plan(name: str, pp: int, micros: int, chunks: Optional[int] = None) -> Plan:
+    """The schedule of every rank."""
+    return [make_schedule(name, rank, pp, micros, chunks) for rank in range(pp)]
+
+
+# -- simulate --------------------------------------------------------------------------------------------------------
+
+
+def simulate(plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0) -> Times:
+    """Run the plan on a clock: (rank, op) -> (start, end).
+
+    stages: where each stage lies (default `looped`). cost: time of an op. wire: time of a message.
+    Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it waits for on each.
+    """
+    stages, cost = stages or _looped_for(plan), cost or COST
+    time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
+    waits = [[needs(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
+    times: Times = {}
+    clock, at = [0.0] * len(plan), [0] * len(plan)
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(plan):
+            while at[rank] < len(ops) and all(need in times for need in waits[rank][at[rank]]):
+                arrivals = [times[need][1] + wire * (need[0] != rank) for need in waits[rank][at[rank]]]
+                start = max([clock[rank], *arrivals])
+                op = ops[at[rank]]
+                clock[rank] = start + time_of(rank, op)
+                times[rank, op] = (start, clock[rank])
+                at[rank] += 1
+                moved = True
+    stuck = [rank for rank, ops in enumerate(plan) if at[rank] < len(ops)]
+    if stuck:
+        told = "; ".join(_stuck_on(rank, plan, at, waits, times) for rank in stuck)
+        raise BrokenSchedule(f"deadlock: {told}", stuck[0])
+    return times
+
+
+def _stuck_on(rank: int, plan: Plan, at: list[int], waits: list, times: Times) -> str:
+    missing = [f"{op} of rank {source}" for source, op in waits[rank][at[rank]] if (source, op) not in times]
+    return f"rank {rank} is stuck on {plan[rank][at[rank]]}, waiting for {' and '.join(missing)}"
+
+
+def _looped_for(plan: Plan) -> Stages:
+    return looped(len(plan), 1 + max((op.chunk for ops in plan for op in ops), default=0))
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verify(plan: Plan, micros: int, stages: Optional[Stages] = None) -> None:
+    """Prove that a plan is right, or raise BrokenSchedule with what is wrong.
+
+    Every (micro, chunk) is done exactly once in each kind of pass; no rank waits for ever; every directed channel between
+    two ranks delivers in the order in which it is read, so that messages need no tags.
+    """
+    stages = stages or _looped_for(plan)
+    _verify_complete(plan, micros, stages)
+    simulate(plan, stages)
+    _verify_channels(plan, stages)
+
+
+def _verify_complete(plan: Plan, micros: int, stages: Stages) -> None:
+    kinds = {op.kind for ops in plan for op in ops}
+    if kinds not in KINDS:
+        raise BrokenSchedule(f"passes of kinds {sorted(kinds)}: expected F, F and B, or F, I and W")
+    for rank, ops in enumerate(plan):
+        chunks = [chunk for where, chunk in stages if where == rank]
+        want = {Op(kind, micro, chunk) for kind in kinds for micro in range(micros) for chunk in chunks}
+        wrong = {
+            "never does": want - set(ops),
+            "must not do": set(ops) - want,
+            "does twice": {op for op in set(ops) if ops.count(op) > 1} if len(ops) != len(set(ops)) else set(),
+        }
+        for what, which in wrong.items():
+            if which:
+                raise BrokenSchedule(f"rank {rank} {what} {' '.join(map(str, sorted(which)[:8]))}", rank)
+
+
+def _verify_channels(plan: Plan, stages: Stages) -> None:
+    read = _messages(plan, stages)
+    for (source, target, kind), wanted in read.items():
+        wanted_set = set(wanted)
+        sent = [op for op in plan[source] if op in wanted_set]
+        for position, (out, into) in enumerate(zip(sent, wanted)):
+            if out != into:
+                raise BrokenSchedule(
+                    f"channel {kind} from rank {source} to {target}: message {position} is sent as {out}, read as {into}",
+                    source,
+                )
+
+
+def _messages(plan: Plan, stages: Stages) -> dict[tuple[int, int, str], list[Op]]:
+    """(from, to, kind) -> the sender's ops, in the order in which the receiver wants their results."""
+    read = defaultdict(list)
+    for rank, ops in enumerate(plan):
+        for op in ops:
+            for source, need in needs(op, rank, stages):
+                if source != rank:
+                    read[source, rank, need.kind].append(need)
+    return read
+
+
+# -- measure ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan costs. Times in units of one chunk's forward pass."""
+
+    span: float  # from the first op to the last
+    bubble: float  # share of the span in which ranks wait, over all ranks
+    live: tuple[int, ...]  # largest number of (micro, chunk) activations that each rank holds
+    waiting: int  # most messages that lie unread in one channel: buffers that the wire must have
+
+
+def report(plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0) -> Report:
+    """Simulate and measure a plan."""
+    stages = stages or _looped_for(plan)
+    times = simulate(plan, stages, cost, wire)
+    span = max((end for _, end in times.values()), default=0.0)
+    live = tuple(map(live_activations, plan))
+    return Report(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
+
+
+def bubble_of(times: Times, ranks: int) -> float:
+    """Share of the time from the first op to the last in which ranks wait, over all ranks."""
+    span = max((end for _, end in times.values()), default=0.0)
+    busy = sum(end - start for start, end in times.values())
+    return 1 - busy / (span * ranks) if span else 0.0
+
+
+def live_activations(ops: list[Op]) -> int:
+    """The most (micro, chunk) activations a rank holds at once: from F to B, or to W; evaluation keeps none."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    if {op.kind for op in ops} <= {"F"}:
+        return 0
+    held = most = 0
+    for op in ops:
+        held += change[op.kind]
+        most = max(most, held)
+    return most
+
+
+def _most_waiting(plan: Plan, stages: Stages, times: Times) -> int:
+    events = defaultdict(list)  # channel -> (time, +1 sent or -1 read)
+    for rank, ops in enumerate(plan):
+        for op in ops:
+            for source, need in needs(op, rank, stages):
+                if source != rank:
+                    events[source, rank, need.kind] += [(times[source, need][1], 1), (times[rank, op][0], -1)]
+    most = 0
+    for channel in events.values():
+        waiting = 0
+        for _, change in sorted(channel):  # at the same instant reading (-1) comes first: a message passed on at once
+            waiting += change
+            most = max(most, waiting)
+    return most

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers lie where: from the settings of a pipeline to the layers of each stage. Pure.
+
+    >>> p = Pipeline.of(Parallel(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), num_layers=8)
+    >>> p.layers_of(rank=0), p.layers_of(rank=1)
+    ([range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)])
+
+A *stage* is a piece of consecutive layers; a rank holds one or more of them, its *chunks*. The first stage has the
+embedding, the last one the final norm, the output layer and the loss; either may go without any layer.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron.config import Parallel
+from megatron.errors import SettingsError
+from megatron.pipeline import schedule
+from megatron.pipeline.own_schedule import OwnSchedule, is_file, read_schedule
+from megatron.pipeline.schedule import Op, Stages
+
+LAYERS_EACH = "--pipeline-stage-layers"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a run, where they lie, and in what order their passes are done."""
+
+    name: str
+    pp: int
+    chunks: int  # stages of a rank
+    stages: Stages  # stage -> (rank, chunk)
+    layers: tuple[range, ...]  # stage -> global numbers of its layers
+    own: Optional[OwnSchedule] = None
+
+    @classmethod
+    def of(cls, parallel: Parallel, num_layers: int, micros: Optional[int] = None) -> "Pipeline":
+        """For settings in which `problems` finds nothing, and steps of `micros` micro-batches.
+
+        Reads and verifies a schedule that is a file; raises SettingsError if it is not one for this run.
+        """
+        pp, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+        own = None
+        if is_file(name):
+            own = read_schedule(name)
+            _check_own(own, parallel, num_layers, micros)
+        chunks = own.chunks if own else chunks_of(parallel, num_layers)
+        stages = own.stages if own else schedule.stage_map(name, pp, chunks)
+        return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), own)
+
+    @property
+    def split(self) -> bool:
+        """Whether gradients of weights come in passes of their own."""
+        return self.own.split if self.own else schedule.SCHEDULES[self.name].split
+
+    def ops(self, rank: int, micros: int, training: bool = True) -> list[Op]:
+        """What a rank does in a step of training, or in an evaluation, of so many micro-batches."""
+        if not training:
+            return schedule.make_schedule("forward-only", rank, self.pp, micros, self.chunks)
+        if self.own:
+            assert micros == self.own.micros, f"a plan of {self.own.micros} micro-batches for {micros}"
+            return self.own.plan[rank]
+        return schedule.make_schedule(self.name, rank, self.pp, micros, self.chunks)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Stages of a rank, by chunk."""
+        return [self.stages.index((rank, chunk)) for chunk in range(self.chunks)]
+
+    def layers_of(self, rank: int) -> list[range]:
+        """Layers of each chunk of a rank."""
+        return [self.layers[stage] for stage in self.stages_of(rank)]
+
+
+def _check_own(own: OwnSchedule, parallel: Parallel, num_layers: int, micros: Optional[int]) -> None:
+    found, pp = [], parallel.pipeline_model_parallel_size
+    if len(own.plan) != pp:
+        found.append(f"it has {len(own.plan)} lines of ops, and --pipeline-model-parallel-size is {pp}")
+    if micros is not None and own.micros != micros:
+        found.append(f"it is for {own.micros} micro-batches, and a step has {micros} (--global-batch-size / "
+                     "--micro-batch-size / data parallel size)")  # fmt: skip
+    found += _uneven(parallel, num_layers, own.chunks)
+    if found:
+        raise SettingsError(f"--pipeline-schedule {own.path} is not for this run: {'; '.join(found)}")
+
+
+def chunks_of(parallel: Parallel, num_layers: int) -> int:
+    """Model chunks of a rank that the settings ask for."""
+    p = parallel
+    if p.num_virtual_stages_per_pipeline_rank:
+        return p.num_virtual_stages_per_pipeline_rank
+    if p.num_layers_per_virtual_pipeline_stage:
+        weight = num_layers + p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+        return max(1, weight // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage))
+    return schedule.default_chunks(p.pipeline_schedule)
+
+
+def problems(parallel: Parallel, num_layers: int) -> list[str]:
+    """Why a pipeline cannot be, in the words of the flags, with values that work; empty when it can."""
+    p = parallel
+    if is_file(p.pipeline_schedule):
+        return _problems_of_file(p)
+    chunks = chunks_of(p, num_layers)
+    found = schedule.problems(p.pipeline_schedule, p.pipeline_model_parallel_size, 1, chunks)
+    found += _conflicts(p)
+    if found:
+        return found
+    return _uneven(p, num_layers, chunks)
+
+
+def _problems_of_file(p: Parallel) -> list[str]:
+    """What can be said of a file without opening it."""
+    if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
+        return [f"--pipeline-schedule {p.pipeline_schedule} says itself how many model chunks a rank has; leave out "
+                "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"]  # fmt: skip
+    return _conflicts(p)
+
+
+def _conflicts(p: Parallel) -> list[str]:
+    """Settings that say the same thing twice."""
+    found = []
+    ends = {"--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers,
+            "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers}  # fmt: skip
+    weights = {"--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
+               "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split}  # fmt: skip
+    ends, weights = ([flag for flag, value in flags.items() if value] for flags in (ends, weights))
+    if p.num_virtual_stages_per_pipeline_rank and p.num_layers_per_virtual_pipeline_stage:
+        found.append("--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same "
+                     "thing; give one of them")  # fmt: skip
+    if p.pipeline_stage_layers and (ends or weights or p.num_layers_per_virtual_pipeline_stage):
+        others = [
+            *ends,
+            *weights,
+            *["--num-layers-per-virtual-pipeline-stage"] * bool(p.num_layers_per_virtual_pipeline_stage),
+        ]
+        found.append(f"{LAYERS_EACH} says how many layers each stage has; leave out {', '.join(others)}")
+    elif ends and weights:
+        found.append(
+            f"{', '.join(ends)} and {', '.join(weights)} are two ways to even out the stages; give one of them"
+        )
+    elif ends and p.num_layers_per_virtual_pipeline_stage:
+        found.append(f"{', '.join(ends)} with several model chunks a rank needs --num-virtual-stages-per-pipeline-rank "
+                     "instead of --num-layers-per-virtual-pipeline-stage")  # fmt: skip
+    if ends and p.pipeline_model_parallel_size == 1:
+        found.append(f"{', '.join(ends)} needs --pipeline-model-parallel-size above 1")
+    return found
+
+
+def _uneven(p: Parallel, num_layers: int, chunks: int) -> list[str]:
+    """What keeps the layers from being dealt out."""
+    pp = p.pipeline_model_parallel_size
+    if p.pipeline_stage_layers:
+        return _wrong_list(p.pipeline_stage_layers, num_layers, pp, chunks)
+    if p.decoder_first_pipeline_num_layers or p.decoder_last_pipeline_num_layers:
+        return _wrong_ends(p, num_layers, chunks)
+    first, last = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    size = p.num_layers_per_virtual_pipeline_stage
+    weight, number = num_layers + first + last, pp * chunks
+    if size and weight != number * size:
+        good = [n for n in range(1, weight) if weight % (pp * n) == 0]
+        fits = f"{_or(good)} would work" if good else f"--num-layers {_near(num_layers, pp, first + last)} would work"
+        return [f"--num-layers-per-virtual-pipeline-stage {size} does not cut {num_layers} layers evenly for "
+                f"--pipeline-model-parallel-size {pp}; {fits}"]  # fmt: skip
+    if weight % number or weight < number:
+        counted = " and ".join(["the embedding"] * first + ["the loss"] * last)
+        return [f"--num-layers {num_layers}{f' with {counted}' if counted else ''} cannot be cut into {number} even "
+                f"stages (--pipeline-model-parallel-size {pp}{f' x {chunks} model chunks a rank' if chunks > 1 else ''})"
+                f"; nearest: {_near(num_layers, number, first + last)} layers"
+                + _or_sizes(weight, pp, chunks) + _or_list(num_layers, number)]  # fmt: skip
+    return []
+
+
+def _wrong_list(text: str, num_layers: int, pp: int, chunks: int) -> list[str]:
+    counts, number = _numbers(text), pp * chunks
+    if counts is None:
+        return [f"{LAYERS_EACH} {text} must be numbers with commas, one for each stage, as in 2,1,1,1"]
+    found = []
+    if len(counts) != number:
+        found.append(
+            f"{LAYERS_EACH} {text} is for {len(counts)} stages, and there are {number} "
+            f"(--pipeline-model-parallel-size {pp}{f' x {chunks} model chunks a rank' if chunks > 1 else ''})"
+        )
+    if sum(counts) != num_layers:
+        found.append(f"{LAYERS_EACH} {text} is {sum(counts)} layers, and --num-layers is {num_layers}")
+    if 0 in counts[1:-1]:
+        found.append(f"{LAYERS_EACH} {text}: only the first and the last stage may go without layers")
+    if found and num_layers >= number:
+        found[-1] += f"; {_even_list(num_layers, number)} would work"
+    return found
+
+
+def _wrong_ends(p: Parallel, num_layers: int, chunks: int) -> list[str]:
+    pp = p.pipeline_model_parallel_size
+    given = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
+    middle, ranks = num_layers - sum(given), pp - len(given)
+    told = " and ".join(f"--decoder-{end}-pipeline-num-layers {n}" for end, n in
+                        (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
+                        if n)  # fmt: skip
+    odd = [n for n in given if n % chunks]
+    if odd:
+        return [
+            f"{told}: {odd[0]} layers cannot be divided by {chunks} model chunks a rank; use a multiple of {chunks}"
+        ]
+    if middle < 0 or (ranks == 0 and middle) or (ranks and (middle % (ranks * chunks) or middle == 0)):
+        rest = f"for {ranks} ranks" if ranks else "for no rank"
+        best = _or_list(num_layers, pp * chunks).removeprefix(", or ") or f"at least {pp * chunks} layers"
+        rest += f" of {chunks} model chunks" * (chunks > 1)
+        return [f"{told} leaves {middle} of {num_layers} layers {rest}, which cannot be even; {best} would work"]
+    return []
+
+
+def _counts(p: Parallel, num_layers: int, stages: Stages) -> list[int]:
+    """Layers of each stage, for settings in which nothing is wrong."""
+    if p.pipeline_stage_layers:
+        return _numbers(p.pipeline_stage_layers)
+    pp, number = p.pipeline_model_parallel_size, len(stages)
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    if first or last:
+        ranks = pp - bool(first) - bool(last)
+        each = (num_layers - (first or 0) - (last or 0)) // ranks if ranks else 0
+        of_rank = [first or each, *[each] * (pp - 2), last or each]
+        return [of_rank[rank] * pp // number for rank, _ in stages]
+    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    counts = [(num_layers + embedding + loss) // number] * number
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _cut(num_layers: int, counts: list[int]) -> tuple[range, ...]:
+    ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    assert ends[-1] == num_layers, f"{counts} are not {num_layers} layers"
+    return tuple(range(start, end) for start, end in zip(ends, ends[1:]))
+
+
+def _numbers(text: str) -> Optional[list[int]]:
+    words = text.replace(",", " ").split()
+    return [int(word) for word in words] if words and all(word.isdigit() for word in words) else None
+
+
+def _even_list(num_layers: int, number: int) -> str:
+    """The most even list of layers; where it is uneven the stages in the middle get one more."""
+    least, more = divmod(num_layers, number)
+    heavy = set(sorted(range(number), key=lambda stage: (stage in (number - 1,), stage == 0, stage))[:more])
+    return ",".join(str(least + (stage in heavy)) for stage in range(number))
+
+
+def _or_list(num_layers: int, number: int) -> str:
+    return f", or {LAYERS_EACH} {_even_list(num_layers, number)}" if num_layers >= number else ""
+
+
+def _or_sizes(weight: int, pp: int, chunks: int) -> str:
+    good = [n for n in range(1, weight // 2 + 2) if weight % (n * chunks) == 0]
+    near = sorted(sorted(good, key=lambda n: abs(n - pp))[:2])
+    return f", or --pipeline-model-parallel-size {_or(near)}" if near else ""
+
+
+def _near(num_layers: int, number: int, extra: int) -> str:
+    """Numbers of layers below and above that can be cut evenly."""
+    below = (num_layers + extra) // number * number
+    return _or([n - extra for n in (below, below + number) if n - extra > 0 and n])
+
+
+def _or(values) -> str:
+    return " or ".join(map(str, values))
