@@ -15,6 +15,7 @@ from megatron.config import Tokenizer as TokenizerSettings
 from megatron.errors import DataError
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
+from megatron.tokenizer.engines import in_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -32,15 +33,16 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         )
     description = functools.cache(lambda: describe(vocab_text, merges))
     tokens = {id: token for token, id in vocab.items()}
-    reference = functools.cache(lambda: engines.tokenizers_engine(description()))  # forked workers share it
+    # Cached, so that forked workers share it.
+    reference = functools.cache(lambda: in_pieces(engines.tokenizers_engine(description())))
     return Tokenizer(
         name="GPT2BPETokenizer",
         vocab_size=max(tokens) + 1,
         eod=vocab.get(END_OF_TEXT),
         fingerprint=fingerprint("byte-level", *_canonical(vocab), "\n".join(merges)),
         engines={
-            "gigatoken": lambda: engines.gigatoken_engine(description(), reference),
-            "tiktoken": lambda: engines.tiktoken_engine(*ranks(vocab, merges), reference),
+            "gigatoken": lambda: in_pieces(engines.gigatoken_engine(description(), reference)),
+            "tiktoken": lambda: in_pieces(engines.tiktoken_engine(*ranks(vocab, merges), reference)),
             "tokenizers": reference,
         },
         decode=lambda ids: "".join(tokens.get(id, "") for id in ids).translate(CHARACTER_TO_BYTE)

@@ -45,8 +45,9 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         )
     regex = engines.PATTERNS.get(pattern, pattern)
     by_id = {rank: token for token, rank in ranks.items()}
-    reference = functools.cache(lambda: _tiktoken(ranks, regex, pattern))
-    fast = {"gigatoken": lambda: engines.gigatoken_ranks_engine(str(path), pattern, reference)}
+    cut = engines.in_pieces if pattern in engines.PATTERNS else lambda encode: encode
+    reference = functools.cache(lambda: cut(_tiktoken(ranks, regex, pattern)))
+    fast = {"gigatoken": lambda: cut(engines.gigatoken_ranks_engine(str(path), pattern, reference))}
     known_to_gigatoken = path.suffix != ".json" and pattern in ("gpt2", "cl100k", "o200k")
     return Tokenizer(
         name="TikTokenizer",

@@ -104,10 +104,27 @@ def test_our_spelling_of_a_pattern_splits_as_the_published_one(name, text):
 
 def test_text_that_tiktoken_gives_up_on(byte_level, all_engines, capfd):
     text = " " * 1_200_000 + "a"
-    assert list(all_engines["tiktoken"](text)) == all_engines["tokenizers"](text)
+    assert np.array_equal(all_engines["tiktoken"](text), all_engines["tokenizers"](text))
     ours = engines.tiktoken_engine({bytes([byte]): byte for byte in range(256)}, engines.PATTERNS["gpt2"])
     with pytest.raises(DataError, match="gives up"):
         ours(text)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.integers(1, 8))
+def test_long_texts_may_be_cut_before_a_space(name, text, size):
+    cut = list(engines.pieces(text, size))
+    assert "".join(cut) == text and all(len(piece) >= size for piece in cut[:-1])
+    split = lambda text: regex.findall(engines.PATTERNS[name], text)
+    assert [piece for part in cut for piece in split(part)] == split(text)
+
+
+def test_long_texts_in_pieces(byte_level, all_engines):
+    text = " ".join(CORPUS * 300)
+    assert len(text) > 2 * engines.PIECE
+    expected = engines.in_pieces(all_engines["tokenizers"], 1 << 30)(text)
+    assert all(np.array_equal(encode(text), expected) for encode in all_engines.values())
 
 
 def test_unicode_17_ranges():
