@@ -105,6 +105,6 @@ def run_main(main, argv: list[str] | None = None) -> None:
         code = exit_code(error)
         if isinstance(error, Failure) or code != 1:
             if os.environ.get("RANK", "0") == "0" or not isinstance(error, (UsageError, SettingsError)):
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                print(f"error: {error}\n", end="", file=sys.stderr, flush=True)  # one write: ranks share the terminal
             sys.exit(code)
         raise

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The project as a newcomer has it: a copy in another folder, with a `.venv`, after a shrunk quickstart."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def copy(root, tmp_path_factory) -> Path:
+    """The project's files in a folder with a space in its name, with a `.venv` that is this interpreter's."""
+    folder = tmp_path_factory.mktemp("a newcomer") / "megatron copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "build", "dist", ".*_cache", ".hypothesis")
+    shutil.copytree(root, folder, ignore=ignored)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(folder / "requirements.txt", folder / ".venv" / "requirements.installed")
+    (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    (folder / ".venv" / "bin" / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bash(copy):
+    """`bash(*words, check=True, **environment)` runs bash in the copy and returns the completed process."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHON", "OMP_NUM_THREADS")}
+
+    def run(*words: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+        done = subprocess.run(["bash", *words], cwd=copy, capture_output=True, text=True, timeout=250,
+                              env=inherited | environment)  # fmt: skip
+        assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def quickstart(bash) -> str:
+    """What the quickstart says, shrunk to 4 steps; its results stay in the copy."""
+    return bash("scripts/quickstart.sh", "--train-iters", "4", "--log-interval", "2").stdout
