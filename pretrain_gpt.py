@@ -34,7 +34,7 @@ def build_model(config, mesh, vocab_size, *, dtype, device):
     from megatron.model.gpt import GPT
 
     return GPT(config.model, mesh, vocab_size, sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels,
-               seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
+               recompute=config.recompute, seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, say):

@@ -254,6 +254,35 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again, so that the forward pass need not keep it."""
+
+    recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
+        "what of a layer is computed again in the backward pass instead of kept: all, its attention half, softmax(q k) v",
+        None,
+        "--recompute-activations~=core_attn",
+        "--use-recompute~=full",
+        "--checkpoint-activations~=full",
+        also=dict(selective="core_attn"),
+    )
+    recompute_method: Optional[Literal["uniform", "block"]] = setting(
+        "uniform (the default): of each --recompute-num-layers layers only the first one's input is kept; block: the first "
+        "--recompute-num-layers layers of each stage are computed again, the others kept",
+        None,
+        "--activations-checkpoint-method",
+    )
+    recompute_num_layers: Optional[int] = setting(
+        "see --recompute-method", None, "--checkpoint-num-layers", "--activations-checkpoint-num-layers"
+    )
+    no_recompute_layers: Optional[str] = setting("layers that are kept all the same, from 0: 0,1,5", None)
+
+    @property
+    def exempt_layers(self) -> frozenset[int]:
+        """--no-recompute-layers as numbers. Raises ValueError where they are none."""
+        return frozenset(int(word) for word in (self.no_recompute_layers or "").split(",") if word.strip())
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Where state is kept."""
 
@@ -289,6 +318,7 @@ class Logging:
 
 GROUPS = dict(
     model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
+    recompute=Recompute,
     precision=Precision, kernels=Kernels, checkpoint=Checkpoint, logging=Logging,
 )  # fmt: skip
 
@@ -303,6 +333,7 @@ class Config:
     data: Data
     batch: Batch
     optimizer: Optimizer
+    recompute: Recompute
     precision: Precision
     kernels: Kernels
     checkpoint: Checkpoint

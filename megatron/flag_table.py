@@ -160,10 +160,12 @@ this suite trains GPT models
 
 REFUSED = """
 # What comes next.
-recomputing activations is not built yet; leave it out: the result is the same, activations take more memory
-    --recompute-* --checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers --checkpoint-in-cpu
-    --distribute-checkpointed-activations --distribute-saved-activations --deepspeed-activation-checkpointing
-    --use-recompute --no-recompute-layers
+say --recompute-granularity full, full_attn or core_attn
+    --recompute-modules --recompute-lgd --deepspeed-activation-checkpointing
+activations are kept on the device, or computed again; see --recompute-granularity
+    --checkpoint-in-cpu
+--sequence-parallel divides what is kept among tensor parallel ranks
+    --distribute-checkpointed-activations --distribute-saved-activations
 interleaved and uneven pipelines are not built yet
     --num-virtual-stages-per-pipeline-rank --virtual-pp-degree --microbatch-group-size-per-virtual-pipeline-stage
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split

@@ -90,7 +90,7 @@ RANGES = {  # what a value must be -> test, fields
         num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
         context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk save_interval
-        keep_last log_interval loss_scale_window hysteresis"""),
+        keep_last log_interval loss_scale_window hysteresis recompute_num_layers"""),
     "at least 0": (lambda v: v >= 0, """
         train_iters eval_iters num_workers ckpt_step seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
         lr_warmup_samples"""),
@@ -220,6 +220,15 @@ RULES = (
     # Number formats.
     Rule(lambda s: s.precision == "fp16" and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale,
          lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}"),
+    # Recomputation.
+    Rule(lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
+         lambda s: "--recompute-method and --recompute-num-layers go with --recompute-granularity full, not with "
+                   f"{s.recompute_granularity or 'none'}; to spare layers, use --no-recompute-layers"),
+    Rule(lambda s: s.recompute_method == "block" and s.recompute_granularity == "full" and not s.recompute_num_layers,
+         lambda s: "--recompute-method block needs --recompute-num-layers: how many layers of each stage to recompute"),
+    Rule(lambda s: _layers(s.no_recompute_layers) is None or not _layers(s.no_recompute_layers) <= set(range(s.num_layers)),
+         lambda s: f"--no-recompute-layers {s.no_recompute_layers} must be numbers of layers from 0 to "
+                   f"{s.num_layers - 1} with commas between, as in 0,{s.num_layers - 1}"),
     # Checkpoints.
     *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
            lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
@@ -255,6 +264,8 @@ REMARKS = (
          lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,
          lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16"),
+    Rule(lambda s: s.no_recompute_layers and not s.recompute_granularity,
+         lambda s: "--no-recompute-layers has no effect without --recompute-granularity"),
     Rule(lambda s: not s.save,
          lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
@@ -302,6 +313,14 @@ def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
 
 def _given_paths(s: SimpleNamespace) -> list[str]:
     return ["--data-path"] * bool(s.data_path) + [f"--{name}-data-path" for name in s.paths]
+
+
+def _layers(text: str | None) -> frozenset[int] | None:
+    """The numbers of --no-recompute-layers, or None if they are none."""
+    try:
+        return config.Recompute(no_recompute_layers=text).exempt_layers
+    except ValueError:
+        return None
 
 
 def _split(text: str) -> list[float] | None:

@@ -159,6 +159,13 @@ def test_what_is_misspelled_is_not_missing_as_well():
         ("--layernorm-epsilon 1e-6", "model", "norm_epsilon", 1e-6),
         ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--recompute-activations", "recompute", "recompute_granularity", "core_attn"),
+        ("--recompute-granularity selective", "recompute", "recompute_granularity", "core_attn"),
+        ("--use_recompute true", "recompute", "recompute_granularity", "full"),
+        ("--use_recompute true --recompute_granularity full_attn", "recompute", "recompute_granularity", "full_attn"),
+        ("--checkpoint-activations --checkpoint-num-layers 2", "recompute", "recompute_num_layers", 2),
+        ("--activations-checkpoint-method uniform", "recompute", "recompute_method", "uniform"),
+        ("--no-recompute-layers 0,1,5", "recompute", "no_recompute_layers", "0,1,5"),
         ("--no-query-key-layer-scaling", "model", "apply_query_key_layer_scaling", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
     ],
@@ -220,7 +227,7 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--recompute-activations", "recomputing activations is not built yet"),
+        ("--recompute-modules mlp", "say --recompute-granularity full, full_attn or core_attn"),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),
         ("--fp8-format hybrid", "use --bf16"),
@@ -235,7 +242,7 @@ def test_what_is_not_supported_says_what_to_do(line, words):
 
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):
-    read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-activations false")
+    read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
     assert capsys.readouterr().err == ""
 
 

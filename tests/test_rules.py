@@ -97,6 +97,13 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", 1, "--min-loss-scale 4 is above --initial-loss-scale 2"),
+        # recomputation
+        ("--recompute-num-layers 2", 1, "go with --recompute-granularity full, not with none"),
+        ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),
+        ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
+        ("--recompute-granularity full --recompute-num-layers 0", 1, "--recompute-num-layers 0 must be at least 1"),
+        ("--use-recompute --no-recompute-layers 1,4", 1, "--no-recompute-layers 1,4 must be numbers of layers from 0 to 3"),
+        ("--use-recompute --no-recompute-layers one", 1, "--no-recompute-layers one must be numbers"),
         # checkpoints and logs
         ("--save-interval 5", 1, "--save-interval needs --save"),
         ("--finetune", 1, "--finetune needs --load"),

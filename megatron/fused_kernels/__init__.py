@@ -103,7 +103,9 @@ TABLE: dict[str, list[Implementation]] = {
     ],
     "matmul": [
         Implementation(
-            "oneDNN in fp32", matmul.onednn, "about 2 x as fast as MKL on AMD CPUs", _on("cpu", torch.float32), _onednn()
+            "oneDNN in fp32", matmul.onednn, "about 2 x as fast as MKL on AMD CPUs",
+            lambda case: _on("cpu", torch.float32)(case) and not torch.compiler.is_compiling(),  # its own products
+            _onednn(),
         ),
         Implementation("torch", reference.matmul, "cuBLAS on GPUs; on CPUs oneDNN in bf16, MKL in fp32"),
     ],

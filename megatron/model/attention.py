@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.config import Kernels, Model
 from megatron.fused_kernels import Case, choose
+from megatron.model import recompute
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
@@ -51,7 +52,8 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 class Attention(nn.Module):
     """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
 
-    def __init__(self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels, **common):
+    def __init__(self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels,
+                 again: bool = False, **common):  # fmt: skip
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
         self.groups = model.query_groups // tp.size
@@ -71,7 +73,7 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
-        self.backend = kernels.attention_backend
+        self.backend, self.again = kernels.attention_backend, again
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         qkv = self.qkv(x)
@@ -85,7 +87,10 @@ class Attention(nn.Module):
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        attended = self._attend(query, key, value, context)
+        if self.again:
+            attended = recompute.again(self._attend, query, key, value, context)
+        else:
+            attended = self._attend(query, key, value, context)
         return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]
 
     def _attend(self, query, key, value, context: Context) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.config import Kernels, Model
+from megatron.config import Kernels, Model, Recompute
+from megatron.model import recompute as recomputation
 from megatron.model.attention import Context, allowed_pairs
 from megatron.model.block import Block
 from megatron.model.cache import Cache
@@ -32,8 +33,9 @@ class GPT(nn.Module):
     """
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, layers: Optional[range] = None, first: bool = True,
-                 last: bool = True, sequence_parallel: bool = False, kernels: Optional[Kernels] = None, seed: int = 1234,
-                 dtype: torch.dtype = torch.float32, device=None):  # fmt: skip
+                 last: bool = True, sequence_parallel: bool = False, kernels: Optional[Kernels] = None,
+                 recompute: Optional[Recompute] = None, seed: int = 1234, dtype: torch.dtype = torch.float32,
+                 device=None):  # fmt: skip
         super().__init__()
         self.first, self.last, self.tp, self.vocab_size = first, last, mesh.tp, vocab_size
         self.dtype, self.kernels = dtype, kernels or Kernels()
@@ -46,8 +48,13 @@ class GPT(nn.Module):
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model.head_dim, model.rotary_base, model.rotary_percent)
         layers = range(model.num_layers) if layers is None else layers
+        self.layer_groups = recomputation.plan(layers, recompute or Recompute())
+        again = {n: group.again for group in self.layer_groups for n in group.layers}
         self.blocks = nn.ModuleDict(
-            {str(n): Block(model, n, mesh.tp, seed=seed, kernels=self.kernels, **common) for n in layers}
+            {
+                str(n): Block(model, n, mesh.tp, seed=seed, kernels=self.kernels, again=again[n], **common)
+                for n in layers
+            }
         )
         if self.kernels.torch_compile:
             for block in self.blocks.values():
@@ -127,8 +134,16 @@ class GPT(nn.Module):
         return Context(samples, angles, allowed, cache)
 
     def _run(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        for block in self.blocks.values():
-            x = block(x, context)
+        for group in self.layer_groups:
+            if group.again == "full":
+                x = recomputation.again(self._layers, group.layers, x, context)
+            else:
+                x = self._layers(group.layers, x, context)
+        return x
+
+    def _layers(self, layers, x: torch.Tensor, context: Context) -> torch.Tensor:
+        for n in layers:
+            x = self.blocks[str(n)](x, context)
         return x
 
     def _output_weight(self) -> torch.Tensor:
