@@ -289,13 +289,20 @@ class Checkpoint:
     save: Optional[str] = setting("folder to save into", None, "--output-dir")
     load: Optional[str] = setting("folder to resume from", None)
     save_interval: Optional[int] = setting(
-        "steps between checkpoints", None, "--save-steps", "--persistent-save-interval"
+        "steps between checkpoints; auto: from what a save costs (see --mean-time-to-interruption)",
+        None,
+        "--save-steps",
+        "--persistent-save-interval",
+        also=dict(auto=AUTO),
     )
     keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
     auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
     finetune: bool = setting("load weights alone and start counting anew", False)
     no_load_optim: bool = setting("do not load optimizer state", False)
+AUTO = -1  # --save-interval auto
+
+
     no_save_optim: bool = setting("do not save optimizer state", False)
 
 
@@ -305,10 +312,25 @@ class Logging:
 
     log_interval: int = setting("steps between log lines", 100, "--logging-freq")
     log_progress: bool = setting("a live progress line on a terminal", False)
+    mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
+    save_retain_interval: Optional[int] = setting(
+        "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
+    )
+    async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
+    save_retries: int = setting("a save that failed is tried again this often", 2)
+    save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
+    max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
+    load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
+        "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
+        "strict",
+        "--dist-ckpt-strictness",
+        also=dict(raise_all="strict", raise_unexpected="warn-extra", assume_ok_unexpected="warn-extra",
+                  log_unexpected="warn-all", log_all="warn-all", ignore_all="warn-all"),
+    )  # fmt: skip
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
     )

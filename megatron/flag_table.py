@@ -103,10 +103,8 @@ checkpoints have one format (safetensors with checksums), written and read in pa
     --no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity --verify-integrity
     --delta-offload-bytes-across-pp-ranks --async-ckpt-* --save-tokenizer-assets --no-save-tokenizer-assets
     --disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
-a tensor that is missing, extra or of another shape is always an error
-    --dist-ckpt-strictness
-training goes on when the checkpoint is on disk
-    --async-save --async-strategy --async-mode
+there is one way to save in the background: --async-save
+    --async-strategy --async-mode
 a folder without a valid checkpoint is an error anyway (see --auto-resume)
     --exit-on-missing-checkpoint
 settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error
@@ -319,8 +317,6 @@ documents are separated by --reset-attention-mask and --reset-position-ids
 # Checkpoints and failures.
 use --config FILE.yaml
     --yaml-cfg
-use --keep-last
-    --save-retain-interval
 use --load, with --ckpt-step for a certain step
     --override-ckpt-iteration --pretrained-checkpoint
 there is one kind of checkpoint: --save, --save-interval

@@ -88,15 +88,17 @@ RANGES = {  # what a value must be -> test, fields
     "at least 1": (lambda v: v >= 1, """
         num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
         num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
-        context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage sharding_degree vocab_size
-        micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk save_interval
-        keep_last log_interval loss_scale_window hysteresis recompute_num_layers"""),
+        context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
+        micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
+        save_retain_interval max_failed_saves keep_last log_interval loss_scale_window hysteresis spike_window spike_skip_steps recompute_num_layers"""),
     "at least 0": (lambda v: v >= 0, """
         train_iters eval_iters num_workers ckpt_step seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
         lr_warmup_samples"""),
     "above 0": (lambda v: v > 0, """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
-        initial_loss_scale min_loss_scale"""),
+        mean_time_to_interruption
+        initial_loss_scale min_loss_scale spike_threshold"""),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout adam_beta1 adam_beta2"),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
@@ -233,11 +235,18 @@ RULES = (
     *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
            lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
       for name, needs, why in (
+    Rule(lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != config.AUTO,
+         lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto"),
+    Rule(lambda s: s.save_mirror and s.save_mirror == s.save,
+         lambda s: f"--save-mirror {s.save_mirror} is --save itself; give a folder on another disk"),
           ("save_interval", "save", "there is no folder to save into"),
           ("keep_last", "save", "there is no folder to keep checkpoints in"),
           ("finetune", "load", "there are no weights to start from"),
           ("ckpt_step", "load", "there is no folder to look in"),
           ("auto_resume", "load", "it says what to do when the folder is empty"))),
+          ("save_retain_interval", "save", "there is no folder to keep checkpoints in"),
+          ("save_mirror", "save", "the mirror takes what --save does not"),
+          ("async_save", "save", "there is no folder to save into"),
     Rule(lambda s: s.finetune and s.auto_resume,
          lambda s: "--finetune needs a checkpoint in --load, and --auto-resume allows for none; drop one of them"),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project,

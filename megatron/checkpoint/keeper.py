@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving that does not hurt: in the background, again after a failure, elsewhere when the folder fails.
+
+    save(iteration) -> wait for the save before -> copy the pieces to CPU memory -> training goes on
+                                                     \\-> a thread: write, retry, mirror; ends durable or failed
+
+The thread runs the same `Saver` as a save in the foreground does. Its ranks agree through a key-value store
+(`exchange_through`) instead of collectives, which belong to training. Every rank learns the same outcome, so all count
+the same failures and stop at the same step. A thread and not a forked process: writes, checksums and copies let go of
+the interpreter, page-locked memory does not survive a fork, and a copied page table makes training's next writes slow.
+"""
+
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron import config
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.durable import Damaged
+from megatron.checkpoint.interval import best_interval, lost_share
+from megatron.checkpoint.state import Exchange, Saver, alone
+from megatron.checkpoint.store import Piece
+from megatron.errors import Failure, Locked, PeerLost, StorageError
+
+RETRY_AFTER = 2.0  # seconds; twice as long before each further try
+FIRST_AUTO = 10  # steps before the first save of --save-interval auto, which measures what a save costs
+_ALIGN = 64
+_NICE = 10  # a writer that competes with training for cores gives way
+
+
+class Outcome(NamedTuple):
+    """How a save ended: where it is, or why it is not."""
+
+    iteration: int
+    path: Optional[Path]
+    failure: Optional[Failure]
+    seconds: float
+
+
+class Keeper:
+    """Writes the checkpoints of a run as `--save` and its relatives say. All ranks call each method together."""
+
+    def __init__(self, settings: config.Checkpoint, *, rank: int = 0, exchange: Exchange = alone,
+                 say: Callable[[str], None] = print):  # fmt: skip
+        """exchange: for a save in the background one that a thread may use beside training's collectives.
+
+        Raises StorageError when the folder cannot be written, Locked when another job writes into it.
+        """
+        self.settings, self.rank, self.exchange, self.say = settings, rank, exchange, say
+        self._saver = self._open(settings.save)
+        self._mirror: Optional[Saver] = None
+        self._snapshot = Snapshot()
+        self._thread: Optional[threading.Thread] = None
+        self._outcome: Optional[Outcome] = None
+        self._failures: list[Outcome] = []  # in a row
+        self._fatal: Optional[BaseException] = None
+        self._due_at, self._trained_from = 0, (0, 0.0)  # --save-interval auto: next save; step and time of the last
+
+    def due(self, iteration: int) -> bool:
+        """Whether `--save-interval` asks for a checkpoint after this step. To be asked after each step."""
+        interval = self.settings.save_interval
+        if interval != config.AUTO:
+            return bool(interval) and iteration % interval == 0
+        if not self._due_at:
+            self._due_at, self._trained_from = iteration + FIRST_AUTO, (iteration, time.perf_counter())
+        return iteration >= self._due_at
+
+    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> float:
+        """Write a checkpoint, or see to it that it is written. Returns the seconds for which training stood still.
+
+        pieces and state as in `Saver.save`; in the background both may change once this has returned.
+        Raises StorageError after `--max-failed-saves` saves in a row that came to nothing, and CheckpointError when pieces
+        do not make whole tensors.
+        """
+        started = time.perf_counter()
+        self.wait()
+        pieces, background = list(pieces), self.settings.async_save
+        if background:
+            try:
+                pieces = self._snapshot.take(pieces)
+            except (MemoryError, RuntimeError) as problem:
+                self.say(
+                    f"WARNING: no memory to save in the background, training waits: {str(problem).splitlines()[0]}"
+                )
+                background = False
+        if background:
+            stall = time.perf_counter() - started
+            self._plan(iteration, stall)  # before the thread starts, which uses the same exchange
+            self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
+            self._thread.start()
+            self.say(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
+            return stall
+        self._work(iteration, pieces, state, False)
+        self._judge()
+        stall = time.perf_counter() - started
+        self._plan(iteration, stall)
+        return stall
+
+    def wait(self, patience: Optional[float] = None) -> None:
+        """Let a save in the background come to its end. Raises what `save` raises.
+
+        patience: seconds after which it is given up, because other ranks are gone.
+        """
+        if self._thread is not None:
+            self._thread.join(patience)
+            if self._thread.is_alive():
+                self.say("WARNING: the last checkpoint was not finished; the one before it is complete")
+                return
+            self._thread = None
+            self._judge()
+
+    def close(self, patience: Optional[float] = None) -> None:
+        """End the last save and let other jobs write. Raises StorageError when that save came to nothing.
+
+        patience: as in `wait`; when given, failures are told and not raised, for another one is on its way.
+        """
+        try:
+            self.wait(patience)
+            if self._failures and patience is None:
+                raise self._failures[-1].failure
+        except Failure as failure:
+            if patience is None:
+                raise
+            self.say(f"WARNING: {failure}")
+        finally:
+            for saver in (self._saver, self._mirror):
+                if saver:
+                    saver.close()
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _open(self, folder: str) -> Saver:
+        return Saver(Path(folder), keep_last=self.settings.keep_last, retain_interval=self.settings.save_retain_interval,
+                     rank=self.rank, exchange=self.exchange)  # fmt: skip
+
+    def _plan(self, iteration: int, stall: float) -> None:
+        """With `--save-interval auto`: when the next save pays, the same on all ranks."""
+        if self.settings.save_interval != config.AUTO:
+            return
+        since, at = self._trained_from
+        a_step = (time.perf_counter() - at - stall) / max(1, iteration - since)
+        stall, a_step = map(max, zip(*self.exchange((stall, a_step))))
+        hours = self.settings.mean_time_to_interruption
+        seconds = best_interval(stall, hours * 3600)
+        steps = max(1, round(seconds / max(a_step, 1e-6)))
+        self._due_at, self._trained_from = iteration + steps, (iteration, time.perf_counter())
+        cost = lost_share(seconds, stall, hours * 3600)
+        self.say(f"  next checkpoint in {steps} steps = {seconds:.0f} s: a save stalls {stall:.3f} s, an interruption "
+                 f"is expected every {hours:g} h, both together cost {cost:.2%}")  # fmt: skip
+
+    def _work(self, iteration: int, pieces: list[Piece], state: dict[str, Any], background: bool) -> None:
+        """One save with all its tries; leaves its outcome for `_judge`."""
+        if background and hasattr(os, "setpriority"):
+            try:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux: of this thread
+            except OSError:
+                pass
+        started = time.perf_counter()
+        try:
+            path, failure = self._try(iteration, pieces, state)
+        except BaseException as error:  # nobody else would hear of it
+            self._fatal = error
+            return
+        seconds = time.perf_counter() - started
+        self._outcome = Outcome(iteration, path, failure, seconds)
+        if path is not None:
+            when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
+            self.say(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+
+    def _try(
+        self, iteration: int, pieces: list[Piece], state: dict[str, Any]
+    ) -> tuple[Optional[Path], Optional[Failure]]:
+        """(where it is, None), or (None, why all tries failed). The same on every rank."""
+        tries, failure = 1 + self.settings.save_retries, None
+        for number in range(1, tries + 1):
+            try:
+                return self._saver.save(iteration, pieces, state), None
+            except (StorageError, Damaged) as problem:
+                failure = problem
+                self.say(
+                    f"WARNING: checkpoint at iteration {iteration} was not saved (try {number} of {tries}): {problem}"
+                )
+                if number < tries:
+                    time.sleep(RETRY_AFTER * 2 ** (number - 1))
+        if self.settings.save_mirror:
+            try:
+                self._mirror = self._mirror or self._open(self.settings.save_mirror)
+                return self._mirror.save(iteration, pieces, state), None
+            except (StorageError, Damaged, Locked) as problem:
+                failure = problem
+                self.say(f"WARNING: nor was it saved to --save-mirror: {problem}")
+        return None, failure
+
+    def _judge(self) -> None:
+        """Count the outcome of the last save, and raise when it was one failure too many."""
+        fatal, self._fatal = self._fatal, None
+        if fatal is not None:
+            raise fatal
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        if outcome.failure is None:
+            self._failures.clear()
+            return
+        self._failures.append(outcome)
+        count, limit = len(self._failures), self.settings.max_failed_saves
+        self.say(f"WARNING: CHECKPOINT AT ITERATION {outcome.iteration} IS LOST: save {count} in a row that failed; "
+                 f"training ends at {limit} (--max-failed-saves)")  # fmt: skip
+        if count >= limit:
+            failure = outcome.failure
+            what = f"{count} saves in a row failed, the last: {failure.what}" if count > 1 else failure.what
+            self._failures.clear()
+            raise StorageError(what, failure.why, failure.do)
+
+
+class Snapshot:
+    """Copies of pieces in CPU memory, which is taken once and serves every save."""
+
+    def __init__(self):
+        self._memory: Optional[torch.Tensor] = None
+
+    def take(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces with tensors of their own, in memory that is valid until the next call."""
+        starts = [0, *itertools.accumulate(-(-piece.tensor.nbytes // _ALIGN) * _ALIGN for piece in pieces)]
+        on_gpu = any(piece.tensor.is_cuda for piece in pieces)
+        if self._memory is None or self._memory.numel() != starts[-1]:
+            self._memory = None  # the old one goes before the new one comes
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        copies = []
+        for piece, start in zip(pieces, starts):
+            own = self._memory[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.box.extent)
+            own.copy_(piece.tensor.detach(), non_blocking=on_gpu)
+            copies.append(piece._replace(box=Box(*piece.box), tensor=own))
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+
+def exchange_through(store, rank: int, size: int, patience: float) -> Exchange:
+    """An `Exchange` over a key-value store (`torch.distributed`'s) that a thread may use beside collectives.
+
+    Nothing blocks the store: ranks look for each other's answers now and then. Rank 0 collects and hands out, so the
+    traffic grows with the number of ranks and not with its square. Every rank calls it equally often.
+    Raises PeerLost when an answer does not come within `patience` seconds.
+    """
+    if size == 1:
+        return alone
+    numbers = itertools.count()
+
+    def take(key: str, who: str) -> Any:
+        deadline, pause = time.monotonic() + patience, 0.002
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise PeerLost(f"{who} did not answer the checkpoint writers for {patience:.0f} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.2)
+        return pickle.loads(store.get(key))
+
+    def exchange(value: Any) -> list:
+        number = next(numbers)
+        if rank != 0:
+            store.set(f"{number}/{rank}", pickle.dumps(value))
+            return take(f"{number}/all", "rank 0")
+        answers = [value, *(take(f"{number}/{other}", f"rank {other}") for other in range(1, size))]
+        store.set(f"{number}/all", pickle.dumps(answers))
+        for key in [f"{number}/{other}" for other in range(1, size)] + [f"{number - 1}/all"] * (number > 0):
+            store.delete_key(key)  # all have answered this one, so all have read the one before
+        return answers
+
+    return exchange

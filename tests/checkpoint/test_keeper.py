@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving in the background, after failures, to a mirror, and as often as pays."""
+
+import errno
+import math
+import os
+import re
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import config
+from megatron.checkpoint import keeper as module
+from megatron.checkpoint import state, store
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.interval import best_interval, lost_share
+from megatron.checkpoint.keeper import Keeper, Snapshot, exchange_through
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.state import TRACKER, checkpoints
+from megatron.checkpoint.store import Piece
+from megatron.errors import CheckpointError, PeerLost, StorageError
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_AFTER", 0.001)
+
+
+def settings(folder, **more):
+    return config.Checkpoint(save=str(folder), **more)
+
+
+def pieces_of(value, ranks=1, rank=0):
+    rows = 4 // ranks
+    box = Box((rank * rows, 0), (rows, 3))
+    return [Piece("weight", (4, 3), box, torch.full((rows, 3), float(value)))]
+
+
+def fail(monkeypatch, times, only=lambda folder: True):
+    """The next writes of shards fail as on a full disk. Returns the list of what was tried."""
+    tried = []
+
+    def full(folder, *args, **more):
+        tried.append(folder)
+        if only(folder) and len(tried) <= times:
+            raise StorageError("disk full", "12 bytes needed")
+        return store.write_shard(folder, *args, **more)
+
+    monkeypatch.setattr(state, "write_shard", full)
+    return tried
+
+
+def value_of(folder, iteration):
+    with Reader(folder / f"iter_{iteration:07d}") as reader:
+        assert not reader.verify()
+        return set(reader.read("weight").flatten().tolist())
+
+
+# ---------------------------------------------------------------------------------------------------- background
+
+
+def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkeypatch):
+    """The save has not begun to write when training goes on, and still holds what was asked for."""
+    go, said = threading.Event(), []
+    write = store.write_shard
+    monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(10), write(*args))[1])
+    keeper = Keeper(settings(tmp_path, async_save=True), say=said.append)
+    pieces = pieces_of(1)
+    stall = keeper.save(1, pieces, {})
+    assert not checkpoints(tmp_path) and "requested checkpoint at iteration" in said[0] and stall < 5
+    pieces[0].tensor.fill_(9)
+    go.set()
+    keeper.wait()
+    assert value_of(tmp_path, 1) == {1.0}
+    assert re.search(r"successfully saved checkpoint at iteration +1 .*durable after", said[1])
+    keeper.save(2, pieces, {})
+    keeper.close()
+    assert value_of(tmp_path, 2) == {9.0} and (tmp_path / TRACKER).read_text() == "2"
+
+
+def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
+    order, write = [], store.write_shard
+
+    def slow(*args):
+        order.append("begin")
+        time.sleep(0.05)
+        size = write(*args)
+        order.append("end")
+        return size
+
+    monkeypatch.setattr(state, "write_shard", slow)
+    keeper = Keeper(settings(tmp_path, async_save=True), say=lambda text: None)
+    for iteration in (1, 2, 3):
+        keeper.save(iteration, pieces_of(iteration), {})
+    keeper.close()
+    assert order == ["begin", "end"] * 3 and list(checkpoints(tmp_path)) == [1, 2, 3]
+
+
+def test_an_error_of_the_writer_reaches_training(tmp_path):
+    keeper = Keeper(settings(tmp_path, async_save=True), say=lambda text: None)
+    keeper.save(1, [piece._replace(shape=(5, 3)) for piece in pieces_of(1)], {})  # a hole of three elements
+    with pytest.raises(CheckpointError, match="do not make the tensor"):
+        keeper.save(2, pieces_of(2), {})
+    keeper.save(3, pieces_of(3), {})
+    keeper.close()
+    assert list(checkpoints(tmp_path)) == [3]
+
+
+def test_without_memory_training_waits_for_the_save(tmp_path, monkeypatch):
+    def none(self, pieces):
+        raise RuntimeError("can't allocate memory: you tried to allocate 1 TB\nmore")
+
+    monkeypatch.setattr(Snapshot, "take", none)
+    said = []
+    keeper = Keeper(settings(tmp_path, async_save=True), say=said.append)
+    keeper.save(1, pieces_of(1), {})
+    assert value_of(tmp_path, 1) == {1.0} and "no memory to save in the background" in said[0]
+    keeper.close()
+
+
+def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
+    snapshot, source = Snapshot(), torch.arange(12.0).view(3, 4)
+    pieces = [Piece("a", (3, 4), Box.whole((3, 4)), source), Piece("b", (3, 2), Box.whole((3, 2)), source[:, 1:3]),
+              Piece("c", (), Box.whole(()), torch.tensor(7, dtype=torch.int64)),
+              Piece("d", (0,), Box.whole((0,)), torch.empty(0))]  # fmt: skip
+    first = snapshot.take(pieces)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(first, pieces))
+    source.zero_()
+    assert first[1].tensor.tolist() == [[1, 2], [5, 6], [9, 10]]
+    assert [p.tensor.data_ptr() for p in snapshot.take(pieces)] == [p.tensor.data_ptr() for p in first]
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_save_is_tried_again(tmp_path, monkeypatch, background):
+    tried, said = fail(monkeypatch, 2), []
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=2), say=said.append)
+    keeper.save(1, pieces_of(1), {})
+    keeper.close()
+    assert len(tried) == 3 and value_of(tmp_path, 1) == {1.0}
+    assert [line for line in said if "try 1 of 3" in line] and [line for line in said if "try 2 of 3" in line]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_ends_at_max_failed_saves_in_a_row(tmp_path, monkeypatch, background):
+    fail(monkeypatch, 5)
+    said = []
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=0, max_failed_saves=3), say=said.append)
+
+    def saved(iteration):
+        keeper.save(iteration, pieces_of(iteration), {})
+        keeper.wait()
+
+    saved(1)
+    saved(2)
+    assert any("CHECKPOINT AT ITERATION 2 IS LOST: save 2 in a row" in line for line in said)
+    with pytest.raises(StorageError, match="3 saves in a row failed, the last: disk full"):
+        saved(3)
+    saved(4)  # one may go on
+    saved(5)
+    saved(6)  # the disk is back
+    keeper.close()
+    assert list(checkpoints(tmp_path)) == [6]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch, background):
+    fail(monkeypatch, 9)
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=1), say=lambda text: None)
+    keeper.save(1, pieces_of(1), {})
+    with pytest.raises(StorageError, match="disk full"):
+        keeper.close()
+    Keeper(settings(tmp_path), say=lambda text: None).close()  # the lock is free
+
+
+def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
+    fail(monkeypatch, 9)
+    said = []
+    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
+    keeper.save(1, pieces_of(1), {})
+    keeper.close(patience=10)
+    assert any("IS LOST" in line for line in said)
+
+
+def test_a_writer_that_waits_for_a_lost_rank_is_given_up(tmp_path, monkeypatch):
+    hold, said = threading.Event(), []
+    monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(10))
+    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
+    keeper.save(1, pieces_of(1), {})
+    keeper.close(patience=0.05)
+    hold.set()
+    assert any("was not finished" in line for line in said)
+
+
+def test_the_mirror_takes_what_the_folder_does_not(tmp_path, monkeypatch):
+    home, mirror = tmp_path / "home", tmp_path / "mirror"
+    fail(monkeypatch, 99, only=lambda folder: home in folder.parents)
+    said = []
+    keeper = Keeper(settings(home, save_mirror=str(mirror), save_retries=1, max_failed_saves=1), say=said.append)
+    keeper.save(1, pieces_of(1), {})
+    keeper.save(2, pieces_of(2), {})
+    keeper.close()
+    assert not checkpoints(home) and list(checkpoints(mirror)) == [1, 2] and value_of(mirror, 2) == {2.0}
+    assert any(f"to {mirror}" in line for line in said)
+
+
+def test_when_the_mirror_fails_too_the_save_failed(tmp_path, monkeypatch):
+    fail(monkeypatch, 99)
+    keeper = Keeper(settings(tmp_path / "a", save_mirror=str(tmp_path / "b"), save_retries=0, max_failed_saves=1),
+                    say=lambda text: None)  # fmt: skip
+    with pytest.raises(StorageError, match="disk full"):
+        keeper.save(1, pieces_of(1), {})
+
+
+# ---------------------------------------------------------------------------------------------------- retention
+
+
+def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch):
+    keeper = Keeper(settings(tmp_path, keep_last=1, save_retries=0, max_failed_saves=1), say=lambda text: None)
+    keeper.save(1, pieces_of(1), {})
+    write = store.write_shard
+
+    def rotten(folder, writer, pieces):
+        size = write(folder, writer, pieces)
+        with open(folder / "shard_00000.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        return size
+
+    monkeypatch.setattr(state, "write_shard", rotten)
+    with pytest.raises(StorageError, match="reads back differently"):
+        keeper.save(2, pieces_of(2), {})
+    assert list(checkpoints(tmp_path)) == [1, 2] and value_of(tmp_path, 1) == {1.0}
+    monkeypatch.setattr(state, "write_shard", write)
+    keeper.save(3, pieces_of(3), {})
+    keeper.close()
+    assert list(checkpoints(tmp_path)) == [3]
+
+
+@pytest.mark.parametrize("keep_last, every, left", [(2, None, [6, 7]), (1, 3, [3, 6, 7]), (None, 3, [3, 6, 7]),
+                                                    (2, 5, [5, 6, 7]), (None, None, [1, 2, 3, 4, 5, 6, 7])])  # fmt: skip
+def test_what_is_kept(tmp_path, keep_last, every, left):
+    keeper = Keeper(settings(tmp_path, keep_last=keep_last, save_retain_interval=every), say=lambda text: None)
+    for iteration in range(1, 8):
+        keeper.save(iteration, pieces_of(iteration), {})
+    keeper.close()
+    assert list(checkpoints(tmp_path)) == left
+
+
+# ---------------------------------------------------------------------------------------------------- several ranks
+
+
+def exchange_of(rank, size, patience=20.0):
+    store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
+    return exchange_through(store, rank, size, patience)
+
+
+def test_ranks_exchange_beside_collectives(run_ranks):
+    def body(rank):
+        exchange, answers = exchange_of(rank, 3), []
+        thread = threading.Thread(target=lambda: answers.extend(exchange((rank, n)) for n in range(20)))
+        thread.start()
+        for _ in range(20):
+            dist.all_reduce(torch.ones(3))
+        thread.join()
+        return answers == [[(other, n) for other in range(3)] for n in range(20)]
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_a_rank_that_does_not_answer_is_named(run_ranks):
+    def body(rank):
+        exchange = exchange_of(rank, 2, patience=0.1)
+        if rank == 0:
+            with pytest.raises(PeerLost, match="rank 1 did not answer"):
+                exchange(1)
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_ranks_save_in_the_background_and_agree_on_failures(run_ranks, tmp_path):
+    """Rank 1's disk is full for two saves: both ranks count them, and stop at the same step."""
+
+    def body(rank):
+        module.RETRY_AFTER, write, calls = 0.001, store.write_shard, []
+
+        def full(*args):
+            calls.append(args)
+            if rank == 1 and 1 < len(calls) <= 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*args)
+
+        state.write_shard = full
+        said = []
+        keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0, max_failed_saves=2), rank=rank,
+                        exchange=exchange_of(rank, 2), say=said.append)  # fmt: skip
+        stopped = None
+        for iteration in range(1, 6):
+            try:
+                keeper.save(iteration, pieces_of(iteration, 2, rank), {})
+            except StorageError:
+                stopped = iteration
+            dist.all_reduce(torch.ones(1))
+        keeper.close()
+        return stopped, sorted(path.name for path in tmp_path.glob("iter_*"))
+
+    (one, names), (two, _) = run_ranks(2, body)
+    assert one == two == 4  # where the failure of saves 2 and 3 was heard of
+    assert names == ["iter_0000001", "iter_0000005"] and value_of(tmp_path, 5) == {5.0}
+
+
+# ---------------------------------------------------------------------------------------------------- how often
+
+
+def test_dalys_interval_loses_the_least_time():
+    for stall, mean in ((0.1, 3600.0), (5.0, 3600.0), (60.0, 86400.0)):
+        best = best_interval(stall, mean)
+        assert best == pytest.approx(math.sqrt(2 * stall * mean), rel=0.1)
+        costs = [lost_share(best * factor, stall, mean) for factor in (0.5, 1.0, 2.0)]
+        assert min(costs) == costs[1]
+    assert best_interval(100.0, 10.0) == 10.0  # hopeless: no more often than the job lives
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background):
+    said = []
+    keeper = Keeper(settings(tmp_path, save_interval=config.AUTO, async_save=background), say=said.append)
+    steps = [step for step in range(3, 60) if keeper.due(step) and keeper.save(step, pieces_of(step), {}) is not None]
+    keeper.close()
+    assert steps == [3 + module.FIRST_AUTO]
+    [plan] = [line for line in said if "next checkpoint in" in line]
+    assert re.search(r"in \d+ steps = \d+ s: a save stalls [\d.]+ s, .* every 24 h.* cost \d", plan)
+
+
+def test_a_fixed_interval(tmp_path):
+    keeper = Keeper(settings(tmp_path, save_interval=4))
+    assert [step for step in range(1, 13) if keeper.due(step)] == [4, 8, 12]
+    keeper.close()
+    keeper = Keeper(settings(tmp_path))
+    assert not any(keeper.due(step) for step in range(1, 5))
+    keeper.close()
