@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forward pass keeps for the backward pass: bytes by kind, op by op as the model's code keeps them.
+
+Legend: n tokens of a micro-batch (s x b), h hidden, e bytes of an element, tp ranks that divide each matrix. Under
+sequence parallelism what lies between layers is cut by tp, and what a column-parallel layer keeps is not: it has gathered
+its input. Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megatron.config import Recompute
+from megatron.planner.layout import Job, Layout
+from megatron.planner.parameters import padded_vocabulary
+
+Bytes = Counter  # kind -> bytes
+
+CHUNK_BYTES = dict(cpu=8 << 20, cuda=512 << 20)  # mpu/cross_entropy.py: one chunk's logits in fp32
+BLOCK_BYTES = 128 << 20  # mpu/cross_entropy.py: gradients of logits that wait for their product
+
+
+def layer_kept(job: Job, layout: Layout) -> Bytes:
+    """Of one layer and micro-batch, with nothing computed again."""
+    return _layer(job, layout.tp, layout.sp, layout.micro)
+
+
+def stage_kept(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
+    """Of one pass of a micro-batch through the layers of a stage (their numbers in the whole network)."""
+    kept = Bytes()
+    for again, members in groups(layers, layout.recompute):
+        if again == "full":  # the input of the first layer of the group, nothing else
+            kept["inputs of recomputed layers"] += _passage(job, layout)
+        else:
+            for kind, size in _layer_again(job, layout.tp, layout.sp, layout.micro, again).items():
+                kept[kind] += members * size
+    if first:
+        kept.update(_embedding(job, layout))
+    if last:
+        norm = _norm(job, _passage(job, layout) // job.element, job.model.hidden_size)
+        kept["norms"] += norm
+        kept["output layer and loss"] += loss_kept(job, layout)
+    return kept
+
+
+def loss_kept(job: Job, layout: Layout) -> int:
+    """Gradients that the fused output layer and loss make going forward: of its input [n, h] and weight [v/tp, h]."""
+    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
+    return (_tokens(job, layout) + rows) * job.model.hidden_size * job.element
+
+
+def hooked(kept: Bytes) -> int:
+    """The part of `stage_kept` that autograd knows of: the loss keeps its gradients to itself."""
+    return sum(size for kind, size in kept.items() if kind != "output layer and loss")
+
+
+def loss_workspace(job: Job, layout: Layout) -> int:
+    """Most bytes of logits and their gradients at a time, beside what is kept."""
+    n, e = _tokens(job, layout), job.element
+    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
+    chunk = min(n, max(128, CHUNK_BYTES[job.device] // (4 * rows)))
+    block = min(n, max(chunk, BLOCK_BYTES // (e * rows) // chunk * chunk))
+    several = 2 * 4 * rows * job.model.hidden_size if n > block else 0  # weight gradients of blocks summed in fp32
+    return block * rows * e + 3 * chunk * rows * 4 + several
+
+
+def workspace(job: Job, layout: Layout) -> int:
+    """Most bytes that one layer's backward pass needs beside what is kept, with the layer recomputed if need be."""
+    m, e, n = job.model, job.element, _tokens(job, layout)
+    again = layout.recompute.recompute_granularity
+    up = m.ffn_size // layout.tp * (2 if m.swiglu else 1)
+    mlp = n * (m.ffn_size // layout.tp + up + m.hidden_size) * e
+    attention = 0
+    if job.attention_kernel != "flash":
+        attention = 2 * layout.micro * m.num_attention_heads // layout.tp * m.seq_length**2 * e
+    whole = sum(layer_kept(job, layout).values())
+    parts = dict(full=whole * (layout.recompute.recompute_num_layers or 1) if layout.recompute.recompute_method != "block"
+                 else whole,
+                 full_attn=whole - _mlp_half(job, layout), core_attn=_core(job, layout.tp, layout.micro)[0])  # fmt: skip
+    return max(mlp, attention) + (parts[again] if again else 0)
+
+
+def groups(layers: Sequence[int], settings: Recompute) -> list[tuple[str, int]]:
+    """The layers of a stage as runs [(what is computed again or "", layers)]; `model.recompute.plan` in numbers.
+
+    >>> groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5"))
+    [('full', 1), ('', 1), ('full', 2)]
+    """
+    chosen, size, again = set(), 1, settings.recompute_granularity or ""
+    if again:
+        chosen = set(layers)
+        if settings.recompute_method == "block":
+            chosen = set(list(layers)[: settings.recompute_num_layers])
+        elif again == "full":
+            size = settings.recompute_num_layers or 1
+        chosen -= settings.exempt_layers
+    found: list[tuple[str, int]] = []
+    for n in layers:
+        name = again if n in chosen else ""
+        open_group = found and found[-1][0] == name and (n - 1 in layers)
+        if open_group and name and found[-1][1] < size:
+            found[-1] = (name, found[-1][1] + 1)
+        else:
+            found.append((name, 1))
+    return found
+
+
+# One layer ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def _layer_again(job: Job, tp: int, sp: bool, micro: int, again: str) -> Bytes:
+    kept = Bytes(_layer(job, tp, sp, micro))
+    if again == "core_attn":
+        kept["attention core"] = _core(job, tp, micro)[1]
+    elif again == "full_attn":
+        for kind in ("attention", "attention core"):
+            del kept[kind]
+        kept["norms"] -= _half_norm(job, tp, sp, micro)
+        kept["inputs of recomputed layers"] = _cut(job, tp, sp, micro) * job.model.hidden_size * job.element
+    return kept
+
+
+@lru_cache(maxsize=65536)
+def _layer(job: Job, tp: int, sp: bool, micro: int) -> Bytes:
+    m, e, n = job.model, job.element, job.model.seq_length * micro
+    h, rest = m.hidden_size, _cut(job, tp, sp, micro)
+    width, ffn = m.num_attention_heads * m.head_dim // tp, m.ffn_size // tp
+    norms = 2 * _half_norm(job, tp, sp, micro)
+    masks = 2 * rest * h if m.hidden_dropout > 0 else 0
+    return Bytes({
+        "norms": norms,
+        "attention": n * (h + width) * e,  # inputs of its two linear layers
+        "attention core": _core(job, tp, micro)[0],
+        "mlp": n * (h + ffn * (4 if m.swiglu else 2)) * e,  # inputs of its linear layers, and of the function between
+        "dropout masks": masks,
+    })  # fmt: skip
+
+
+def _mlp_half(job: Job, layout: Layout) -> int:
+    kept = layer_kept(job, layout)
+    return kept["mlp"] + (kept["norms"] + kept["dropout masks"]) // 2
+
+
+def _half_norm(job: Job, tp: int, sp: bool, micro: int) -> int:
+    return _norm(job, _cut(job, tp, sp, micro) * job.model.hidden_size, job.model.hidden_size)
+
+
+def _norm(job: Job, elements: int, width: int, shared_input: bool = False) -> int:
+    """What a norm over `elements` keeps: its input (the residual stream, which nobody else keeps), and statistics."""
+    rows = elements // width
+    if job.model.normalization == "LayerNorm":
+        stats = 2 * rows * (4 if job.device == "cuda" else job.element)
+        return stats + (0 if shared_input else elements * job.element)
+    if job.device == "cuda":
+        return 4 * rows + (0 if shared_input else elements * job.element)
+    # torch's RMSNorm is made of several ops on a CPU: the input in fp32, its statistics, and the normalised input.
+    return 4 * rows + 4 * elements + (0 if shared_input and job.element == 4 else 4 * elements)
+
+
+def _core(job: Job, tp: int, micro: int) -> tuple[int, int]:
+    """Attention between its two linear layers: (bytes kept, bytes kept if softmax(q k) v is computed again)."""
+    m, e, n = job.model, job.element, job.model.seq_length * micro
+    heads, groups_, d = m.num_attention_heads // tp, m.query_groups // tp, m.head_dim
+    q, kv = n * heads * d * e, n * groups_ * d * e
+    fused, turned = q + 2 * kv, 0
+    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are tensors of their own
+    if m.qk_layernorm:
+        turned += fused
+        turned += _norm(job, n * heads * d, d, shared_input=True) + _norm(job, n * groups_ * d, d, shared_input=True)
+    views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
+    again = turned + views
+    grouped = m.num_attention_heads > m.query_groups
+    weights = n * heads * e
+    s = m.seq_length
+    if job.attention_kernel == "flash":
+        queries = q if grouped else 0
+        return again + queries + 4 * n * heads, again
+    if job.attention_kernel == "block-causal":
+        rows = q if own or grouped else fused
+        return turned + rows + 2 * kv + weights * _causal_pairs(s, m.num_attention_heads // m.query_groups) // s, again
+    wide = weights * s // e * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
+    dropped = (
+        (weights * s + weights * s // e) if m.attention_dropout > 0 else (weights * s if wide != weights * s else 0)
+    )
+    keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
+    return turned + keys + q + wide + dropped, again
+
+
+def _causal_pairs(s: int, q: int) -> int:
+    """Pairs of query and key whose weights the block-causal kernel keeps; q queries share a key."""
+    size = max(1, (128 if s <= 512 else 256) // q)
+    return sum((min(start + size, s) - start) * min(start + size, s) for start in range(0, s, size))
+
+
+# The rest -------------------------------------------------------------------------------------------------------------
+
+
+def _embedding(job: Job, layout: Layout) -> Bytes:
+    n = _tokens(job, layout)
+    kept = Bytes({"token numbers": 8 * n + (n if layout.tp > 1 else 0)})
+    if job.model.hidden_dropout > 0:
+        kept["dropout masks"] += _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size
+    return kept
+
+
+def _passage(job: Job, layout: Layout) -> int:
+    """Bytes of the hidden states between two layers."""
+    return _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size * job.element
+
+
+def _tokens(job: Job, layout: Layout) -> int:
+    return job.model.seq_length * layout.micro
+
+
+def _cut(job: Job, tp: int, sp: bool, micro: int) -> int:
+    """Tokens of the hidden states between layers."""
+    return job.model.seq_length * micro // (tp if sp else 1)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is planned: a `Job` (what is trained, on what kind of device) in a `Layout` (how ranks share it).
+
+Both are small frozen records, so that a search can make a hundred thousand of them; `Layout.of` reads one from the
+settings of a run, `Layout.flags` says it in flags. Numbers of tokens, bytes and FLOPs are per rank unless said otherwise.
+
+    >>> layout = Layout(tp=8, pp=16, micro=1, sp=True, recompute=Recompute("core_attn"))
+    >>> " ".join(layout.flags())
+    '--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16 --micro-batch-size 1 \
+--recompute-granularity core_attn'
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Optional
+
+from megatron import batch
+from megatron.config import Config, Model, Parallel, Recompute
+from megatron.pipeline.schedule import default_chunks
+from megatron.pipeline.stages import Pipeline
+
+ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, whatever the layout.
+
+    vocab_size:  rows of the embedding before padding
+    device:      "cuda" or "cpu": which kernels run, and what they keep
+    backend:     --attention-backend
+    """
+
+    model: Model
+    vocab_size: int
+    global_batch: int
+    precision: str = "bf16"
+    device: str = "cuda"
+    backend: str = "auto"
+    documents: bool = False  # --reset-attention-mask
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, *, dp: int, device: str) -> "Job":
+        """The job that settings describe."""
+        precision = config.precision.precision
+        return cls(
+            config.model, vocab_size, batch.full_size(config.batch, dp),
+            ("bf16" if device == "cuda" else "fp32") if precision == "auto" else precision,
+            device, config.kernels.attention_backend, config.data.reset_attention_mask,
+        )  # fmt: skip
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return ELEMENT[self.precision]
+
+    @cached_property
+    def attention_kernel(self) -> str:
+        """The kernel that `fused_kernels.choose` will take: flash, block-causal, or reference, which stores scores."""
+        m = self.model
+        scaled = m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling
+        if m.attention_dropout > 0 or scaled or (self.documents and self.device == "cpu"):
+            return "reference"
+        if self.device == "cuda":
+            return "reference" if self.backend == "explicit" else "flash"
+        return "flash" if self.backend == "sdpa" or m.seq_length > 4096 else "block-causal"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a job.
+
+    shard:         ranks that share one set of optimizer shards; 1 with ZeRO stage 0
+    chunks:        model chunks of a rank (virtual pipeline stages)
+    stage_layers:  layers of each stage, as in --pipeline-stage-layers; None: even
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    shard: int = 1
+    sp: bool = False
+    recompute: Recompute = Recompute()
+    stage_layers: Optional[str] = None
+    parallel: Optional[Parallel] = None  # the settings it was read from, which may say more
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> "Layout":
+        """The layout of resolved settings."""
+        p = config.parallel
+        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        dp = world_size // (tp * pp)
+        chunks = Pipeline.of(p, config.model.num_layers).chunks
+        shard = 1 if p.sharding_stage == 0 else p.sharding_degree or dp
+        return cls(tp, pp, dp, config.batch.micro_batch_size, chunks, p.pipeline_schedule, p.sharding_stage, shard,
+                   p.sequence_parallel and tp > 1, config.recompute, p.pipeline_stage_layers, p)  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def replicate(self) -> int:
+        return self.dp // self.shard
+
+    def micros(self, job: Job) -> int:
+        """Micro-batches of a step on each rank."""
+        return job.global_batch // (self.micro * self.dp)
+
+    def pipeline(self, num_layers: int) -> Pipeline:
+        """Which layers lie where."""
+        return _pipeline(self.parallel or self._parallel(), num_layers)
+
+    def _parallel(self) -> Parallel:
+        told = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
+        return Parallel(
+            tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sp, pipeline_schedule=self.schedule,
+            num_virtual_stages_per_pipeline_rank=self.chunks if told else None,
+            pipeline_stage_layers=self.stage_layers, sharding_stage=self.zero,
+            sharding_degree=self.shard if self.zero and self.shard != self.dp else None,
+        )  # fmt: skip
+
+    def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
+        """Settings of a run with this layout in place of their own."""
+        given, own = self._parallel(), config.parallel
+        parallel = replace(given, distributed_backend=own.distributed_backend,
+                           distributed_timeout_minutes=own.distributed_timeout_minutes,
+                           pipeline_timeline=own.pipeline_timeline)  # fmt: skip
+        sizes = replace(config.batch, micro_batch_size=self.micro,
+                        global_batch_size=global_batch or config.batch.global_batch_size)  # fmt: skip
+        return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute)
+
+    def flags(self) -> list[str]:
+        """The command line that asks for this layout."""
+        p, words = self._parallel(), []
+        if self.tp > 1:
+            words += ["--tensor-model-parallel-size", str(self.tp)] + ["--sequence-parallel"] * self.sp
+        if self.pp > 1:
+            words += ["--pipeline-model-parallel-size", str(self.pp)]
+            words += ["--pipeline-schedule", self.schedule] * (self.schedule != "1f1b")
+            if p.num_virtual_stages_per_pipeline_rank:
+                words += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
+            if self.stage_layers:
+                words += ["--pipeline-stage-layers", self.stage_layers]
+        if self.zero == 1:
+            words += ["--use-distributed-optimizer"]
+        elif self.zero:
+            words += ["--sharding-stage", str(self.zero)]
+        if p.sharding_degree:
+            words += ["--sharding-degree", str(p.sharding_degree)]
+        words += ["--micro-batch-size", str(self.micro)]
+        r = self.recompute
+        for name in ("granularity", "method", "num_layers") if r.recompute_granularity else ():
+            value = getattr(r, f"recompute_{name}")
+            if value is not None:
+                words += [f"--recompute-{name.replace('_', '-')}", str(value)]
+        if r.recompute_granularity and r.no_recompute_layers:
+            words += ["--no-recompute-layers", r.no_recompute_layers]
+        return words
+
+    def short(self) -> str:
+        """One word for tables, such as tp8sp-pp16vp2-dp4-zero1."""
+        parts = [f"tp{self.tp}{'sp' * self.sp}"] * (self.tp > 1)
+        if self.pp > 1:
+            plain = self.schedule in ("1f1b", "interleaved")
+            parts += [f"pp{self.pp}" + (f"vp{self.chunks}" * (self.chunks > 1) if plain else f"-{self.schedule}")]
+        parts += [f"dp{self.dp}"] * (self.dp > 1)
+        if self.zero:
+            parts += [f"zero{self.zero}" + f"/{self.shard}" * (self.shard != self.dp)]
+        return "-".join(parts) or "one rank"
+
+
+@lru_cache(maxsize=4096)
+def _pipeline(parallel: Parallel, num_layers: int) -> Pipeline:
+    return Pipeline.of(parallel, num_layers)

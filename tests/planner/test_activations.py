@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of kept activations: predicted within 5 % of what autograd's hooks see, on whole models and pieces of them."""
+
+import pytest
+import torch
+
+from megatron.config import Kernels, Model, Recompute
+from megatron.data.loader import MicroBatch
+from megatron.model import recompute
+from megatron.model.gpt import GPT
+from megatron.mpu.mesh import Mesh
+from megatron.planner.activations import groups, hooked, stage_kept
+from megatron.planner.layout import Job, Layout
+
+GPT_SHAPE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=128)
+PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0)
+LLAMA = dict(PLAIN, swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True,
+             untie_embeddings_and_output_weights=True)  # fmt: skip
+VOCABULARY = 96
+
+
+def measured(model, layout, mesh, *, backend="auto", dtype=torch.float32, layers=None, first=True, last=True) -> int:
+    """Bytes that the hooks of autograd see in one forward pass, weights left out."""
+    layers = range(model.num_layers) if layers is None else layers
+    stage = GPT(model, mesh, VOCABULARY, layers=layers, first=first, last=last, sequence_parallel=layout.sp, dtype=dtype,
+                kernels=Kernels(attention_backend=backend), recompute=layout.recompute, device="cpu")  # fmt: skip
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.normal_(0, 0.02)
+    s, b = model.seq_length, layout.micro
+    tokens = torch.randint(0, VOCABULARY, (s, b))
+    batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
+    x = None if first else torch.randn(s // (layout.tp if layout.sp else 1), b, model.hidden_size).to(dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
+    seen = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor stays, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = stage(x if first else x.requires_grad_(), batch)
+    del result
+    return sum(size for size, _ in seen.values())
+
+
+def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, first=True, last=True) -> int:
+    job = Job(model, VOCABULARY, layout.micro, precision, "cpu", backend)
+    return hooked(
+        stage_kept(job, layout, range(model.num_layers) if layers is None else layers, first=first, last=last)
+    )
+
+
+@pytest.mark.parametrize("again", [None, "core_attn", "full_attn", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "shape, backend",
+    [
+        (dict(), "auto"), (PLAIN, "auto"), (PLAIN, "sdpa"), (LLAMA, "auto"), (LLAMA, "sdpa"),
+        (dict(LLAMA, num_query_groups=2), "auto"), (dict(LLAMA, num_query_groups=2, qk_layernorm=True), "sdpa"),
+        (dict(PLAIN, qk_layernorm=True), "auto"), (dict(LLAMA, attention_dropout=0.1), "auto"),
+        (dict(PLAIN, num_query_groups=1), "explicit"), (dict(PLAIN, seq_length=600), "auto"),
+    ],
+)  # fmt: skip
+def test_one_rank(shape, backend, precision, again):
+    model, layout = Model(**{**GPT_SHAPE, **shape}), Layout(micro=2, recompute=Recompute(again))
+    dtype = dict(fp32=torch.float32, bf16=torch.bfloat16)[precision]
+    found = measured(model, layout, Mesh(), backend=backend, dtype=dtype)
+    assert predicted(model, layout, backend=backend, precision=precision) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Recompute("full", recompute_num_layers=2),
+        Recompute("full", "block", 2),
+        Recompute("full", no_recompute_layers="1"),
+        Recompute("core_attn", no_recompute_layers="0,2"),
+    ],
+)
+def test_some_layers_again(settings):
+    model, layout = Model(**GPT_SHAPE), Layout(micro=1, recompute=settings)
+    assert predicted(model, layout) == pytest.approx(measured(model, layout, Mesh()), rel=0.05)
+
+
+@pytest.mark.parametrize("layers, first, last", [(range(0, 2), True, False), (range(1, 2), False, False),
+                                                 (range(2, 3), False, True), (range(0), False, True)])  # fmt: skip
+def test_stages(layers, first, last):
+    model, layout = Model(**GPT_SHAPE), Layout(micro=2)
+    part = dict(layers=layers, first=first, last=last)
+    assert predicted(model, layout, **part) == pytest.approx(measured(model, layout, Mesh(), **part), rel=0.05)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("shape", [dict(), PLAIN, LLAMA, dict(PLAIN, qk_layernorm=True)])
+def test_tensor_parallel(run_ranks, shape, sp):
+    layouts = [Layout(tp=2, sp=sp, micro=2, recompute=Recompute(again)) for again in (None, "core_attn", "full")]
+    model = Model(**{**GPT_SHAPE, **shape})
+    found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
+    for layout, bytes_seen in zip(layouts, found):
+        assert predicted(model, layout) == pytest.approx(bytes_seen, rel=0.05), layout.recompute
+
+
+@pytest.mark.parametrize("layers", [range(0, 6), range(3, 8), range(0)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Recompute(), Recompute("full"), Recompute("core_attn"), Recompute("full", recompute_num_layers=3),
+        Recompute("full", "block", 2), Recompute("full", "uniform", 2, "4,5"), Recompute("full_attn", None, None, "0"),
+    ],
+)  # fmt: skip
+def test_groups_are_those_of_the_model(layers, settings):
+    assert groups(layers, settings) == [(g.again, len(g.layers)) for g in recompute.plan(layers, settings)]
