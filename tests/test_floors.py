@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     ("errors config flags flag_* spelling presets rules batch flops records", 0),  # settings and plain arithmetic
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
-    ("pipeline.wire pipeline.execute", 4),
+    ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),
     ("data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace data.blend", 0),
     ("mpu.mesh mpu.forked", 1),  # the first that may know torch.distributed
