@@ -29,12 +29,13 @@ def recipe():
     return Recipe("GPT", build_model, build_datasets)
 
 
-def build_model(config, mesh, vocab_size, *, dtype, device):
-    """A GPT, or what a rank of the mesh holds of it."""
+def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):
+    """A GPT, or what a rank of the mesh holds of it: the layers of a pipeline stage (default: all)."""
     from megatron.model.gpt import GPT
 
-    return GPT(config.model, mesh, vocab_size, sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels,
-               recompute=config.recompute, seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
+    return GPT(config.model, mesh, vocab_size, layers=layers, first=first, last=last,
+               sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels, recompute=config.recompute,
+               seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, say):

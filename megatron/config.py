@@ -102,9 +102,23 @@ class Parallel:
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
     sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
+    pipeline_schedule: str = setting(
+        "order of passes: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops a rank",
+        "1f1b",
+    )
         "layers of a model chunk (interleaved schedule)", None
     )
-    pipeline_schedule: Literal["gpipe", "1f1b"] = setting("order of forward and backward passes", "1f1b")
+    num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
+        "model chunks of a rank (interleaved schedule)", None, "--virtual-pp-degree"
+    )
+    pipeline_stage_layers: Optional[str] = setting("layers of each stage, uneven ones too: 2,1,1,1", None)
+    decoder_first_pipeline_num_layers: Optional[int] = setting("layers of the first pipeline rank", None)
+    decoder_last_pipeline_num_layers: Optional[int] = setting("layers of the last pipeline rank", None)
+    account_for_embedding_in_pipeline_split: bool = setting("the embedding counts as a layer of the first stage", False)
+    account_for_loss_in_pipeline_split: bool = setting(
+        "output layer and loss count as a layer of the last stage", False
+    )
+    pipeline_timeline: Optional[str] = setting("file to record a step's passes in, for megatron.pipeline.check", None)
     sharding_stage: Literal[0, 1, 2, 3] = setting(
         "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
         0,

@@ -81,6 +81,8 @@ ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
 memory and garbage are collected as Python and torch do by themselves
     --manual-gc* --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level --train-sync-interval
+the interleaved schedule groups micro-batches by itself
+    --microbatch-group-size-per-virtual-pipeline-stage --interleave-group-size
 there is no pipeline unless --pipeline-model-parallel-size is above 1
     --no-pipeline-parallel
 
@@ -164,15 +166,12 @@ activations are kept on the device, or computed again; see --recompute-granulari
     --checkpoint-in-cpu
 --sequence-parallel divides what is kept among tensor parallel ranks
     --distribute-checkpointed-activations --distribute-saved-activations
-interleaved and uneven pipelines are not built yet
-    --num-virtual-stages-per-pipeline-rank --virtual-pp-degree --microbatch-group-size-per-virtual-pipeline-stage
-    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
-    --allow-padding-num-layers --standalone-embedding-stage --pipeline-stage-layers
-zero-bubble schedules are not built yet; see --pipeline-schedule
-    --enable-zero-bubble --enable-zb* --zero-bubble-* --interleave-group-size
-keeping state on the host is not built yet
-    --optimizer-cpu-offload --optimizer-offload-fraction --param-cpu-offload --use-torch-optimizer-for-cpu-offload
+see --pipeline-stage-layers
+    --pipeline-model-parallel-layout --allow-padding-num-layers --standalone-embedding-stage
+say --pipeline-schedule zb-h1, zb-v or v-half
+    --enable-zero-bubble --enable-zb* --zero-bubble-*
+say --optimizer-cpu-offload, --optimizer-offload-fraction or --param-cpu-offload; activations are never moved to the host
+    --use-torch-optimizer-for-cpu-offload
     --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --cpu-offload* --cpu-optimizer --fine-grained-*
     --activation-offload-fraction --offload-* --auto-offload-time --min-offloaded-tensor-size
     --delay-offload-until-cuda-graph --nvme-offload-*
@@ -334,7 +333,7 @@ see --distributed-timeout-minutes
 NEUTRAL = """
 --num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
 --moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1 --cp-comm-type=p2p
---num-virtual-stages-per-pipeline-rank=1 --virtual-pp-degree=1 --fp8-recipe=delayed --moe-aux-loss-coeff=0
+--fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla --rope-type=rope --rotary-scaling-factor=1.0
 --gradient-accumulation-steps=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from megatron import batch, config
 from megatron.errors import SettingsError
 from megatron.optimizer import schedule
+from megatron.pipeline import stages
+from megatron.pipeline.own_schedule import is_file
 
 
 def resolve(settings: config.Config, world_size: int) -> config.Config:
@@ -33,6 +35,7 @@ def check(settings: config.Config, world_size: int) -> list[str]:
     found, settings = _out_of_range(settings)
     s = _record(settings, world_size)
     found += [rule.say(s) for rule in RULES + NOT_YET if rule.broken(s)]
+    found += stages.problems(settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
         found += batch.problems(settings.batch, s.dp)
     return found + schedule.problems(settings.optimizer, settings.batch, s.dp)
@@ -158,9 +161,9 @@ RULES = (
     Rule(lambda s: s.sharding_degree and s.dp % s.sharding_degree,
          lambda s: f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
                    f"{_or(_divisors(s.dp, s.sharding_degree))}"),
-    Rule(lambda s: s.num_layers % s.pp,
-         lambda s: f"--num-layers {s.num_layers} is not a multiple of --pipeline-model-parallel-size {s.pp}; nearest: "
-                   f"{_or(_multiples(s.num_layers, s.pp))} layers, or {_or(_divisors(s.num_layers, s.pp))} stages"),
+    Rule(lambda s: is_file(s.pipeline_schedule) and s.rampup_batch_size,
+         lambda s: f"--pipeline-schedule {s.pipeline_schedule} is for one number of micro-batches, and "
+                   "--rampup-batch-size changes it; drop one of them"),
     Rule(lambda s: s.num_attention_heads % s.tp,
          lambda s: f"--num-attention-heads {s.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
                    f"{s.tp}; nearest: {_or(_multiples(s.num_attention_heads, s.tp))} heads, or tensor parallel size "
@@ -255,12 +258,8 @@ RULES = (
 
 # Declared and not built yet: delete a row when its feature arrives.
 NOT_YET = (
-    Rule(lambda s: s.pp > 1,
-         lambda s: f"--pipeline-model-parallel-size {s.pp} is not built yet; leave it at 1"),
     Rule(lambda s: s.cp > 1,
          lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),
-    Rule(lambda s: s.num_layers_per_virtual_pipeline_stage,
-         lambda s: "--num-layers-per-virtual-pipeline-stage is not built yet; leave it out"),
     Rule(lambda s: s.sharding_stage,
          lambda s: f"--sharding-stage {s.sharding_stage} (--use-distributed-optimizer is stage 1) is not built yet; leave "
                    "it out: the result is the same, optimizer state takes more memory"),

@@ -19,13 +19,16 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.schedule import Lengths
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.execute import Wire
+from megatron.pipeline.record import Recorder
+from megatron.pipeline.stages import Pipeline
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What is trained; how it is trained is the same for every recipe.
 
-    build_model:     (config, mesh, vocab_size, dtype=, device=) -> module whose forward takes (hidden, MicroBatch)
+    build_model:     (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
+                     whose forward takes (hidden, MicroBatch)
     build_datasets:  (config, tokenizer, vocab_size, sizes) -> (train, valid, test), each a dataset or None
     """
 
@@ -73,6 +76,7 @@ class Run:
     context: Context
     vocab_size: int  # without padding
     stages: list[torch.nn.Module]  # this rank's model chunks
+    pipeline: Pipeline
     wire: Wire  # to the neighbouring pipeline stages
     optimizer: ShardedAdamW
     lengths: Lengths
@@ -82,6 +86,7 @@ class Run:
     saver: Optional[Saver]
     metrics: Metrics
     state: State
+    recorder: Optional[Recorder]
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
     started: float = field(default_factory=time.time)
 

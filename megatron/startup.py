@@ -3,6 +3,7 @@
 
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -22,7 +23,10 @@ from megatron.mpu.context import DTYPES, Context
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.schedule import Lengths
 from megatron.optimizer.zero import ShardedAdamW
-from megatron.pipeline.execute import Wire
+from megatron.pipeline.build import build_stages, prove_complete
+from megatron.pipeline.record import Recorder
+from megatron.pipeline.stages import Pipeline
+from megatron.pipeline.wire import Wire, open_channels
 from megatron.records import library_versions, run_record, source_commit
 from megatron.rules import remarks
 from megatron.run import Recipe, Run, State
@@ -40,8 +44,12 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context)  # before the work: a locked or read-only folder is told at once
     dtype = DTYPES[config.precision.precision]
-    model = recipe.build_model(config, context.mesh, vocab_size, dtype=dtype, device="meta")
-    optimizer = ShardedAdamW(model, context.mesh, config.optimizer, dtype=dtype, device=context.device,
+    pipeline = build_pipeline(config, context)
+    build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
+    stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)
+    prove_complete(stages, context.mesh, exchange_over(context), config.model.num_layers,
+                   flops.parameters(config.model, vocab_size))  # fmt: skip
+    optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, dtype=dtype, device=context.device,
                              seed=config.logging.seed)  # fmt: skip
     state, notices = load(config, context, optimizer, State(LossScaler.of(config.precision)))
     datasets = recipe.build_datasets(
@@ -57,8 +65,9 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
         config=config,
         context=context,
         vocab_size=vocab_size,
-        stages=[model],
-        wire=wire_of(config, context, dtype),
+        stages=stages,
+        pipeline=pipeline,
+        wire=wire_of(config, context, dtype, pipeline),
         optimizer=optimizer,
         lengths=Lengths.of(config.optimizer, config.batch, context.mesh.dp.size),
         train_batches=train,
@@ -67,6 +76,7 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
         saver=saver,
         metrics=build_metrics(config, context, vocab_size, state),
         state=state,
+        recorder=recorder_of(config, context, pipeline),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
     )
 
@@ -206,11 +216,28 @@ def changed_settings(config: schema.Config, saved: dict[str, Any]) -> list[str]:
 # ---- the rest --------------------------------------------------------------------------------------------------------
 
 
-def wire_of(config: schema.Config, context: Context, dtype: torch.dtype) -> Wire:
+def build_pipeline(config: schema.Config, context: Context) -> Pipeline:
+    """Which layers lie where, and the order of passes."""
+    batch = config.batch
+    micros = batch.global_batch_size // batch.micro_batch_size // context.mesh.dp.size
+    return Pipeline.of(config.parallel, config.model.num_layers, micros)
+
+
+def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline) -> Wire:
     """The wire between pipeline stages, for hidden states [s, b, h] (or [s/tp, b, h])."""
     model, mesh = config.model, context.mesh
     s = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
-    return Wire(mesh.pp, (s, config.batch.micro_batch_size, model.hidden_size), dtype, context.device)
+    groups = None
+    if mesh.pp.size > 1 and dist.get_backend() == "nccl":
+        groups = open_channels(mesh, pipeline.stages)
+    shape = (s, config.batch.micro_batch_size, model.hidden_size)
+    return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
+
+
+def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline) -> Optional[Recorder]:
+    """What records a step for `--pipeline-timeline`; None without it."""
+    path = config.parallel.pipeline_timeline
+    return Recorder(path, pipeline, context.mesh) if path else None
 
 
 def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:

@@ -20,7 +20,6 @@ from megatron.metrics import Step
 from megatron.mpu import collectives
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
-from megatron.pipeline.schedule import make_schedule
 from megatron.run import Recipe, Run, State
 from megatron.startup import build_run
 
@@ -65,13 +64,17 @@ def train_step(run: Run) -> Step:
     state, config = run.state, run.config
     size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
     loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
+    record = run.recorder.record() if run.recorder else None
     sums = execute(
-        make_schedule(config.parallel.pipeline_schedule, run.wire.axis.rank, run.wire.axis.size, num_micros),
+        run.pipeline.ops(run.wire.axis.rank, num_micros),
         run.stages,
         micro_batches(run, run.train_batches, state.consumed_samples, num_micros),
         run.wire,
         loss_of,
+        timeline=record,
     )
+    if record is not None:
+        run.recorder.write(record)
     (loss, tokens), norm = run.optimizer.totals(counted_once(run, sums))
     factor = unscale(tokens.item())
     loss, norm = (loss / tokens).item(), norm * factor
@@ -137,7 +140,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.context.device)
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
     for _ in range(run.config.batch.eval_iters):
-        ops = make_schedule("forward-only", run.wire.axis.rank, run.wire.axis.size, num_micros)
+        ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
         sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
         consumed += size
     for stage in run.stages:

@@ -51,17 +51,23 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--data-parallel-size 3", 4, "--data-parallel-size 3 is not what there is: 4 ranks / (1 x 1 x 1) = 4; leave the "
          "flag out or run on 3"),
         ("--sharding-degree 3", 4, "--sharding-degree 3 does not divide the data parallel size 4; nearest: 2 or 4"),
-        ("--pp 3", 3, "--num-layers 4 is not a multiple of --pipeline-model-parallel-size 3; nearest: 3 or 6 layers, or "
-         "2 or 4 stages"),
+        # pipelines
+        ("--pp 3", 3, "--num-layers 4 cannot be cut into 3 even stages (--pipeline-model-parallel-size 3); nearest: 3 or 6 "
+         "layers, or --pipeline-model-parallel-size 1 or 2, or --pipeline-stage-layers 1,2,1"),
+        ("--pp 2 --virtual-pp-degree 4", 2, "8 even stages (--pipeline-model-parallel-size 2 x 4 model chunks a rank)"),
+        ("--num-layers-per-virtual-pipeline-stage 1", 1, "need --pipeline-model-parallel-size of at least 2"),
+        ("--pp 2 --pipeline-stage-layers 2,1", 2, "2,1 is 3 layers, and --num-layers is 4; 2,2 would work"),
+        ("--pp 2 --pipeline-schedule zigzag", 2, "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half (or FILE.txt)"),
+        ("--pp 2 --pipeline-schedule zb-h1 --virtual-pp-degree 2", 2, "zb-h1 has one model chunk a rank, not 2"),
+        ("--pp 2 --pipeline-schedule own.txt --rampup-batch-size 2 2 8 --global-batch-size 8", 2, "drop one of them"),
+        ("--pp 2 --decoder-first-pipeline-num-layers 0", 2, "--decoder-first-pipeline-num-layers 0 must be at least 1"),
         ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads"),
         ("--device cpu --distributed-backend nccl", 1, "--distributed-backend nccl needs --device cuda"),
         # not yet
         ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
         ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
         ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
-        ("--pp 2", 2, "--pipeline-model-parallel-size 2 is not built yet"),
         ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
-        ("--num-layers-per-virtual-pipeline-stage 1", 1, "--num-layers-per-virtual-pipeline-stage is not built yet"),
         ("--use-distributed-optimizer", 1, "--sharding-stage 1 (--use-distributed-optimizer is stage 1) is not built yet"),
         # model
         ("--num-attention-heads 7", 1, "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: "
@@ -201,7 +207,7 @@ def test_any_numbers_are_answered_or_work(values, world):
     settings = config(" ".join(f"{flag} {value}" for flag, value in values.items()))
     if not check(settings, world):
         made = resolve(settings, world)
-        assert made.batch.global_batch_size % (made.batch.micro_batch_size * world) == 0
+        assert made.batch.global_batch_size % (made.batch.micro_batch_size * made.parallel.data_parallel_size) == 0
         assert check(made, world) == []
 
 

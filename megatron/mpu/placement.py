@@ -67,13 +67,17 @@ class Placement:
 def placements(model) -> dict[str, tuple]:
     """Logical name -> (parameter, Placement) for every parameter of a module tree, in registration order.
 
+    model: a module, or a list of them (the chunks of a pipeline rank), which may share parameters of one name.
     Raises AssertionError when a parameter has no placement: that is a mistake of ours, never of a user.
     """
     found = {}
-    for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        listed = getattr(module, "placements", {})
-        assert set(own) == set(listed), f"{prefix}: parameters {sorted(own)} but placements {sorted(listed)}"
-        for name, parameter in own.items():
-            found[f"{prefix}.{name}" if prefix else name] = (parameter, listed[name])
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        for prefix, module in chunk.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            listed = getattr(module, "placements", {})
+            assert set(own) == set(listed), f"{prefix}: parameters {sorted(own)} but placements {sorted(listed)}"
+            for name, parameter in own.items():
+                path = f"{prefix}.{name}" if prefix else name
+                assert found.get(path, (parameter,))[0] is parameter, f"two parameters are named {path}"
+                found[path] = (parameter, listed[name])
     return found

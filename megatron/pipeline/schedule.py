@@ -126,7 +126,7 @@ def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
     elif chunks < low:
         found.append(f"schedule {name} needs at least {low} model chunks a rank "
                      "(--num-virtual-stages-per-pipeline-rank 2), not 1; with one, 1f1b is the schedule")  # fmt: skip
-    elif pp == 1 and high is None and chunks > 1:
+    elif pp == 1 and high is None and chunks > 1 and name != "forward-only":
         found.append("several model chunks a rank need --pipeline-model-parallel-size of at least 2")
     return found
 
