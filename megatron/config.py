@@ -63,6 +63,7 @@ class Model:
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
+    label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
     make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor parallel size", 128)
     model_name_or_path: Optional[str] = setting(

@@ -102,7 +102,7 @@ RANGES = {  # what a value must be -> test, fields
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
         mean_time_to_interruption
         initial_loss_scale min_loss_scale spike_threshold"""),
-    "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout adam_beta1 adam_beta2"),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ class GPT(nn.Module):
                  device=None):  # fmt: skip
         super().__init__()
         self.first, self.last, self.tp, self.vocab_size = first, last, mesh.tp, vocab_size
-        self.dtype, self.kernels = dtype, kernels or Kernels()
+        self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         sequence_parallel = sequence_parallel and mesh.tp.size > 1
         common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         tied = not model.untie_embeddings_and_output_weights
@@ -78,7 +78,8 @@ class GPT(nn.Module):
         mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
         loss = linear_cross_entropy(
             x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), mask=mask,
-            vocab_size=self.vocab_size, tp=self.tp, chunk=self.kernels.cross_entropy_chunk,
+            vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
+            chunk=self.kernels.cross_entropy_chunk,
         )  # fmt: skip
         return loss, loss.new_tensor(batch.labels.numel()) if mask is None else mask.sum()
 

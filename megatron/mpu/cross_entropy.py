@@ -6,6 +6,14 @@ at once its gradients, since d loss / d logits = softmax - onehot needs nothing 
 by the gradient that arrives. Rows of the vocabulary that are padding are kept out of the softmax: no probability,
 no gradient.
 
+With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
+(arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
+adds up its own logits, and the sum over ranks that brings the label's logit brings the mean along.
+
+fp16 has no number below 6e-8, and gradients of logits are probabilities: they are kept times `FP16_SCALE`, those of the
+weight, which add up all tokens, divided by their number, and the gradient that arrives (loss scale / tokens) sets both
+right. Nothing that the loss scale would save is lost before it comes.
+
 Legend: n tokens (s x b), h hidden, v padded vocabulary, tp size of the axis.
 """
 
@@ -19,61 +27,67 @@ from megatron.mpu.mesh import Axis
 
 CHUNK_BYTES = 8 << 20  # of one chunk's logits in fp32, on a CPU: they should stay in its cache
 GPU_CHUNK_BYTES = 512 << 20  # on a GPU: enough rows to fill it
+FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and leaves room for weights up to 8
 BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
-                         mask: Optional[torch.Tensor] = None, chunk: Optional[int] = None) -> torch.Tensor:  # fmt: skip
+                         mask: Optional[torch.Tensor] = None, label_smoothing: float = 0.0,
+                         chunk: Optional[int] = None) -> torch.Tensor:  # fmt: skip
     """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
-    onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones; chunk:
-    rows of logits that exist at a time.
+    onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
+    label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    losses, hidden_gradient, weight_gradient = _chunks(
-        hidden.detach(), weight.detach(), labels, mask, _Vocabulary(weight, vocab_size, tp), chunk, wanted
-    )
+    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing)
+    losses, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
     loss = losses.sum() if mask is None else (losses * mask).sum()
-    return _Precomputed.apply(loss, hidden, weight, hidden_gradient, weight_gradient) if wanted else loss
+    return _Precomputed.apply(loss, hidden, weight, gradients) if wanted else loss
 
 
 @torch.no_grad()
 def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Optional[int] = None) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
-    return _chunks(hidden, weight, labels, None, _Vocabulary(weight, vocab_size, tp), chunk, False)[0]
+    return _chunks(hidden, weight, labels, None, _Vocabulary(weight, vocab_size, tp, 0.0), chunk, False)[0]
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar whose gradients are already known: backward scales them by what arrives."""
+    """A scalar whose gradients are already known, as (gradient, what it is multiplied by): backward scales them."""
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, hidden_gradient, weight_gradient):
-        ctx.gradients = hidden_gradient, weight_gradient
+    def forward(ctx, loss, hidden, weight, gradients):
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx, upstream):
-        hidden_gradient, weight_gradient = ctx.gradients
+        gradients = ctx.gradients
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
-        if upstream.device.type != "cpu" or upstream != 1.0:  # to look at it on a GPU would wait for the GPU
-            hidden_gradient.mul_(upstream)
-            weight_gradient.mul_(upstream)
-        return None, hidden_gradient, weight_gradient, None, None
+        for gradient, scale in gradients:
+            # To look at what arrives on a GPU would wait for the GPU.
+            if scale != 1.0 or upstream.device.type != "cpu" or upstream != 1.0:
+                gradient.mul_(upstream / scale)
+        return None, *(gradient for gradient, _ in gradients), None
 
 
 class _Vocabulary:
-    """Which rows of the vocabulary this rank holds, and how many of those are real."""
+    """Which rows of the vocabulary this rank holds, how many of those are real, and what a real row and a label's own
+    row have as target.
+    """
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, tp: Axis):
+    def __init__(self, weight: torch.Tensor, vocab_size: int, tp: Axis, label_smoothing: float):
         self.tp, self.rows = tp, weight.shape[0]
+        self.everywhere, self.label = label_smoothing / vocab_size, 1.0 - label_smoothing
         self.first = tp.rank * self.rows
         self.real = max(0, min(self.rows, vocab_size - self.first))
 
 
 def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted: bool):
-    """Losses [n]; with `wanted` also the gradients of their masked sum to hidden [n, h] and weight [v/tp, h].
+    """Losses [n]; with `wanted` also the gradients of their masked sum to hidden [n, h] and weight [v/tp, h], each with
+    the factor that it is multiplied by.
 
     Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
     of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
@@ -87,7 +101,9 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     if not wanted:
         for rows in _slices(0, n, chunk):
             losses[rows], _ = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, False)
-        return losses, None, None
+        return losses, None
+    half = hidden.dtype == torch.float16
+    up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
     hidden_gradient, weight_gradient = torch.empty_like(hidden), None
     waiting = torch.empty((min(n, block), vocabulary.rows), dtype=hidden.dtype, device=hidden.device)
     for whole in _slices(0, n, block):
@@ -95,13 +111,16 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
             losses[rows], gradient = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, True)
             if mask is not None:
                 gradient.mul_(mask[rows].unsqueeze(1))
+            if half:
+                gradient.mul_(up)
             waiting[rows.start - whole.start : rows.stop - whole.start] = gradient
         gradient = waiting[: whole.stop - whole.start]
         hidden_gradient[whole] = product(gradient, weight.t())
-        part = product(gradient.t(), hidden[whole].t())
+        columns = (hidden[whole] * down if half else hidden[whole]).t()
+        part = product(gradient.t(), columns)
         # Blocks are summed in fp32: in bf16 each addition would round away what the next one brings.
         weight_gradient = part if weight_gradient is None else weight_gradient.float().add_(part)
-    return losses, hidden_gradient, weight_gradient.to(weight.dtype)
+    return losses, ((hidden_gradient, up), (weight_gradient.to(weight.dtype), up * down))
 
 
 def _slices(start: int, stop: int, step: int) -> list[slice]:
@@ -109,13 +128,15 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
 
 
 def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocabulary, wanted: bool):
-    """Losses [c] and, with `wanted`, softmax - onehot [c, v/tp] in fp32, from logits [c, v/tp] of any format."""
+    """Losses [c] and, with `wanted`, softmax - target [c, v/tp] in fp32, from logits [c, v/tp] of any format."""
     logits = logits.float()
     logits[:, vocabulary.real :] = float("-inf")
     local = labels - vocabulary.first
     elsewhere = (local < 0) | (local >= vocabulary.real)
     local = local.masked_fill(elsewhere, 0).unsqueeze(1)
-    target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0)  # [c, 1]
+    target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0).mul_(vocabulary.label)  # [c, 1]
+    if vocabulary.everywhere:
+        target += logits[:, : vocabulary.real].sum(1, keepdim=True) * vocabulary.everywhere
     if not wanted or vocabulary.tp.size > 1:
         log_sum = _log_sum_exp(logits, vocabulary.tp)
         target = collectives.all_reduce(target, vocabulary.tp)
@@ -127,7 +148,9 @@ def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocab
         largest = logits.amax(1, keepdim=True)
         probabilities = torch.softmax(logits, 1)
         log_sum = largest - probabilities.amax(1, keepdim=True).log()
-    probabilities.scatter_add_(1, local, elsewhere.float().unsqueeze(1) - 1.0)
+    if vocabulary.everywhere:
+        probabilities[:, : vocabulary.real] -= vocabulary.everywhere
+    probabilities.scatter_add_(1, local, (elsewhere.float().unsqueeze(1) - 1.0) * vocabulary.label)
     return (log_sum - target).squeeze(1), probabilities
 
 

@@ -22,19 +22,22 @@ def problem(dtype=torch.float32, seed=0):
     return hidden, weight, labels, mask
 
 
-def plain(hidden, weight, labels, mask=None):
-    losses = F.cross_entropy((hidden @ weight[:V].t()).float(), labels, reduction="none")
+def plain(hidden, weight, labels, mask=None, label_smoothing=0.0):
+    logits = (hidden @ weight[:V].t()).float()
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     return losses.sum() if mask is None else (losses * mask).sum()
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 10, 37, 64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_plain_cross_entropy(chunk, masked):
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
+def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     hidden, weight, labels, mask = problem()
     mask = mask if masked else None
-    want = plain(hidden, weight, labels, mask)
+    want = plain(hidden, weight, labels, mask, label_smoothing)
     wanted = torch.autograd.grad(want * 0.25, (hidden, weight))
-    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk)
+    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk,
+                               label_smoothing=label_smoothing)  # fmt: skip
     torch.testing.assert_close(got, want)
     gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
     for gradient, expected in zip(gradients, wanted):
@@ -57,6 +60,28 @@ def test_bf16_gradients_do_not_lose_by_chunking(chunk):
         assert error < 0.01
 
 
+def test_fp16_keeps_small_probabilities_and_large_sums():
+    """Probabilities below 6e-8 vanish in fp16, and the weight's gradient over many equal tokens overflows it: with the
+    loss scale over the tokens as what arrives, neither happens.
+    """
+    n, scale = 40000, 0.25
+    hidden = torch.full((n, H), 2.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(PADDED, H, dtype=torch.float16)
+    weight[1] = -0.5  # logit -16: its probability is 1e-9
+    weight.requires_grad_()
+    labels = torch.zeros(n, dtype=torch.long)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    losses = F.cross_entropy(exact[0] @ exact[1][:V].t(), labels, reduction="sum")
+    wanted = torch.autograd.grad(losses * scale, exact)
+    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp)
+    gradients = torch.autograd.grad(got * scale, (hidden, weight))
+    for gradient, expected in zip(gradients, wanted):
+        assert gradient.dtype == torch.float16
+        torch.testing.assert_close(gradient.double(), expected, rtol=2e-2, atol=2e-4)
+    assert wanted[1][0].abs().min() / scale > 65504 and wanted[1][1].abs().max() / n < 6e-8
+    torch.testing.assert_close(gradients[1][1].double(), wanted[1][1], rtol=2e-2, atol=0)
+
+
 def test_losses_of_tokens_and_no_gradient_work():
     hidden, weight, labels, _ = problem()
     want = F.cross_entropy(hidden @ weight[:V].t(), labels, reduction="none")
@@ -73,17 +98,19 @@ def test_extreme_logits_stay_finite():
     assert all(g.isfinite().all() for g in torch.autograd.grad(got, (hidden, weight)))
 
 
-def test_vocabulary_cut_over_ranks(run_ranks):
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
     """Four ranks of 32 rows: the last holds 4 real ones. Gradients to hidden are partial sums."""
     hidden, weight, labels, mask = problem()
-    want = plain(hidden, weight, labels, mask)
+    want = plain(hidden, weight, labels, mask, label_smoothing)
     wanted = torch.autograd.grad(want, (hidden, weight))
 
     def body(rank):
         tp = Mesh(rank, tp=4).tp
         own = weight.detach()[rank * 32 : rank * 32 + 32].clone().requires_grad_()
         mine = hidden.detach().clone().requires_grad_()
-        loss = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10)
+        loss = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10,
+                                    label_smoothing=label_smoothing)  # fmt: skip
         loss.backward()
         return loss.item(), mine.grad.numpy(), own.grad.numpy()
 

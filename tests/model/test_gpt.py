@@ -85,6 +85,13 @@ def test_masked_tokens_have_no_part_in_the_loss(tiny, batch):
     torch.testing.assert_close(loss, model.token_losses(None, whole).sum())
 
 
+def test_labels_are_smoothed_in_training_alone(tiny, batch):
+    plain, smooth = tiny(scale=5.0), tiny(scale=5.0, label_smoothing=0.1)
+    want = plain(None, batch())[0]
+    assert abs(smooth(None, batch())[0] - want) > 0.1
+    assert torch.equal(smooth.eval()(None, batch())[0], want)
+
+
 def test_dropout_depends_on_the_sample_alone(tiny, batch):
     """The loss of a sample is the same in any micro-batch, again and again, and another sample's mask differs."""
     model, micro = tiny(hidden_dropout=0.3, attention_dropout=0.3), batch()
