@@ -14,7 +14,7 @@ from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.gpt import GPT
 from megatron.mpu.context import DTYPES
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.units import lay_out, materialise, pieces_of
+from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,10 @@ def load_gpt(folder: str, *, device="cpu", precision: Optional[str] = None, step
     model = GPT(config.model, Mesh(), vocab_size, kernels=config.kernels, dtype=dtype, device="meta")
     units = lay_out(model, 1)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
-    materialise(model, units, weights)
-    pieces = [
-        piece
-        for unit in units
-        for piece in pieces_of(unit, 0, unit.size, weights[unit.start : unit.start + unit.size], Mesh().place)
-    ]
+    pieces = []
+    for own in owned_ranges(units, 0, 1):
+        materialise(own.unit, weights[own.unit.place])
+        pieces += pieces_of(own, weights[own.place], Mesh().place)
     restored = restore(Path(folder), pieces, step=step, cast=True)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
 

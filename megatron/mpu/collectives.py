@@ -41,6 +41,34 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     return piece
 
 
+class Done:
+    """What was complete when it was started."""
+
+    def wait(self) -> None:
+        pass
+
+
+def start_all_reduce(x: torch.Tensor, axis: Axis):
+    """Begin to sum `x` over the axis, in place. `wait()` of what this returns ends it; until then `x` is not to be used."""
+    return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else Done()
+
+
+def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
+    """Begin to fill `whole` [n * size] with the pieces [n] of all ranks; `wait()` of what this returns ends it."""
+    if axis.size == 1:
+        whole.copy_(piece)
+        return Done()
+    return _gather(whole, piece, group=axis.group, async_op=True)
+
+
+def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
+    """Begin to fill `piece` [n] with this rank's part of the sum of `whole` [n * size]; `wait()` ends it."""
+    if axis.size == 1:
+        piece.copy_(whole)
+        return Done()
+    return _scatter(piece, whole, group=axis.group, async_op=True)
+
+
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """`x` of the rank at place `source` of the axis, in place on the others; returns `x`."""
     if axis.size > 1:

@@ -11,7 +11,9 @@ gradients, and a unit or a shard is a slice.
     shard 0/2 |<--------------------->|
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Union
 
 import torch
 
@@ -20,17 +22,22 @@ from megatron.mpu.placement import Placement, placements
 from megatron.mpu.random import init_parameter
 
 ALIGN = 64  # elements: 128 bytes in bf16, what vector units and tensor cores like
+APART = ("embedding.word",)  # units of their own: first and last stage hold a tied table, and cut it alike
+
+Chunks = Union[torch.nn.Module, Sequence[torch.nn.Module]]  # the model chunks of a rank; one may stand for itself
 
 
 @dataclass
 class Slot:
-    """One parameter's range [start, stop) inside its unit."""
+    """One parameter's range [start, stop) inside its unit, and the modules that hold it under which attribute."""
 
     name: str
     parameter: torch.nn.Parameter
     placement: Placement
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = 0
+    owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)  # the model chunks that use it: each gives it a gradient
 
 
 @dataclass
@@ -43,62 +50,136 @@ class Unit:
     size: int
     decay: int
 
+    @property
+    def place(self) -> slice:
+        """Where the unit lies in a buffer of all units."""
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def chunks(self) -> set[int]:
+        """The model chunks that use it."""
+        return {chunk for slot in self.slots for chunk in slot.chunks}
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a layer, used in one place; other units are used all over their chunk."""
+        return self.name.startswith("blocks.")
+
     def shard(self, rank: int, pieces: int) -> tuple[int, int]:
         """[low, high) inside the unit that belongs to `rank` of `pieces`."""
         return self.size // pieces * rank, self.size // pieces * (rank + 1)
 
 
-def lay_out(model: torch.nn.Module, pieces: int) -> list[Unit]:
-    """Units of a model in registration order, each padded to a multiple of `pieces`. Allocates nothing."""
-    members: dict[str, list] = {}
-    for name, (parameter, placement) in placements(model).items():
-        parts = name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
-        members.setdefault(unit, []).append((name, parameter, placement))
+class Owned(NamedTuple):
+    """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
+
+    unit: Unit
+    low: int
+    high: int
+    at: int
+
+    @property
+    def place(self) -> slice:
+        """Where the range lies in the rank's shard of all units."""
+        return slice(self.at, self.at + self.high - self.low)
+
+    def slots(self) -> Iterable[tuple[Slot, slice]]:
+        """The parameters of which something is owned, and where in the rank's shard that lies."""
+        for slot in self.unit.slots:
+            start, stop = max(self.low, slot.start), min(self.high, slot.stop)
+            if start < stop:
+                yield slot, slice(self.at + start - self.low, self.at + stop - self.low)
+
+
+def owned_ranges(units: Sequence[Unit], rank: int, pieces: int) -> list[Owned]:
+    """What `rank` of `pieces` owns of each unit, laid end to end."""
+    owned, at = [], 0
+    for unit in units:
+        low, high = unit.shard(rank, pieces)
+        owned.append(Owned(unit, low, high, at))
+        at += high - low
+    return owned
+
+
+def as_chunks(model: Chunks) -> list[torch.nn.Module]:
+    """The model chunks of a rank as a list."""
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def lay_out(model: Chunks, pieces: int) -> list[Unit]:
+    """Units of a rank's model chunks in registration order, each padded to a multiple of `pieces`. Allocates nothing.
+
+    A parameter that several chunks share is one slot.
+    """
+    members: dict[str, list[Slot]] = {}
+    for slot in _slots(as_chunks(model)):
+        members.setdefault(_unit_name(slot.name), []).append(slot)
     units, start = [], 0
-    for unit, found in members.items():
-        found.sort(key=lambda entry: not entry[2].decay)  # stable: decayed first
-        slots, at, decay = [], 0, 0
-        for name, parameter, placement in found:
-            slots.append(Slot(name, parameter, placement, at, at + parameter.numel()))
-            at += -(-parameter.numel() // ALIGN) * ALIGN
-            decay = at if placement.decay else decay
+    for unit, slots in members.items():
+        slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
+        at, decay = 0, 0
+        for slot in slots:
+            slot.start, slot.stop = at, at + slot.parameter.numel()
+            at += -(-slot.parameter.numel() // ALIGN) * ALIGN
+            decay = at if slot.placement.decay else decay
         size = -(-at // (ALIGN * pieces)) * ALIGN * pieces
         units.append(Unit(unit, slots, start, size, decay))
         start += size
     return units
 
 
-@torch.no_grad()
-def materialise(model: torch.nn.Module, units: list[Unit], weights: torch.Tensor) -> None:
-    """Make every parameter of a model (on the meta device, say) a view into the flat buffer `weights`."""
-    owners = dict(model.named_modules())
-    for unit in units:
-        for slot in unit.slots:
-            view = weights[unit.start + slot.start : unit.start + slot.stop].view(slot.parameter.shape)
-            slot.parameter = torch.nn.Parameter(view)
-            owner, _, name = slot.name.rpartition(".")
-            setattr(owners[owner], name, slot.parameter)
+def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
+    found: dict[int, Slot] = {}
+    for number, chunk in enumerate(chunks):
+        modules = dict(chunk.named_modules())
+        for name, (parameter, placement) in placements(chunk).items():
+            slot = found.setdefault(id(parameter), Slot(name, parameter, placement))
+            owner, _, attribute = name.rpartition(".")
+            slot.owners.append((modules[owner], attribute))
+            slot.chunks.append(number)
+    assert len({slot.name for slot in found.values()}) == len(found), "two parameters of one name"
+    return found.values()
+
+
+def _unit_name(name: str) -> str:
+    apart = next((unit for unit in APART if name.startswith(f"{unit}.")), None)
+    parts = name.split(".")
+    return apart or (".".join(parts[:2]) if parts[0] == "blocks" else parts[0])
 
 
 @torch.no_grad()
-def initialise(units: list[Unit], weights: torch.Tensor, place: dict[str, int], seed: int) -> None:
-    """Initial values of every parameter, from (seed, name) alone, into a flat buffer of all units."""
-    for unit in units:
-        for slot in unit.slots:
-            view = weights[unit.start + slot.start : unit.start + slot.stop].view(slot.parameter.shape)
-            init_parameter(slot.name, view, slot.placement, place, seed)
+def materialise(unit: Unit, flat: torch.Tensor) -> None:
+    """Make every parameter of a unit (on the meta device, say) a view into the unit's memory `flat`.
 
-
-def pieces_of(
-    unit: Unit, low: int, high: int, flat: torch.Tensor, place: dict[str, int], prefix: str = ""
-) -> list[Piece]:
-    """What the range [low, high) of a unit, held in `flat`, is of its logical tensors; names get `prefix`."""
-    pieces = []
+    Writing to `flat` later is not a change that autograd sees: the graph may hold a parameter whose memory is given
+    away and filled again before it is read.
+    """
+    hidden = flat.data
     for slot in unit.slots:
-        start, stop = max(low, slot.start), min(high, slot.stop)
-        if start < stop:
-            local = tuple(slot.parameter.shape)
-            box, own = slot.placement.box(local, place), flat[start - low : stop - low]
-            pieces += flat_pieces(prefix + slot.name, slot.placement.shape, box, local, own, start - slot.start)
+        slot.parameter = torch.nn.Parameter(hidden[slot.start : slot.stop].view(slot.parameter.shape))
+        for module, attribute in slot.owners:
+            setattr(module, attribute, slot.parameter)
+
+
+@torch.no_grad()
+def initialise(unit: Unit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
+    """Initial values of every parameter of a unit, from (seed, name) alone, into the unit's memory `flat`."""
+    for slot in unit.slots:
+        view = flat[slot.start : slot.stop].view(slot.parameter.shape)
+        init_parameter(slot.name, view, slot.placement, place, seed)
+
+
+def pieces_of(own: Owned, flat: torch.Tensor, place: dict[str, int], prefix: str = "", counted=False) -> list[Piece]:
+    """What an owned range, held in `flat`, is of its logical tensors; names get `prefix`.
+
+    counted: leave out what another rank of those that hold the same counts as its own (`Placement.owned`).
+    """
+    pieces = []
+    for slot, where in own.slots():
+        if counted and not slot.placement.owned(place):
+            continue
+        local, start = tuple(slot.parameter.shape), where.start - own.at
+        box = slot.placement.box(local, place)
+        part = flat[start : where.stop - own.at]
+        pieces += flat_pieces(prefix + slot.name, slot.placement.shape, box, local, part, own.low + start - slot.start)
     return pieces

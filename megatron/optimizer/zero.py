@@ -1,114 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW over flat units: fp32 main weights, fp32 gradients, sharded or not by one mechanism.
+"""AdamW over flat units: fp32 main weights, fp32 gradients, sharded or not by one mechanism (ZeRO, arXiv:1910.02054).
 
-| stage | parameters | gradients                              | main weights and moments |
-|-------|------------|----------------------------------------|--------------------------|
-| 0     | full       | full, all-reduced once a step          | full                     |
-| 1     | full       | full, reduce-scattered once a step     | shard                    |
+| stage | parameters                       | gradients                                | main weights and moments |
+|-------|----------------------------------|------------------------------------------|--------------------------|
+| 0     | full                             | full, all-reduced once a step            | full                     |
+| 1     | full, gathered once a step       | full, reduce-scattered once a step       | shard                    |
+| 2     | full, gathered once a step       | shard, reduce-scattered each micro-batch | shard                    |
+| 3     | shard, gathered around each use  | shard, reduce-scattered each micro-batch | shard                    |
 
-Stage 0 is the stage whose shard axis has size 1: its shard is the whole unit. A step is
+Stage 0 is the stage whose shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py`
+gathers and `gradients.py` reduces. A step is
 
-    backward passes -> hooks add each gradient to the fp32 buffer -> `totals` -> `step`
+    expect -> passes, whose hooks gather parameters and collect gradients -> `totals` -> `step`
 
 Gradients are *sums* of token losses over the global batch times the scale that the caller put on the loss; the caller
 says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch.optim.adamw import adamw
 
 from megatron import config
 from megatron.checkpoint.store import Piece
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.units import Unit, initialise, lay_out, materialise, pieces_of
+from megatron.optimizer.adam import AdamState, divide
+from megatron.optimizer.gradients import Gradients
+from megatron.optimizer.units import Chunks, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
+from megatron.optimizer.weights import Weights
 
 
-class Owned(NamedTuple):
-    """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
+class Keep(NamedTuple):
+    """What a rank has all the time of parameters and gradients: everything, or its shard."""
 
-    unit: Unit
-    low: int
-    high: int
-    at: int
+    parameters: bool
+    gradients: bool
 
-    @property
-    def place(self) -> slice:
-        return slice(self.at, self.at + self.high - self.low)
+
+STAGES = {0: Keep(True, True), 1: Keep(True, True), 2: Keep(True, False), 3: Keep(False, False)}
+PARTIAL = ("tp", "tied")  # axes of `Placement.partial`
 
 
 class ShardedAdamW:
-    """Owns the memory of a model's weights, gradients and optimizer state on this rank.
+    """Owns the memory of a rank's weights, gradients and optimizer state.
 
-    model:    modules whose parameters may be on the meta device; they become views into one flat buffer of `dtype`
+    model:    the rank's model chunks, whose parameters may be on the meta device: they become views of flat memory
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
+    parallel: the stage, and what is to be overlapped with computation
     """
 
-    def __init__(self, model, mesh: Mesh, settings: config.Optimizer, *, dtype, device, seed: int):
-        self.mesh, self.dtype = mesh, dtype
-        self.units = lay_out(model, mesh.shard.size)
-        self.owned = self._owned_ranges()
-        total = sum(unit.size for unit in self.units)
-        self.weights = torch.zeros(total, dtype=dtype, device=device)
-        self.grads = torch.zeros(total, dtype=torch.float32, device=device)
-        materialise(model, self.units, self.weights)
-        self.main = self._main_weights(seed)
-        self.reduced = self.grads if mesh.shard.size == 1 else torch.zeros_like(self.main)
-        self.moments = {name: torch.zeros_like(self.main) for name in ("exp_avg", "exp_avg_sq")}
-        self.ranges = {decay: self._ranges(decay) for decay in (True, False)}
+    def __init__(self, model: Chunks, mesh: Mesh, settings: config.Optimizer, parallel: config.Parallel | None = None, *,
+                 dtype, device, seed: int):  # fmt: skip
+        parallel = parallel or config.Parallel()
+        keep = STAGES[parallel.sharding_stage]
+        self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.step_count = settings, 0
-        self._fresh: set[str] = set()  # parameters whose gradient buffer holds something of this step
-        self._hook_gradients()
+        self.units = lay_out(model, mesh.shard.size)
+        self.owned = owned_ranges(self.units, mesh.shard.rank, mesh.shard.size)
+        self.weights = Weights(self.units, mesh.shard, self._piece, dtype=dtype, device=device, keep=keep.parameters,
+                               ahead=parallel.overlap_param_gather)  # fmt: skip
+        self.gradients = Gradients(self.owned, mesh, device=device, keep=keep.gradients,
+                                   ahead=parallel.overlap_grad_reduce, arrived=self.weights.arrived)  # fmt: skip
+        self.states = self._states()
+        self.shards = self._parameter_shards()
+        self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
+        self._draw(seed)
+        self.weights.attach(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _owned_ranges(self) -> list[Owned]:
-        owned, at = [], 0
-        for unit in self.units:
-            low, high = unit.shard(self.mesh.shard.rank, self.mesh.shard.size)
-            owned.append(Owned(unit, low, high, at))
-            at += high - low
-        return owned
+    def _states(self) -> list[AdamState]:
+        """State on the host first, if some is to be there; fp32 parameters that are kept whole serve as main weights."""
+        offloaded, others = divide(
+            self.owned, self.settings.optimizer_offload_fraction if self.settings.optimizer_cpu_offload else 0.0
+        )
+        states = [AdamState(offloaded, self.reduced, offload=True)] if offloaded else []
+        if others:
+            one = self.weights.keep and self.mesh.shard.size == 1 and self.dtype == torch.float32
+            memory = self.weights.whole[others[0].place.start :] if one else None
+            states.append(AdamState(others, self.reduced, offload=False, memory=memory))
+        return states
 
-    def _main_weights(self, seed: int) -> torch.Tensor:
-        """Initial fp32 weights of this rank's shard: the very buffer of the weights where one can serve as both."""
-        whole = self.weights if self.dtype == torch.float32 else torch.zeros_like(self.weights, dtype=torch.float32)
-        initialise(self.units, whole, self.mesh.place, seed)
-        if whole is not self.weights:
-            self.weights.copy_(whole)
-        if self.mesh.shard.size == 1:
-            return whole
-        return torch.cat([whole[own.unit.start + own.low : own.unit.start + own.high] for own in self.owned])
+    def _parameter_shards(self) -> list[torch.Tensor]:
+        """What stage 3 gathers parameters from: for each state, its main weights in the format of the parameters."""
+        shards = []
+        for state in () if self.weights.keep else self.states:
+            device = torch.device("cpu") if self.settings.param_cpu_offload else self.device
+            same = state.main.dtype == self.dtype and state.main.device == device and not state.offload
+            shards.append(state.main if same else torch.empty_like(state.main, dtype=self.dtype, device=device))
+        return shards
 
-    def _ranges(self, decay: bool) -> list[slice]:
-        """The stretches of the shard with (or without) weight decay."""
-        found = []
+    def _draw(self, seed: int) -> None:
+        """Initial weights, a unit at a time: of a model that is sharded, no rank ever has more than one unit whole."""
+        for state in self.states:
+            for own in state.owned:
+                whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
+                initialise(own.unit, whole, self.mesh.place, seed)
+                state.main[state.place(own)] = whole[own.low : own.high].to(state.main.device)
+                self.weights.put(own.unit, whole)
+        self._fill_shards()
+
+    @torch.no_grad()
+    def _fill_shards(self) -> None:
+        for state, shard in zip(self.states, self.shards):
+            if shard is not state.main:
+                shard.copy_(state.main)
+
+    def _piece(self, unit: Unit) -> torch.Tensor:
+        """This rank's shard of a unit's parameters, ready to be gathered."""
+        own, state = self.sources[unit.name]
+        flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
+        piece = flat[state.place(own)]
+        return piece if self.mesh.shard.size == 1 else piece.to(self.device, self.dtype)
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """This rank's shard of the sum of gradients, fp32."""
+        return self.gradients.reduced
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held at this moment of parameters (whole ones and stage 3's shards), gradients and optimizer state."""
+        own = [shard for state, shard in zip(self.states, self.shards) if shard is not state.main]
+        return dict(
+            parameters=self.weights.nbytes,
+            shards=sum(shard.nbytes for shard in own),
+            gradients=self.gradients.nbytes,
+            state=sum(state.nbytes for state in self.states),
+        )
+
+    def owned_slots(self) -> Iterable[tuple[Slot, slice]]:
+        """The parameters of which this rank owns something, and where in its shard that lies."""
         for own in self.owned:
-            border = min(max(own.unit.decay, own.low), own.high)
-            start, stop = (own.low, border) if decay else (border, own.high)
-            if start < stop:
-                found.append(slice(own.at + start - own.low, own.at + stop - own.low))
-        return found
+            yield from own.slots()
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def _hook_gradients(self) -> None:
-        """The first gradient of a step overwrites the buffer, later ones add: no pass to zero it."""
-        for unit in self.units:
-            for slot in unit.slots:
-                buffer = self.grads[unit.start + slot.start : unit.start + slot.stop].view(slot.parameter.shape)
+    def expect(self, micros: int) -> None:
+        """Say how many micro-batches the coming step has: reductions that overlap the last one's backward need it."""
+        self.gradients.micros = micros
 
-                def collect(parameter, name=slot.name, buffer=buffer):
-                    if name in self._fresh:
-                        buffer.add_(parameter.grad)
-                    else:
-                        buffer.copy_(parameter.grad)
-                        self._fresh.add(name)
-                    parameter.grad = None
-
-                slot.parameter.register_post_accumulate_grad_hook(collect)
+    def forget(self) -> None:
+        """Drop the gradients of passes since the last step."""
+        self.gradients.forget()
+        self.weights.end_step()
 
     @torch.no_grad()
     def totals(self, sums: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -117,78 +153,65 @@ class ShardedAdamW:
         sums: fp64 vector of this rank's loss and token counts. Returns (their totals over all ranks, norm of the
         summed gradients). A value that is not finite anywhere makes the norm not finite everywhere.
         """
-        for unit in self.units:
-            for slot in unit.slots:
-                if slot.name not in self._fresh:
-                    self.grads[unit.start + slot.start : unit.start + slot.stop].zero_()
-        self._fresh.clear()
-        for own in self.owned if self.mesh.shard.size > 1 else ():
-            whole = self.grads[own.unit.start : own.unit.start + own.unit.size]
-            self.reduced[own.place] = collectives.reduce_scatter(whole, self.mesh.shard)
-        collectives.all_reduce(self.reduced, self.mesh.replicate)
+        self.gradients.finish()
+        self.weights.end_step()
+        for axis in PARTIAL:
+            self._sum_partial(axis)
         square = self._square() / self.mesh.replicate.size  # each replica holds the same
         vector = torch.cat([square.reshape(1), sums.to(square)])
         vector = collectives.all_reduce(vector, self.mesh.world).cpu()
         return vector[1:], vector[0].sqrt().item()
 
+    def _sum_partial(self, name: str) -> None:
+        """Sum gradients that are partial sums over an axis, in one message."""
+        axis = getattr(self.mesh, name)
+        views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]
+        if axis.size == 1 or not views:
+            return
+        if len(views) == 1:
+            collectives.all_reduce(views[0], axis)
+            return
+        packed = collectives.all_reduce(torch.cat(views), axis)
+        torch._foreach_copy_(views, list(packed.split([view.numel() for view in views])))
+
     def _square(self) -> torch.Tensor:
-        """Sum of squares of the owned gradients, each logical element counted on one tp rank only."""
-        views = []
-        for own in self.owned:
-            for slot in own.unit.slots:
-                start, stop = max(own.low, slot.start), min(own.high, slot.stop)
-                if start < stop and slot.placement.owned(self.mesh.place):
-                    views.append(self.reduced[own.at + start - own.low : own.at + stop - own.low])
+        """Sum of squares of the owned gradients, each logical element counted on one rank of those that hold it."""
+        place = self.mesh.place
+        views = [self.reduced[where] for slot, where in self.owned_slots() if slot.placement.owned(place)]
         if not views:
-            return torch.zeros((), dtype=torch.float64, device=self.grads.device)
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(torch._foreach_norm(views)).double().square().sum()
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, scale: float) -> None:
-        """AdamW (arXiv:1711.05101) on gradients times `scale`; new weights go to every rank that uses them."""
+        """AdamW on gradients times `scale`; new weights go to every rank that uses them."""
         if scale != 1.0:
             self.reduced.mul_(scale)
-        for decay, ranges in self.ranges.items():
-            adamw(
-                *[[flat[where] for where in ranges] for flat in (self.main, self.reduced, *self.moments.values())],
-                [],
-                [torch.tensor(float(self.step_count), device=self.main.device) for _ in ranges],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                lr=lr,
-                weight_decay=weight_decay if decay else 0.0,
-                beta1=self.settings.adam_beta1,
-                beta2=self.settings.adam_beta2,
-                eps=self.settings.adam_eps,
-            )
+        for state in self.states:
+            state.step(self.reduced, self.step_count, lr, weight_decay, self.settings)
         self.step_count += 1
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """Main weights -> weights of the model, gathered over the shard axis."""
-        if self.mesh.shard.size == 1:
-            if self.main is not self.weights:
-                self.weights.copy_(self.main)
-            return
-        for own in self.owned:
-            piece = self.main[own.place].to(self.dtype)
-            whole = slice(own.unit.start, own.unit.start + own.unit.size)
-            self.weights[whole] = collectives.all_gather(piece, self.mesh.shard)
+        """Main weights -> weights of the model."""
+        self._fill_shards()
+        self.weights.renew()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def pieces(self, moments: bool = True) -> list[Piece]:
+    def pieces(self, moments: bool = True, counted: bool = False) -> list[Piece]:
         """What this rank holds of the logical state, as views: saving reads them, loading fills them.
 
-        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front.
+        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `counted`:
+        what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
         """
         found = []
-        for name, flat in [("", self.main), *self.moments.items()][: None if moments else 1]:
+        for name in ("", "exp_avg", "exp_avg_sq")[: None if moments else 1]:
             prefix = name and f"optimizer.{name}."
-            for own in self.owned:
-                found += pieces_of(own.unit, own.low, own.high, flat[own.place], self.mesh.place, prefix)
+            for state in self.states:
+                flat = state.moments[name] if name else state.main
+                for own in state.owned:
+                    found += pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
         return found

@@ -61,7 +61,7 @@ def _train(rank, mesh_sizes, steps, micros=2, dtype=torch.float32, clip=None):
         optimizer.step(1e-2, 0.1, 1 / 8)
         seen.append((sums[0].item(), norm))
     weights = {name: parameter.detach().clone() for name, (parameter, _) in placements(model).items()}
-    return seen, weights, optimizer.main.numel()
+    return seen, weights, sum(state.main.numel() for state in optimizer.states)
 
 
 def _torch_reference(steps):
@@ -109,15 +109,16 @@ def test_layouts_agree(mesh, micros, run_ranks):
 def test_bf16_weights_are_rounded_main_weights():
     model = Model()
     optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
-    assert optimizer.main.dtype == torch.float32 and model.output.weight.dtype == torch.bfloat16
-    before = optimizer.main.clone()
+    (state,) = optimizer.states
+    assert state.main.dtype == torch.float32 and model.output.weight.dtype == torch.bfloat16
+    before = state.main.clone()
     for _ in range(3):
         x, y = _data(0)
         ((model(x) - y) ** 2).sum().backward()
         optimizer.totals(torch.zeros(2))
         optimizer.step(1e-5, 0.0, 1.0)
-    assert (optimizer.main - before).abs().max() > 1e-6  # steps far below bf16's resolution are not lost
-    assert torch.equal(optimizer.weights, optimizer.main.bfloat16())
+    assert (state.main - before).abs().max() > 1e-6  # steps far below bf16's resolution are not lost
+    assert torch.equal(optimizer.weights.whole, state.main.bfloat16())
 
 
 def test_gradients_accumulate_and_a_step_starts_anew():

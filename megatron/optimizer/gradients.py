@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a rank: collected by hooks into flat fp32 buffers, unit by unit, and summed over data parallel ranks.
+
+Two ways, by ZeRO stage. `keep`: one buffer of all units holds the sum over the micro-batches of a step, and each unit is
+reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last, when it is
+reduce-scattered and given away, and only this rank's shard of the sum stays.
+
+A unit is complete when every parameter has had its gradient: of this micro-batch, or of all micro-batches that
+`expect` has announced. With `ahead` its reduction is started at that moment, inside the backward pass, and waited for
+later. Counts decide, so passes may come in any order: gradients of weights may wait (zero-bubble schedules), and a table
+that two chunks share gets two gradients of a micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.units import Owned, Slot, Unit
+
+
+@dataclass
+class Tally:
+    """What has come of a unit's gradients in this step."""
+
+    own: Owned
+    arrived: dict[str, int]  # gradients of each parameter
+    buffer: Optional[torch.Tensor] = None  # the unit's, fp32
+    views: dict[str, torch.Tensor] = field(default_factory=dict)  # of each parameter into the buffer
+    fresh: set[str] = field(default_factory=set)  # parameters whose view holds something
+    reductions: int = 0  # started in this step
+    summed: bool = False  # the shard holds something of this step
+
+    def take(self, buffer: torch.Tensor) -> None:
+        """Collect in `buffer` from now on."""
+        self.buffer = buffer
+        self.views = {
+            slot.name: buffer[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.own.unit.slots
+        }
+
+    def zero_rest(self) -> None:
+        """Zero the views of parameters that got no gradient; the next gradients overwrite."""
+        for name in self.views.keys() - self.fresh:
+            self.views[name].zero_()
+        self.fresh.clear()
+
+    def forget(self) -> None:
+        """Start a step."""
+        self.arrived = dict.fromkeys(self.arrived, 0)
+        self.fresh.clear()
+        self.reductions, self.summed = 0, False
+
+
+class Reduction(NamedTuple):
+    """A unit's sum over ranks that is under way. `buffer` is read and `piece`, if any, filled until `work` is done."""
+
+    tally: Tally
+    work: Any
+    buffer: torch.Tensor
+    piece: Optional[torch.Tensor]
+
+
+class Gradients:
+    """`reduced`, the fp32 sum of all gradients of a step over all data parallel ranks: this rank's shard of it.
+
+    owned:    the units, and what this rank has of each
+    arrived:  called with a unit and how many gradients each of its parameters has had at least, unless `keep`
+    """
+
+    def __init__(self, owned: Sequence[Owned], mesh: Mesh, *, device, keep: bool, ahead: bool,
+                 arrived: Callable[[Unit, int], None] = lambda unit, count: None):  # fmt: skip
+        self.mesh, self.device, self.keep, self.ahead, self.arrived = mesh, device, keep, ahead, arrived
+        self.tallies = [Tally(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]
+        self.whole = None
+        if keep:
+            self.whole = self._zeros(sum(own.unit.size for own in owned))
+            for tally in self.tallies:
+                tally.take(self.whole[tally.own.unit.place])
+        self.in_place = keep and mesh.shard.size == 1  # the shard is the whole
+        self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
+        self.micros = 0  # of this step, if it was announced
+        self.under_way: list[Reduction] = []
+        for tally in self.tallies:
+            for slot in tally.own.unit.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._collect(tally, slot))
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now: the shard, and the buffers of units."""
+        found = [self.reduced] if self.whole is None else [self.reduced, self.whole]
+        if not self.keep:
+            found += [tally.buffer for tally in self.tallies if tally.buffer is not None]
+            found += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece)]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
+
+    # ---- while passes run ------------------------------------------------------------------------------------------
+
+    def _collect(self, tally: Tally, slot: Slot) -> Callable:
+        """The first gradient of a step overwrites the buffer, later ones add: no pass to zero it."""
+        name = slot.name
+
+        def collect(parameter):
+            if tally.buffer is None:
+                tally.take(self._zeros(tally.own.unit.size))
+            if name in tally.fresh:
+                tally.views[name].add_(parameter.grad)
+            else:
+                tally.views[name].copy_(parameter.grad)
+                tally.fresh.add(name)
+            parameter.grad = None
+            tally.arrived[name] += 1
+            if not self.keep:
+                count = min(tally.arrived.values())
+                if count > tally.reductions:
+                    self._start(tally)
+                self.arrived(tally.own.unit, count)
+            elif self.ahead and self._has_all(tally):
+                self._start(tally)
+
+        return collect
+
+    def _has_all(self, tally: Tally) -> bool:
+        due = ((tally.arrived[slot.name], self.micros * len(slot.chunks)) for slot in tally.own.unit.slots)
+        return self.micros > 0 and all(arrived == expected for arrived, expected in due)
+
+    def _start(self, tally: Tally) -> None:
+        """Start a unit's reduction. What is not kept must not pile up: then at most one other is under way."""
+        tally.zero_rest()
+        place, buffer, piece = self.reduced[tally.own.place], tally.buffer, None
+        if self.in_place:
+            work = collectives.start_all_reduce(buffer, self.mesh.replicate)
+        elif self.keep:
+            work = collectives.start_reduce_scatter(place, buffer, self.mesh.shard)
+        else:
+            piece = torch.empty_like(place)
+            work = collectives.start_reduce_scatter(piece, buffer, self.mesh.shard)
+            tally.buffer, tally.views = None, {}
+        tally.reductions += 1
+        self.under_way.append(Reduction(tally, work, buffer, piece))
+        if not self.keep or not self.ahead:
+            self._wait(down_to=1 if self.ahead else 0)
+
+    def _wait(self, down_to: int = 0) -> None:
+        """Wait for the oldest reductions until only `down_to` are under way."""
+        while len(self.under_way) > down_to:
+            tally, work, _, piece = self.under_way.pop(0)
+            work.wait()
+            if piece is not None:
+                place = self.reduced[tally.own.place]
+                place.add_(piece) if tally.summed else place.copy_(piece)
+                tally.summed = True
+
+    # ---- at the end of a step --------------------------------------------------------------------------------------
+
+    def finish(self) -> torch.Tensor:
+        """Reduce what has not been; returns `reduced`, complete but for `Placement.partial`. The next pass starts anew."""
+        at_once = self.in_place and not self.ahead  # one sum of everything
+        for tally in self.tallies:
+            if at_once:
+                tally.zero_rest()
+            elif self.keep and not tally.reductions or not self.keep and tally.buffer is not None:
+                self._start(tally)
+        self._wait()
+        for tally in () if self.keep else self.tallies:
+            if not tally.summed:
+                self.reduced[tally.own.place].zero_()
+        if at_once or not self.in_place:
+            collectives.all_reduce(self.reduced, self.mesh.replicate)
+        self.forget()
+        return self.reduced
+
+    def forget(self) -> None:
+        """Drop what passes have brought since the last step."""
+        self._wait()
+        self.micros = 0
+        for tally in self.tallies:
+            tally.forget()
+            if not self.keep:
+                tally.buffer, tally.views = None, {}

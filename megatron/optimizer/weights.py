@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a rank's model chunks, in the model's number format: always there, or gathered around each use.
+
+`keep` (ZeRO 0-2): one buffer holds all of them. Otherwise (ZeRO 3) a layer's parameters are gathered before its forward
+pass and freed behind it, and again around its backward pass; those of other units (embedding, final norm, output layer),
+which are used all over a chunk, from the start of a micro-batch's forward pass to the end of its backward pass.
+
+          forward            backward
+    block | need x -> y free | gradient of y: need ... gradient of x: free |
+    other | need ................................ all its gradients: free |
+
+A layer that is computed again inside the backward pass runs with its hooks: its memory is there already, and stays.
+With `ahead`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Axis
+from megatron.optimizer.units import Unit, materialise
+
+
+@dataclass
+class Memory:
+    """The memory of a unit's parameters."""
+
+    unit: Unit
+    flat: torch.Tensor  # [unit.size]
+    ready: bool = False  # it holds the parameters
+    under_way: Any = None  # (work, piece) of a gathering
+    in_backward: bool = False  # the backward pass of the layer has begun and not ended
+    passes: int = 0  # of the unit's chunks in this step, forward and to be followed by backward
+
+
+class Weights:
+    """Memory of all parameters, and the hooks that fill and free it.
+
+    piece_of: unit -> this rank's shard of it, in `dtype` on `device`
+    """
+
+    def __init__(self, units: Sequence[Unit], shard: Axis, piece_of: Callable[[Unit], torch.Tensor], *, dtype, device,
+                 keep: bool, ahead: bool):  # fmt: skip
+        self.shard, self.piece_of, self.keep, self.ahead = shard, piece_of, keep, ahead
+        self.whole = None
+        if keep:
+            self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
+        self.memory: dict[str, Memory] = {}
+        for unit in units:
+            flat = self.whole[unit.place] if keep else torch.empty(unit.size, dtype=dtype, device=device)
+            materialise(unit, flat)
+            self.memory[unit.name] = memory = Memory(unit, flat)
+            self._free(memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        flats = (memory.flat.untyped_storage() for memory in self.memory.values())
+        return self.whole.nbytes if self.keep else sum(storage.nbytes() for storage in flats)
+
+    # ---- filling and freeing ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def put(self, unit: Unit, values: torch.Tensor) -> None:
+        """Fill a unit's parameters, of which this rank happens to have all, if they are kept."""
+        if self.keep:
+            self.memory[unit.name].flat.copy_(values)
+            self.memory[unit.name].ready = True
+
+    def renew(self) -> None:
+        """The shards have changed: gather them, or forget the old ones."""
+        for memory in self.memory.values():
+            self._free(memory)
+        for memory in self.memory.values() if self.keep else ():
+            self._start(memory) if self.ahead else self._need(memory)
+
+    @contextmanager
+    def present(self):
+        """Inside, all parameters can be read: for checks between steps."""
+        for memory in self.memory.values():
+            self._need(memory)
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """No pass is under way any more."""
+        for memory in self.memory.values():
+            memory.in_backward, memory.passes = False, 0
+            if not self.keep:
+                self._free(memory)
+
+    @torch.no_grad()
+    def _start(self, memory: Memory) -> None:
+        if memory.ready or memory.under_way:
+            return
+        piece = self.piece_of(memory.unit)
+        if not self.keep:
+            storage = memory.flat.untyped_storage()
+            storage.resize_(memory.flat.numel() * memory.flat.element_size())
+        if piece.data_ptr() == memory.flat.data_ptr():  # the shard is the very memory of the parameters
+            memory.ready = True
+        else:
+            memory.under_way = collectives.start_all_gather(memory.flat, piece, self.shard), piece
+
+    def _finish(self, memory: Memory) -> None:
+        if memory.under_way:
+            work, _ = memory.under_way
+            work.wait()
+            memory.under_way, memory.ready = None, True
+
+    def _need(self, memory: Memory) -> None:
+        self._start(memory)
+        self._finish(memory)
+
+    def _free(self, memory: Memory) -> None:
+        self._finish(memory)
+        memory.ready = False
+        if not self.keep:
+            memory.flat.untyped_storage().resize_(0)
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------
+
+    def attach(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Let the modules ask for their parameters, where these are not always there."""
+        if self.keep and not self.ahead:
+            return
+        for number, chunk in enumerate(chunks):
+            held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
+            blocks = [memory for memory in held if memory.unit.is_block]
+            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.is_block], blocks[:1])
+            for at, memory in enumerate(blocks):
+                before, after = blocks[at - 1 : at] if at else [], blocks[at + 1 : at + 2]
+                self._attach_block(chunk.get_submodule(memory.unit.name), memory, before, after)
+
+    def _ahead(self, neighbours: Sequence[Memory]) -> None:
+        """Start to gather what comes next."""
+        for memory in neighbours if self.ahead and not self.keep else ():
+            self._start(memory)
+
+    def _attach_chunk(self, chunk: torch.nn.Module, roots: Sequence[Memory], first: Sequence[Memory]) -> None:
+        def enter(module, args):
+            for memory in roots:
+                self._need(memory)
+                memory.passes += torch.is_grad_enabled()
+            self._ahead(first)
+
+        def leave(module, args, output):
+            for memory in roots:
+                if not memory.passes:
+                    self._free(memory)
+
+        chunk.register_forward_pre_hook(enter)
+        if not self.keep:
+            chunk.register_forward_hook(leave)
+
+    def arrived(self, unit: Unit, count: int) -> None:
+        """Each parameter of a unit has had `count` gradients: free a unit that is no block behind its last pass."""
+        memory = self.memory[unit.name]
+        if not self.keep and not unit.is_block and count == memory.passes:
+            self._free(memory)
+
+    def _attach_block(self, block: torch.nn.Module, memory: Memory, before: Sequence[Memory], after: Sequence[Memory]):
+        def enter(module, args):
+            self._need(memory)
+            if not memory.in_backward:
+                self._ahead(after)
+            if not self.keep and args[0].requires_grad and torch.is_grad_enabled():
+                args[0].register_hook(end_backward)
+
+        def leave(module, args, output):
+            if not memory.in_backward:
+                self._free(memory)
+            if output.requires_grad:
+                output.register_hook(begin_backward)
+
+        def begin_backward(gradient):
+            memory.in_backward = True
+            self._need(memory)
+            self._ahead(before)
+
+        def end_backward(gradient):
+            memory.in_backward = False
+            self._free(memory)
+
+        block.register_forward_pre_hook(enter)
+        if not self.keep:
+            block.register_forward_hook(leave)
