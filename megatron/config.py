@@ -102,11 +102,11 @@ class Parallel:
     context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
     sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
-    num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
     pipeline_schedule: str = setting(
         "order of passes: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops a rank",
         "1f1b",
     )
+    num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
         "layers of a model chunk (interleaved schedule)", None
     )
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
@@ -130,6 +130,8 @@ class Parallel:
         also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
     )
     sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
+    overlap_grad_reduce: bool = setting("reduce a layer's gradients while the backward pass goes on", False)
+    overlap_param_gather: bool = setting("gather a layer's parameters while the layers before it compute", False)
     distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
 
@@ -227,6 +229,9 @@ class Optimizer:
     adam_beta1: float = setting("first moment's decay", 0.9)
     adam_beta2: float = setting("second moment's decay", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
+    optimizer_cpu_offload: bool = setting("keep optimizer state in the host's memory and update there", False)
+    optimizer_offload_fraction: float = setting("share of the state that --optimizer-cpu-offload moves", 1.0)
+    param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
         "token",
@@ -297,6 +302,9 @@ class Recompute:
         return frozenset(int(word) for word in (self.no_recompute_layers or "").split(",") if word.strip())
 
 
+AUTO = -1  # --save-interval auto
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Where state is kept."""
@@ -310,15 +318,62 @@ class Checkpoint:
         "--persistent-save-interval",
         also=dict(auto=AUTO),
     )
+    mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
     keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
+    save_retain_interval: Optional[int] = setting(
+        "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
+    )
+    async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
+    save_retries: int = setting("a save that failed is tried again this often", 2)
+    save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
+    max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
     auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
     finetune: bool = setting("load weights alone and start counting anew", False)
+    load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
+        "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
+        "strict",
+        "--dist-ckpt-strictness",
+        also=dict(raise_all="strict", raise_unexpected="warn-extra", assume_ok_unexpected="warn-extra",
+                  log_unexpected="warn-all", log_all="warn-all", ignore_all="warn-all"),
+    )  # fmt: skip
     no_load_optim: bool = setting("do not load optimizer state", False)
-AUTO = -1  # --save-interval auto
-
-
     no_save_optim: bool = setting("do not save optimizer state", False)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is watched while a run goes on, and what happens then."""
+
+    check_replicas_interval: Optional[int] = setting(
+        "steps between comparisons of the parameters that several ranks hold, bit by bit",
+        None,
+        "--check-weight-hash-across-dp-replicas-interval",
+    )
+    exit_signal_handler: bool = setting("on SIGTERM or SIGUSR1: save after this step and exit with code 9", False)
+    kill_switch_file: Optional[str] = setting("save and stop when this file appears", None, "--kill-switch-path")
+    heartbeat_dir: Optional[str] = setting(
+        "folder where each rank says what it is doing (megatron.tools.supervise sets and reads it)", None
+    )
+    on_nan: Literal["stop", "skip"] = setting(
+        "at a loss or gradient that is not finite: stop before the update, or skip the step and count it",
+        "stop",
+        "--check-for-nan-in-loss-and-grad=stop",
+        "--no-check-for-nan-in-loss-and-grad=skip",
+    )
+    on_spike: Literal["continue", "skip", "rollback"] = setting(
+        "at a spike of loss or gradient norm: tell, skip the update, or go back to an earlier checkpoint and leave out "
+        "the steps before the spike",
+        "continue",
+    )
+    spike_window: int = setting("steps that a step is compared with", 128)
+    spike_threshold: float = setting("deviations above the median of the window that make a spike", 10.0)
+    spike_skip_steps: int = setting("steps up to a spike that a rollback leaves out", 8)
+    max_rollbacks: int = setting("a further spike stops the run", 3)
+    iterations_to_skip: Optional[list[int]] = setting("steps whose samples are passed over without training", None)
+    override: Optional[str] = setting(
+        "settings (names with commas) that may differ from those of the checkpoint although results depend on them", None
+    )
 
 
 @dataclass(frozen=True)
@@ -327,25 +382,10 @@ class Logging:
 
     log_interval: int = setting("steps between log lines", 100, "--logging-freq")
     log_progress: bool = setting("a live progress line on a terminal", False)
-    mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
-    save_retain_interval: Optional[int] = setting(
-        "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
-    )
-    async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
-    save_retries: int = setting("a save that failed is tried again this often", 2)
-    save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
-    max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
-    load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
-        "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
-        "strict",
-        "--dist-ckpt-strictness",
-        also=dict(raise_all="strict", raise_unexpected="warn-extra", assume_ok_unexpected="warn-extra",
-                  log_unexpected="warn-all", log_all="warn-all", ignore_all="warn-all"),
-    )  # fmt: skip
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
     )
@@ -356,7 +396,7 @@ class Logging:
 GROUPS = dict(
     model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
     recompute=Recompute,
-    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, logging=Logging,
+    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging,
 )  # fmt: skip
 
 
@@ -374,6 +414,7 @@ class Config:
     precision: Precision
     kernels: Kernels
     checkpoint: Checkpoint
+    guard: Guard
     logging: Logging
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
 

@@ -67,7 +67,7 @@ the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)
 CUDA graphs would only save launch time; see --torch-compile
     --enable-cuda-graph --cuda-graph-* --external-cuda-graph --optimizer-cuda-graph
 when and how ranks exchange data changes the speed, not the result; this suite arranges it by itself
-    --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step
+    --overlap-param-gather-with-optimizer-step
     --overlap-p2p-communication* --no-overlap-p2p-communication --ddp-* --DDP-impl
     --no-contiguous-buffers-in-local-ddp --no-align-* --disable-align-* --no-async-tensor-model-parallel-allreduce
     --disable-async-tensor-model-parallel-allreduce --use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline
@@ -149,10 +149,8 @@ wandb reads WANDB_ENTITY and WANDB_DIR from the environment
     --wandb-entity --wandb-save-dir
 
 # Checks.
-a loss or gradient that is not finite is never trained on
-    --no-check-for-nan-in-loss-and-grad
-replicas and repeated steps are not compared yet
-    --check-weight-hash-across-dp-replicas-interval --rerun-mode --test-mode --enable-exactly-numeric-match
+repeated steps are not compared; replicas are, see --check-replicas-interval
+    --rerun-mode --test-mode --enable-exactly-numeric-match
     --enable-optimizer-post-validation
 this suite trains GPT models
     --model-type
@@ -177,7 +175,7 @@ say --optimizer-cpu-offload, --optimizer-offload-fraction or --param-cpu-offload
     --delay-offload-until-cuda-graph --nvme-offload-*
 profiling is not built yet
     --profile* --use-pytorch-profiler --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
-catching a signal is not built yet; --exit-duration-in-mins saves and stops in time
+--exit-signal-handler catches SIGTERM and SIGUSR1
     --exit-signal*
 choosing the layout by itself is not built yet: say --tensor-model-parallel-size, --pipeline-model-parallel-size ...
     --auto-parallel --max-global-batch-size
@@ -218,10 +216,10 @@ the optimizer is AdamW with fp32 state
     --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt
 weight decay applies to matrices, not to biases and norms
     --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map
-loss spikes are not watched yet
+spikes of loss and gradient norm are always watched; see --on-spike
     --check-for-spiky-loss --check-for-large-grads
-every iteration is trained
-    --iterations-to-skip --phase-transition-iterations
+every iteration is of one phase
+    --phase-transition-iterations
 to start counting anew from loaded weights, use --finetune
     --reset-iteration --no-load-lr-state
 use --amp-level's meaning directly: --bf16 or --fp16, weights kept in fp32 beside

@@ -50,6 +50,7 @@ class Step:
     grad_norm: Optional[float] = None  # before clipping
     loss_scale: float = 1.0
     skipped: bool = False  # gradients overflowed (fp16): no update happened
+    ledger: str = ""  # hash of the samples of the step
     extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
 
 
@@ -176,6 +177,11 @@ class Metrics:
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
         return {"tokens_per_second": tokens, "tflops_per_rank": flops / 1e12} | mfu
 
+    def rewind(self, iteration: int) -> None:
+        """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
+        self.interval = _Interval()
+        self._write(dict(kind="rewind", iteration=iteration, time=now()))
+
     # -- output ------------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -278,6 +284,7 @@ def _step_record(step: Step, losses: dict[str, float], seconds: float, rates: di
         | losses
         | dict(learning_rate=step.learning_rate, grad_norm=None if step.grad_norm is None else float(step.grad_norm))
         | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
+        | ({"ledger": step.ledger} if step.ledger else {})
         | {name: float(f"{value:.5g}") for name, value in rates.items()}
         | {name: float(value) for name, value in step.extra.items()}
     )

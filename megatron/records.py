@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """metrics.jsonl: what a run was and what each step did, one JSON object per line.
 
-Kinds: `run` (first: resolved settings, versions, host, mesh), `step` (one per iteration) and `eval`. The file only grows.
+Kinds: `run` (first: resolved settings, versions, host, mesh), `step` (one per iteration), `eval` and `rewind` (a spike sent
+the run back to this iteration). The file only grows.
 A resumed run appends a `run` record with the iteration it starts from: that record takes back all `step` and `eval`
 records behind that iteration which a killed run had written, and `read_history` leaves them out. A line torn by the
 kill is skipped.
@@ -122,9 +123,10 @@ def read_history(path: Path) -> History:
             except (ValueError, KeyError, TypeError):
                 history.damaged_lines += bool(line.strip())
                 continue
-            if kind == "run":
+            if kind in ("run", "rewind"):
                 _take_back(history.steps, iteration)
                 _take_back(history.evals, iteration)
+            if kind == "run":
                 history.run = record
                 history.starts.append(iteration)
             elif kind in ("step", "eval"):

@@ -94,15 +94,16 @@ RANGES = {  # what a value must be -> test, fields
         context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
-        save_retain_interval max_failed_saves keep_last log_interval loss_scale_window hysteresis spike_window spike_skip_steps recompute_num_layers"""),
+        save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis spike_window spike_skip_steps recompute_num_layers"""),
     "at least 0": (lambda v: v >= 0, """
-        train_iters eval_iters num_workers ckpt_step seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
-        lr_warmup_samples"""),
+        train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
+        lr_warmup_samples max_rollbacks"""),
     "above 0": (lambda v: v > 0, """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
         mean_time_to_interruption
         initial_loss_scale min_loss_scale spike_threshold"""),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"),
+    "at least 0 and at most 1": (lambda v: 0 <= v <= 1, "optimizer_offload_fraction"),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
 
@@ -176,6 +177,11 @@ RULES = (
     Rule(lambda s: s.sequence_parallel and s.seq_length % s.tp,
          lambda s: f"--seq-length {s.seq_length} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
                    f"--sequence-parallel needs; nearest: {_or(_multiples(s.seq_length, s.tp))}"),
+    Rule(lambda s: s.param_cpu_offload and s.sharding_stage != 3,
+         lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages use all parameters where they are"),
+    Rule(lambda s: s.torch_compile and (s.sharding_stage == 3 or s.sharding_stage and s.overlap_param_gather),
+         lambda s: "--torch-compile needs all parameters in place: drop it, or use --sharding-stage 2 without "
+                   "--overlap-param-gather"),
     Rule(lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
          lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)"),
     # The model.
@@ -235,21 +241,25 @@ RULES = (
          lambda s: f"--no-recompute-layers {s.no_recompute_layers} must be numbers of layers from 0 to "
                    f"{s.num_layers - 1} with commas between, as in 0,{s.num_layers - 1}"),
     # Checkpoints.
-    *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
-           lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
-      for name, needs, why in (
     Rule(lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != config.AUTO,
          lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto"),
     Rule(lambda s: s.save_mirror and s.save_mirror == s.save,
          lambda s: f"--save-mirror {s.save_mirror} is --save itself; give a folder on another disk"),
+    *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
+           lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
+      for name, needs, why in (
           ("save_interval", "save", "there is no folder to save into"),
           ("keep_last", "save", "there is no folder to keep checkpoints in"),
-          ("finetune", "load", "there are no weights to start from"),
-          ("ckpt_step", "load", "there is no folder to look in"),
-          ("auto_resume", "load", "it says what to do when the folder is empty"))),
           ("save_retain_interval", "save", "there is no folder to keep checkpoints in"),
           ("save_mirror", "save", "the mirror takes what --save does not"),
           ("async_save", "save", "there is no folder to save into"),
+          ("finetune", "load", "there are no weights to start from"),
+          ("ckpt_step", "load", "there is no folder to look in"),
+          ("auto_resume", "load", "it says what to do when the folder is empty"))),
+    Rule(lambda s: s.on_spike == "rollback" and not (s.save and s.save_interval),
+         lambda s: "--on-spike rollback needs --save and --save-interval: there must be checkpoints to go back to"),
+    Rule(lambda s: s.override and not s.load,
+         lambda s: f"--override {s.override} needs --load: there is no checkpoint to differ from"),
     Rule(lambda s: s.finetune and s.auto_resume,
          lambda s: "--finetune needs a checkpoint in --load, and --auto-resume allows for none; drop one of them"),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project,
@@ -260,14 +270,18 @@ RULES = (
 NOT_YET = (
     Rule(lambda s: s.cp > 1,
          lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),
-    Rule(lambda s: s.sharding_stage,
-         lambda s: f"--sharding-stage {s.sharding_stage} (--use-distributed-optimizer is stage 1) is not built yet; leave "
-                   "it out: the result is the same, optimizer state takes more memory"),
 )  # fmt: skip
 
 REMARKS = (
     Rule(lambda s: s.sequence_parallel and s.tp == 1,
          lambda s: "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
+    Rule(lambda s: s.dp > 1 and s.sharding_degree not in (None, s.dp) and not s.sharding_stage,
+         lambda s: f"--sharding-degree {s.sharding_degree} has no effect without --sharding-stage"),
+    Rule(lambda s: s.overlap_param_gather and not s.sharding_stage,
+         lambda s: "--overlap-param-gather has no effect without --sharding-stage: nothing is gathered"),
+    Rule(lambda s: s.optimizer_offload_fraction != 1 and not s.optimizer_cpu_offload,
+         lambda s: f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
+                   "--optimizer-cpu-offload"),
     Rule(lambda s: s.precision == "fp16" and s.device == "cpu",
          lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,

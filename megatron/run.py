@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pretraining job is made of: a `Recipe` says what is trained, a `Run` is the job, its `State` is what moves."""
 
-import time
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 import torch
 
 from megatron import config as schema
 from megatron.batch import total_iterations
-from megatron.checkpoint.state import Saver
+from megatron.checkpoint.keeper import Keeper
 from megatron.checkpoint.store import share
 from megatron.data.loader import Batches
+from megatron.guard.changes import probe_places
+from megatron.guard.spikes import Recent
+from megatron.guard.watch import Verdict, Watch
 from megatron.metrics import Metrics
 from megatron.mpu.context import Context, leave
 from megatron.optimizer.scaler import LossScaler
@@ -21,6 +24,9 @@ from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.execute import Wire
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
+
+
+LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,17 @@ class State:
     scheduled_samples: int = 0  # those whose step was not skipped: what learning rate and weight decay count
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
+    recent: Recent = Recent()  # what spikes are measured against
+    left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
+    rollbacks: int = 0
 
-    def after(self, samples: int, skipped: bool) -> "State":
-        """The state after a step of this many samples."""
+    def after(self, samples: int, verdict: Verdict, loss: float = 0.0, norm: float = 0.0, window: int = 0) -> "State":
+        """The state after a step of this many samples, which was trained on or skipped."""
+        skipped = verdict is Verdict.SKIP
         return replace(
             self,
-            scaler=self.scaler.update(skipped),
+            scaler=self.scaler.update(not math.isfinite(norm)),
+            recent=self.recent if skipped else self.recent.after(loss, norm, window),
             iteration=self.iteration + 1,
             consumed_samples=self.consumed_samples + samples,
             scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
@@ -65,7 +76,10 @@ class State:
 
     def restored(self, record: dict[str, Any]) -> "State":
         """This state's settings with a checkpoint's counts."""
-        return replace(self, **{**record, "scaler": self.scaler.restored(record["scaler"])})
+        known = {**record, "scaler": self.scaler.restored(record["scaler"])}
+        if "recent" in record:  # checkpoints of earlier versions have none
+            known["recent"] = Recent.of(record["recent"])
+        return replace(self, **{**known, "left_out": tuple(sorted({*self.left_out, *record.get("left_out", ())}))})
 
 
 @dataclass
@@ -83,12 +97,12 @@ class Run:
     train_batches: Batches
     valid_batches: Optional[Batches]
     test_batches: Optional[Batches]
-    saver: Optional[Saver]
+    saver: Optional[Keeper]
     metrics: Metrics
+    watch: Watch
     state: State
     recorder: Optional[Recorder]
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
-    started: float = field(default_factory=time.time)
 
     @property
     def dp(self) -> int:
@@ -99,8 +113,8 @@ class Run:
         return total_iterations(self.config.batch, self.dp)
 
     def save(self) -> None:
-        """Write a checkpoint of the present state; all ranks together. Raises StorageError when that fails."""
-        started = time.perf_counter()
+        """Write a checkpoint of the present state, or begin to; all ranks together. Raises as `Keeper.save` does."""
+        self.watch.heart.beat("save")
         moments = not self.config.checkpoint.no_save_optim
         record = dict(
             state=self.state.record(),
@@ -108,22 +122,26 @@ class Run:
             config=asdict(self.config),
             vocab_size=self.vocab_size,
             mesh=self.context.mesh.sizes,
+            samples=self._samples(),
             **self.origin,
         )
         replicate = self.context.mesh.replicate
-        pieces = share(self.optimizer.pieces(moments), replicate.rank, replicate.size)
-        path = self.saver.save(self.state.iteration, pieces, record)
-        self.metrics.say(
-            f"  successfully saved checkpoint at iteration {self.state.iteration:7d} to {path} "
-            f"({time.perf_counter() - started:.2f} s)"
-        )
+        pieces = share(self.optimizer.pieces(moments, counted=True), replicate.rank, replicate.size)
+        self.saver.save(self.state.iteration, pieces, record)
 
-    def close(self) -> None:
-        """Stop helpers, close files, part from the other ranks."""
+    def _samples(self) -> dict[str, list[int]]:
+        """Hashes of a few samples that this run has had: whoever goes on from here can tell whether it would have too."""
+        places = probe_places(self.state.consumed_samples) if self.context.first else []
+        return {str(place): list(self.train_batches.sample_hash(place)) for place in places}
+
+    def close(self, orderly: bool = True) -> None:
+        """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        if self.saver:
+            self.saver.close(None if orderly else LAST_SAVE)
         for batches in (self.train_batches, self.valid_batches, self.test_batches):
             if batches:
                 batches.close()
         self.metrics.close()
-        if self.saver:
-            self.saver.close()
-        leave(self.context)
+        self.watch.close()
+        if orderly:
+            leave(self.context)

@@ -2,8 +2,9 @@
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -12,16 +13,20 @@ import torch.distributed as dist
 from megatron import __version__, flops
 from megatron import config as schema
 from megatron.batch import batch_size, total_iterations, total_samples
-from megatron.checkpoint.state import Saver, alone, restore
+from megatron.checkpoint.keeper import Keeper, exchange_through
+from megatron.checkpoint.state import alone, checkpoints, restore
 from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, SettingsError
 from megatron.fused_kernels.cpu import keep_memory
+from megatron.guard import changes
+from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.watch import Watch
 from megatron.metrics import Metrics
 from megatron.metrics import Run as Rates
 from megatron.mpu import context as ranks
 from megatron.mpu.context import DTYPES, Context
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.schedule import Lengths
+from megatron.optimizer.schedule import Lengths, learning_rate
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.build import build_stages, prove_complete
 from megatron.pipeline.record import Recorder
@@ -33,32 +38,38 @@ from megatron.run import Recipe, Run, State
 from megatron.tokenizer import build_tokenizer
 
 
-def build_run(config: schema.Config, recipe: Recipe) -> Run:
+def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] = None) -> Run:
     """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
     context = ranks.join(config.parallel, config.kernels)
+    watch = build_watch(config, context, heart)
     config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
         config.precision.precision, context)))  # fmt: skip
     say = _speaker(context)
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, say)
-    saver = open_saver(config.checkpoint, context)  # before the work: a locked or read-only folder is told at once
+    saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
     dtype = DTYPES[config.precision.precision]
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)
     prove_complete(stages, context.mesh, exchange_over(context), config.model.num_layers,
                    flops.parameters(config.model, vocab_size))  # fmt: skip
-    optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, dtype=dtype, device=context.device,
-                             seed=config.logging.seed)  # fmt: skip
-    state, notices = load(config, context, optimizer, State(LossScaler.of(config.precision)))
+    optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, config.parallel, dtype=dtype,
+                             device=context.device, seed=config.logging.seed)  # fmt: skip
+    state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
+    state, record, notices = load(config, context, optimizer, state)
     datasets = recipe.build_datasets(
         config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
     )
-    if datasets[0] is None:
+    if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     train, valid, test = build_batches(config, context, datasets, tokenizer)
+    lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
     say(summary(config, context, recipe, vocab_size, state))
+    if record and not config.checkpoint.finetune:
+        notices += check_samples(config, record, train, context)
+        say(resumed(config, record, state, lengths, context.mesh.sizes))
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         say(f"note: {notice}")
     return Run(
@@ -69,16 +80,28 @@ def build_run(config: schema.Config, recipe: Recipe) -> Run:
         pipeline=pipeline,
         wire=wire_of(config, context, dtype, pipeline),
         optimizer=optimizer,
-        lengths=Lengths.of(config.optimizer, config.batch, context.mesh.dp.size),
+        lengths=lengths,
         train_batches=train,
         valid_batches=valid,
         test_batches=test,
         saver=saver,
         metrics=build_metrics(config, context, vocab_size, state),
+        watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
     )
+
+
+def build_watch(config: schema.Config, context: Context, heart: Optional[Heartbeat]) -> Watch:
+    """This rank's guards."""
+    mesh = context.mesh
+    if heart is not None:
+        heart.say_place(mesh.place)
+        heart.beat("setup")
+    return Watch(config.guard, minutes=config.batch.exit_duration_in_mins, heart=heart, rank=mesh.rank,
+                 say=_speaker(context), exchange=exchange_over(context),
+                 counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0)  # fmt: skip
 
 
 def _speaker(context: Context):
@@ -152,65 +175,83 @@ def build_batches(config: schema.Config, context: Context, datasets, tokenizer) 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def open_saver(settings: schema.Checkpoint, context: Context) -> Optional[Saver]:
+def open_saver(settings: schema.Checkpoint, context: Context, say) -> Optional[Keeper]:
     """The right to write into `--save`; None without it."""
     if settings.save is None:
         return None
-    return Saver(settings.save, keep_last=settings.keep_last, rank=context.mesh.rank, exchange=exchange_over(context))
+    mesh = context.mesh
+    exchange = exchange_over(context)
+    if settings.async_save and mesh.world_size > 1:
+        store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
+        exchange = exchange_through(store, mesh.rank, mesh.world_size, patience=SLOWEST_WRITER)
+    return Keeper(settings, rank=mesh.rank, exchange=exchange, say=say)
 
 
-def load(config: schema.Config, context: Context, optimizer: ShardedAdamW, fresh: State) -> tuple[State, list[str]]:
-    """Fill the optimizer's state from `--load`. Returns the state to go on from, and what the user should hear."""
+SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
+
+
+def load_folder(settings: schema.Checkpoint, exchange) -> Path:
+    """`--load`, or the mirror of failed saves where it holds a newer checkpoint. The first rank decides."""
+    folders = [Path(folder) for folder in (settings.load, settings.save_mirror) if folder]
+    if settings.ckpt_step is not None:
+        return folders[0]
+    return exchange(max(folders, key=lambda folder: max(checkpoints(folder), default=-1)))[0]
+
+
+def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
+         fresh: State) -> tuple[State, Optional[dict[str, Any]], list[str]]:  # fmt: skip
+    """Fill the optimizer's state from `--load`.
+
+    Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
+    """
     settings = config.checkpoint
     if settings.load is None:
-        return fresh, []
+        return fresh, None, []
     exchange = exchange_over(context)
     weights_only = settings.finetune or settings.no_load_optim
+    compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
     pieces = optimizer.pieces(moments=not weights_only)
     names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
     restored = restore(
-        settings.load, pieces, names=names, step=settings.ckpt_step, allow_empty=settings.auto_resume,
-        check=lambda record: check_model(config, record), rank=context.mesh.rank, exchange=exchange,
+        load_folder(settings, exchange), pieces, names=names, step=settings.ckpt_step, allow_empty=settings.auto_resume,
+        check=lambda record: compare(config, record["config"]), rank=context.mesh.rank, exchange=exchange,
+        strictness=settings.load_strictness,
     )  # fmt: skip
     if restored is None:
-        return fresh, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
+        return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = exchange(restored.state)[0]
     optimizer.publish()
     notices = [*restored.notices, f"loaded checkpoint {restored.path}"]
     if settings.finetune:
-        return fresh, notices
+        return fresh, record, notices
     if not weights_only:
         if record["optimizer_steps"] is None:
             raise CheckpointError(f"{restored.path} holds no optimizer state", do="add --no-load-optim or --finetune")
         optimizer.step_count = record["optimizer_steps"]
-    return fresh.restored(record["state"]), notices + changed_settings(config, record["config"])
+    return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
 
 
-MODEL_SHAPE = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups",
-    "position_embedding_type", "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
-    "qk_layernorm",
-)  # fmt: skip
+def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:
+    """Where a run goes on, in a line; `now`: axis -> size of this job."""
+    rate = learning_rate(config.optimizer, lengths, state.scheduled_samples)
+    then = record.get("mesh") or {}
+    layouts = " and ".join(dict.fromkeys(f"{_layout(sizes)} {word}" for sizes, word in ((then, "then"), (now, "now"))))
+    if then == now:
+        layouts = f"{_layout(now)} then and now"
+    return (f" > resuming at iteration {state.iteration}, {state.consumed_samples:,} samples consumed, "
+            f"learning rate {rate:.6E}; layout {layouts}")  # fmt: skip
 
 
-def check_model(config: schema.Config, record: dict[str, Any]) -> None:
-    """Raise SettingsError when a checkpoint's model is not the one that the settings describe."""
-    saved, now = record["config"]["model"], asdict(config.model)
-    different = [f"--{name.replace('_', '-')}: {saved[name]} in the checkpoint, {now[name]} now"
-                 for name in MODEL_SHAPE if name in saved and saved[name] != now[name]]  # fmt: skip
-    if different:
-        raise SettingsError("the checkpoint is of another model than the settings", "\n  ".join(different),
-                            "give the checkpoint's settings, or another --load")  # fmt: skip
+def _layout(sizes: dict[str, int]) -> str:
+    dp = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
 
 
-def changed_settings(config: schema.Config, saved: dict[str, Any]) -> list[str]:
-    """A sentence for each setting that differs from the run that wrote the checkpoint, where that can matter."""
-    now, told = asdict(config), []
-    for group in ("model", "data", "batch", "optimizer", "precision"):
-        for name, value in saved.get(group, {}).items():
-            if name in now[group] and now[group][name] != value:
-                told.append(f"--{name.replace('_', '-')} was {value} in the checkpoint, is {now[group][name]} now")
-    return told
+def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: Context) -> list[str]:
+    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
+    wrong = [int(place) for place, halves in (record.get("samples") or {}).items()
+             if context.first and list(batches.sample_hash(int(place))) != halves]  # fmt: skip
+    return list(changes.refuse_other_samples(config, exchange_over(context)(wrong)[0]))
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ A run is a `Recipe` (what to train) and a `Config` (how). Whatever a step depend
 checkpoint keeps: data order, batch size, learning rate and dropout are all computed from the samples consumed so far.
 """
 
-import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
@@ -15,21 +15,29 @@ import torch
 from megatron import config as schema
 from megatron.batch import batch_size
 from megatron.data.loader import Batches, MicroBatch
-from megatron.errors import NumericsError
+from megatron.errors import Preempted
+from megatron.guard.endings import guarded
+from megatron.guard.replicas import check_replicas
+from megatron.guard.rewind import checkpoint_before
+from megatron.guard.stopping import Stop
+from megatron.guard.watch import Verdict
 from megatron.metrics import Step
 from megatron.mpu import collectives
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
 from megatron.run import Recipe, Run, State
-from megatron.startup import build_run
+from megatron.startup import build_run, load
 
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
     """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
-    run = build_run(config, recipe)
-    try:
-        train(run)
-    finally:
+    with guarded(config.guard) as heart:
+        run = build_run(config, recipe, heart)
+        try:
+            train(run)
+        except BaseException as error:
+            run.close(orderly=isinstance(error, Preempted))
+            raise
         run.close()
 
 
@@ -40,18 +48,22 @@ def train(run: Run) -> None:
         stage.train()
     run.metrics.start()
     while run.state.iteration < run.train_iters:
-        run.metrics.record(train_step(run))
+        step = train_step(run)
+        if step is None:  # a spike: the run is back at an earlier step
+            continue
+        run.metrics.record(step)
+        if due(run.config.guard.check_replicas_interval, run.state):
+            check_replicas(run.optimizer, run.state.iteration)
         if run.valid_batches and due(batch.eval_interval, run.state):
             with run.metrics.paused():
                 evaluate(run, run.valid_batches, "validation")
         stop = reason_to_stop(run)
-        if run.saver and (stop or due(run.config.checkpoint.save_interval, run.state)):
+        if run.saver and (stop or run.saver.due(run.state.iteration)):
             with run.metrics.paused():
                 run.save()
             saved_at = run.state.iteration
         if stop:
-            run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop}")
-            return
+            return stopped(run, stop)
     if run.saver and saved_at < run.state.iteration:
         run.save()
     for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
@@ -59,35 +71,39 @@ def train(run: Run) -> None:
             evaluate(run, batches, split, final=True)
 
 
-def train_step(run: Run) -> Step:
-    """One optimizer step over one global batch. Advances `run.state` and says what happened."""
-    state, config = run.state, run.config
+def train_step(run: Run) -> Optional[Step]:
+    """One optimizer step over one global batch. Advances `run.state` and says what happened; None where it went back."""
+    state, config, watch = run.state, run.config, run.watch
     size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
+    if state.iteration + 1 in state.left_out:
+        return pass_over(run, size)
+    watch.heart.beat("data", step=state.iteration + 1)
     loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
-    record = run.recorder.record() if run.recorder else None
-    sums = execute(
-        run.pipeline.ops(run.wire.axis.rank, num_micros),
-        run.stages,
-        micro_batches(run, run.train_batches, state.consumed_samples, num_micros),
-        run.wire,
-        loss_of,
-        timeline=record,
-    )
-    if record is not None:
-        run.recorder.write(record)
-    (loss, tokens), norm = run.optimizer.totals(counted_once(run, sums))
-    factor = unscale(tokens.item())
-    loss, norm = (loss / tokens).item(), norm * factor
-    finite = math.isfinite(norm)
-    if not state.scaler.dynamic and not (finite and math.isfinite(loss)):
-        raise NumericsError(f"iteration {state.iteration + 1}: loss {loss}, gradient norm {norm}: not finite",
-                            "no update was made", "lower --lr, raise --lr-warmup-iters, or use --bf16 instead of "
-                            "--fp16; the last checkpoint is untouched")  # fmt: skip
+    batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
+    sums = passes(run, batches, loss_of, watch.heart.watch)
+    watch.heart.beat("reduce")
+    totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
+    loss, tokens = watch.count(totals)
+    factor = unscale(tokens)
+    loss, norm = loss / max(tokens, 1), norm * factor
+
+    def explain() -> str:
+        def replay(see):
+            return run.optimizer.totals(passes(run, batches, loss_of, see))
+
+        with run.optimizer.present():
+            return watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
+
+    verdict = watch.judge(state.iteration + 1, state.recent, loss, norm, explain, scaling=state.scaler.dynamic,
+                          rollbacks=state.rollbacks)  # fmt: skip
+    if verdict is Verdict.ROLLBACK:
+        return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
-    if finite:
+    if verdict is Verdict.UPDATE:
+        watch.heart.beat("update")
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
-    run.state = state.after(size, skipped=not finite)
+    run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
     return Step(
         run.state.iteration,
         run.state.consumed_samples,
@@ -96,8 +112,60 @@ def train_step(run: Run) -> Step:
         learning_rate=rate,
         grad_norm=norm,
         loss_scale=run.state.scaler.scale,
-        skipped=not finite,
+        skipped=verdict is Verdict.SKIP,
+        ledger=watch.ledger,
+        extra={"spike": watch.spike.score} if watch.spike else {},
     )
+
+
+def passes(run: Run, batches: Sequence[MicroBatch], loss_of, see) -> torch.Tensor:
+    """Forward and backward passes of a step, in the order of the schedule; this rank's [loss sum, tokens]."""
+    ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
+    record = run.recorder.record() if run.recorder else None
+    run.optimizer.expect(len(batches))
+    sums = execute(ops, run.stages, batches, run.wire, loss_of, timeline=record, see=see)
+    if record is not None:
+        run.recorder.write(record)
+    return sums
+
+
+def pass_over(run: Run, size: int) -> Step:
+    """A step whose samples are not trained on."""
+    state = run.state
+    run.metrics.say(f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
+                    f"{state.consumed_samples + size - 1}")  # fmt: skip
+    run.state = state.after(size, Verdict.SKIP)
+    rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
+    return Step(run.state.iteration, run.state.consumed_samples, size, {}, learning_rate=rate,
+                loss_scale=run.state.scaler.scale, skipped=True)  # fmt: skip
+
+
+def rewind(run: Run) -> None:
+    """Go back to a checkpoint from well before a spike, and leave out the steps that led to the spike."""
+    state, guard = run.state, run.config.guard
+    spike, first = state.iteration + 1, max(1, state.iteration + 2 - guard.spike_skip_steps)
+    run.saver.wait()
+    target = run.watch.exchange(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
+    checkpoint = replace(run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False,
+                         no_load_optim=False)  # fmt: skip
+    back, _, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
+    left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
+    run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
+    run.metrics.rewind(back.iteration)
+    run.metrics.say(f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
+                    f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
+                    f"{max(first, target + 1)} to {spike} will be left out")  # fmt: skip
+
+
+def stopped(run: Run, stop: Stop) -> None:
+    """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
+    if run.saver:
+        run.saver.wait()  # until the checkpoint is durable
+    saved = f"saved in {run.config.checkpoint.save}" if run.saver else "nothing is saved: there is no --save"
+    run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop.why}")
+    if stop.preempted:
+        raise Preempted(f"stopped at iteration {run.state.iteration}: {stop.why}", saved, "the same command with --load "
+                        "goes on from there" if run.saver else None)  # fmt: skip
 
 
 def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:
@@ -133,6 +201,7 @@ def clip_coefficient(norm: float, limit: float) -> float:
 def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     """Mean loss over `--eval-iters` global batches of a split that were not seen before; all ranks get it."""
     started = time.perf_counter()
+    run.watch.heart.beat("evaluate")
     size = run.config.batch.global_batch_size
     num_micros = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
@@ -159,13 +228,7 @@ def due(interval: Optional[int], state: State) -> bool:
     return bool(interval) and state.iteration % interval == 0
 
 
-def reason_to_stop(run: Run) -> Optional[str]:
-    """Why training ends before its last iteration, in words; all ranks agree."""
-    batch = run.config.batch
-    if due(batch.exit_interval, run.state):
-        return f"--exit-interval {batch.exit_interval}"
-    if batch.exit_duration_in_mins is None:
-        return None
-    over = torch.tensor([float((time.time() - run.started) / 60 > batch.exit_duration_in_mins)])
-    over = collectives.all_reduce(over.to(run.context.device), run.context.mesh.world, "max").item()
-    return f"--exit-duration-in-mins {batch.exit_duration_in_mins:g}" if over else None
+def reason_to_stop(run: Run) -> Optional[Stop]:
+    """Why training ends before its last iteration; all ranks agree."""
+    interval = run.config.batch.exit_interval
+    return Stop(f"--exit-interval {interval}", False) if due(interval, run.state) else run.watch.stop

@@ -8,7 +8,7 @@ for micro_batch in batches.step(consumed, num_micros=8): ...
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Optional
 
@@ -17,6 +17,7 @@ import torch
 
 from megatron.config import Data
 from megatron.data import masks
+from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_place, micro_batch_samples
 from megatron.errors import DataError, SettingsError
 
@@ -30,6 +31,7 @@ class MicroBatch:
     loss_mask       [s, b] float32, or None where every position counts
     position_ids    [s, b] int64, or None for 0, 1, ..., s - 1
     document_ids    [s, b] int32, or None; attention is allowed only between equal ids
+    hash            of samples and tokens, for the ledger (data/ledger.py)
     """
 
     tokens: torch.Tensor
@@ -38,6 +40,7 @@ class MicroBatch:
     loss_mask: Optional[torch.Tensor] = None
     position_ids: Optional[torch.Tensor] = None
     document_ids: Optional[torch.Tensor] = None
+    hash: tuple[int, int] = (0, 0)
 
     def to(self, device) -> "MicroBatch":
         """The same on `device`; to CUDA from pinned memory, without waiting for the copy."""
@@ -52,8 +55,9 @@ class MicroBatch:
 
     def _map(self, function) -> "MicroBatch":
         """Apply to all but `samples`, which is read on the CPU: reading it from a device would wait for the device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"}
-        return MicroBatch(samples=self.samples, **{n: None if t is None else function(t) for n, t in tensors.items()})
+        names = [field.name for field in fields(self) if field.name not in ("samples", "hash")]
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()})
 
 
 class Batches:
@@ -120,11 +124,26 @@ class Batches:
             tokens=column_major(tokens),
             labels=column_major(rows[:, 1:]),
             samples=torch.arange(positions.start, positions.stop),
+            hash=batch_hash(positions, tokens),
             loss_mask=column_major(masks.loss_mask(tokens, self.eod)) if data.eod_mask_loss else None,
             position_ids=column_major(masks.position_ids(tokens, self.eod)) if data.reset_position_ids else None,
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
         )
         return batch.pinned() if self.pin_memory else batch
+
+    def sample_hash(self, place: int) -> tuple[int, int]:
+        """The ledger's hash of the sample at a place of the order of training."""
+        return sample_hash(place, self.dataset[self._sample(place)][:-1])
+
+    def describe(self, place: int) -> str:
+        """Where the sample at a place of the order of training comes from, in words."""
+        sample = self._sample(place)
+        if not hasattr(self.dataset, "origin"):
+            return f"sample {place}"
+        origin = self.dataset.origin(sample)
+        documents = ", ".join(str(part.document) for part in origin.parts[:6]) + ", ..." * (len(origin.parts) > 6)
+        word = "document" if len(origin.parts) == 1 else "documents"
+        return f"sample {place}: {origin.prefix}, {word} {documents} (from token {origin.parts[0].offset})"
 
     def close(self) -> None:
         """Stop the threads. What they were preparing is thrown away."""

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the run that wrote a checkpoint and the run that goes on from it. Pure; needs no torch.
+
+A change is *dangerous* when the run would go on as a different one without a word: another model, other data, another
+order. Those are refused unless `--override` names them. Others (the layout, the learning rate, how often to save) are
+wanted at times, and told.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from megatron.config import Config
+from megatron.errors import SettingsError, UsageError
+
+SHAPE = (  # another model altogether: also weights alone (--finetune) must agree on these
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups",
+    "position_embedding_type", "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
+    "qk_layernorm",
+)  # fmt: skip
+DANGEROUS = dict(
+    model=(*SHAPE, "seq_length", "max_position_embeddings", "rotary_base", "rotary_percent", "norm_epsilon",
+           "bias_gelu_fusion"),
+    tokenizer=("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "tiktoken_pattern"),
+    data=("data_path", "train_data_path", "split", "mock_data", "dataloader_type", "reset_position_ids",
+          "reset_attention_mask", "eod_mask_loss"),
+    logging=("seed",),
+)  # fmt: skip
+TOLD = ("model", "data", "batch", "optimizer", "precision", "guard")  # groups whose other changes are told
+ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
+IRRELEVANT = ("override", "heartbeat_dir", "num_workers", "data_cache_path")
+
+
+class Change(NamedTuple):
+    """A setting that is not what it was."""
+
+    name: str
+    was: Any
+    now: Any
+    dangerous: bool
+
+    def __str__(self) -> str:
+        return f"{_flag(self.name)} was {self.was} in the checkpoint, is {self.now} now"
+
+
+def changes(saved: dict[str, dict], now: dict[str, dict]) -> list[Change]:
+    """All changes that may matter, dangerous ones first. Settings that either side does not know are no changes."""
+    found = []
+    for group in dict.fromkeys([*DANGEROUS, *TOLD]):
+        for name, value in saved.get(group, {}).items():
+            dangerous = name in DANGEROUS.get(group, ())
+            if name in now.get(group, {}) and name not in IRRELEVANT and (dangerous or group in TOLD):
+                if _plain(value) != _plain(now[group][name]):
+                    found.append(Change(name, value, now[group][name], dangerous))
+    return sorted(found, key=lambda change: not change.dangerous)
+
+
+def overridden(text: str | None) -> set[str]:
+    """The names in `--override`. Raises UsageError for one that nothing dangerous has.
+
+    >>> sorted(overridden("--seed,data_path"))
+    ['data_path', 'seed']
+    """
+    names = {word.strip().lstrip("-").replace("-", "_") for word in (text or "").split(",")} - {""}
+    known = {name for group in DANGEROUS.values() for name in group} | {ORDER.replace("-", "_")}
+    for name in sorted(names - known):
+        raise UsageError(f"--override {name}: this setting needs none, or there is none of that name",
+                         do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)))  # fmt: skip
+    return names
+
+
+def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
+    """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
+    allowed = overridden(config.guard.override)
+    found = [change for change in changes(saved, asdict(config)) if change.name in SHAPE and change.name not in allowed]
+    _refuse(found, "the checkpoint is of another model than the settings", "give the checkpoint's settings, or another "
+            "--load")  # fmt: skip
+
+
+def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
+    """Raise SettingsError for every dangerous change that `--override` does not name."""
+    refuse_another_model(config, saved)
+    allowed = overridden(config.guard.override)
+    found = [change for change in changes(saved, asdict(config)) if change.dangerous and change.name not in allowed]
+    names = ",".join(change.name.replace("_", "-") for change in found)
+    _refuse(found, "the checkpoint is of a run whose results depend on other settings",
+            f"give the checkpoint's settings, or --override {names} to go on with these")  # fmt: skip
+
+
+def told(config: Config, saved: dict[str, dict]) -> list[str]:
+    """A sentence for each change that does not stop the run."""
+    return [f"{change}{' (--override)' if change.dangerous else ''}" for change in changes(saved, asdict(config))]
+
+
+def probe_places(consumed: int, count: int = 8) -> list[int]:
+    """Places of the order of training, spread over what was consumed, whose samples identify a run's data."""
+    return sorted({consumed * number // count for number in range(count)}) if consumed else []
+
+
+def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str]:
+    """Raise SettingsError when samples at these places are not those of the earlier run, or tell if it is wanted so."""
+    if not wrong:
+        return []
+    what = (
+        f"the samples that this run would have had are others than the checkpoint's (at {', '.join(map(str, wrong))})"
+    )
+    if ORDER.replace("-", "_") in overridden(config.guard.override):
+        return [f"{what} (--override)"]
+    raise SettingsError(
+        what,
+        "same settings, and other data files; or a length of training that changes the number of epochs",
+        f"restore the data and the length of training (--train-iters ...), or --override {ORDER}",
+    )
+
+
+def _refuse(found: list[Change], what: str, do: str) -> None:
+    if found:
+        lines = [f"{_flag(change.name)}: {change.was} in the checkpoint, {change.now} now" for change in found]
+        raise SettingsError(what, "\n  ".join(lines), do)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, in which checkpoints keep settings."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

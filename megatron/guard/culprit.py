@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a loss or gradient stopped being finite: the step is run once more, with every module watched.
+
+The step is a function of weights and samples (dropout is drawn by position), so the replay meets the same numbers. If
+it does not, something that is no function of them was at work: memory, a device, a kernel that reads what it must not.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+from torch import nn
+
+from megatron.pipeline.schedule import Op
+
+WEIGHT, FORWARD, BACKWARD = range(3)
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """The first value that is not finite, as one rank sees it. Findings sort by what comes first."""
+
+    kind: int  # WEIGHT, FORWARD or BACKWARD
+    micro: int
+    order: int  # number of the module's pass within the micro-batch
+    rank: int
+    module: str
+    samples: tuple[int, ...] = field(compare=False, default=())  # places in the order of training
+
+    def __str__(self) -> str:
+        if self.kind == WEIGHT:
+            return f"rank {self.rank}: the weights {self.module} are not finite themselves"
+        passing = "forward" if self.kind == FORWARD else "backward"
+        return f"rank {self.rank}, micro-batch {self.micro}: first in the {passing} pass of {self.module}"
+
+
+class Observer:
+    """Hooks on all modules of a rank, while a step is repeated."""
+
+    def __init__(self, stages: Iterable[nn.Module], batches, rank: int = 0):
+        self.stages, self.batches, self.rank = list(stages), batches, rank
+        self.found: list[Finding] = []
+        self.micro, self.order = 0, 0
+        self.last = ""  # the module whose backward pass is under way
+        self.handles: list = []
+
+    def see(self, op: Op) -> None:
+        """The schedule comes to an op."""
+        self.micro, self.order, self.last = op.micro, 0, ""
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Inside, passes through the stages are watched."""
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if not _finite(parameter):
+                    self.found.append(Finding(WEIGHT, 0, 0, self.rank, name))
+                if parameter.requires_grad:
+                    self.handles.append(parameter.register_hook(self._gradient_of(name)))
+            for name, module in stage.named_modules():
+                self.handles.append(module.register_forward_hook(self._output_of(name or "loss and output layer")))
+        eager = getattr(torch.compiler, "set_stance", None)
+        try:
+            with eager("force_eager") if eager else contextlib.nullcontext():
+                yield self
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    def _output_of(self, name: str) -> Callable:
+        def look(module, inputs, output):
+            self.order += 1
+            outputs = _tensors(output)
+            if all(map(_finite, _tensors(inputs))) and not all(map(_finite, outputs)):
+                self._add(FORWARD, name)
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._gradient_at(name))
+
+        return look
+
+    def _gradient_at(self, name: str) -> Callable:
+        """The gradient of a module's output: made by what comes behind the module, which has just been gone through."""
+
+        def look(gradient):
+            self.order += 1
+            if _finite(gradient):
+                self.last = name
+            else:
+                self._add(BACKWARD, self.last or f"what follows {name}")
+
+        return look
+
+    def _gradient_of(self, name: str) -> Callable:
+        def look(gradient):
+            self.order += 1
+            if not _finite(gradient):
+                self._add(BACKWARD, name)
+
+        return look
+
+    def _add(self, kind: int, module: str) -> None:
+        samples = tuple(self.batches[self.micro].samples.tolist())
+        self.found.append(Finding(kind, self.micro, self.order, self.rank, module, samples))
+
+    @property
+    def first(self) -> Optional[Finding]:
+        """What this rank saw first; None if all was finite, or came in from another rank as it was."""
+        return min(self.found, default=None)
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

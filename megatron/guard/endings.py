@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank's work ends: its heartbeat says it, and a neighbour's death is told as one."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from megatron.config import Guard
+from megatron.errors import PeerLost, exit_code
+from megatron.guard.heartbeat import Heartbeat
+
+NETWORK = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|TCPStore|ProcessGroup|[Tt]imed out")
+
+
+@contextlib.contextmanager
+def guarded(settings: Guard) -> Iterator[Heartbeat]:
+    """A rank's heartbeat, which ends with the exit code of whatever is raised inside.
+
+    An error of the network between ranks becomes PeerLost: its cause is another rank, whose own words say more.
+    """
+    heart = Heartbeat(settings.heartbeat_dir, int(os.environ.get("RANK", "0")))
+    try:
+        yield heart
+    except BaseException as error:
+        told = peer_lost(error) or error
+        heart.close(told, exit_code(told))
+        if told is error:
+            raise
+        raise told from error
+    heart.close()
+
+
+def peer_lost(error: BaseException) -> PeerLost | None:
+    """The error as a neighbour's loss, if that is what it is."""
+    if type(error) is not RuntimeError and "Dist" not in type(error).__name__:
+        return None
+    text = str(error)
+    if not NETWORK.search(text):
+        return None
+    return PeerLost("another rank is gone or silent", text.splitlines()[0][:200],
+                    "see what the rank that ended first has said")  # fmt: skip

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ended job asks for, from the exit codes of its ranks. Pure; needs no torch.
+
+>>> judge([7, 4, -15]).action, judge([7, -9]).cause
+(<Action.STOP: 'stop'>, 'rank killed by SIGKILL')
+"""
+
+import enum
+import re
+import signal
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Action(enum.Enum):
+    """What to do next."""
+
+    DONE = "done"
+    STOP = "stop"
+    RETRY = "retry"
+    PREEMPTED = "preempted"
+
+
+class Verdict(NamedTuple):
+    """Of an ended job."""
+
+    action: Action
+    cause: str
+    code: int  # the exit code that tells it best
+
+
+MEANINGS = {
+    0: (Action.DONE, "finished"),
+    1: (Action.RETRY, "failed without saying why (exit 1)"),
+    2: (Action.STOP, "command line not understood (exit 2)"),
+    3: (Action.STOP, "settings cannot work (exit 3)"),
+    4: (Action.STOP, "data missing or damaged (exit 4)"),
+    5: (Action.STOP, "checkpoint missing or damaged (exit 5)"),
+    6: (Action.RETRY, "storage full or failing (exit 6)"),
+    7: (Action.RETRY, "peer lost (exit 7)"),
+    8: (Action.STOP, "loss or gradient not finite, or a spike (exit 8)"),
+    9: (Action.PREEMPTED, "preempted, checkpoint saved (exit 9)"),
+    10: (Action.STOP, "output locked by another job (exit 10)"),
+}
+# The rank that fails first drags others along; what says most about the cause comes first.
+TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 9, 1, 7, "ended", 0)
+ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # how launchers end the other ranks
+
+
+def judge(codes: Iterable[int], retry_numerics: bool = False) -> Verdict:
+    """The verdict on ranks that ended with these codes (negative: by a signal; 0: done)."""
+    code = min(codes, key=lambda code: TELLING.index(_kind(code)), default=1)
+    if code < 0:
+        return Verdict(Action.RETRY, f"rank killed by {_name(-code)}", code)
+    action, cause = MEANINGS.get(code, (Action.RETRY, f"failed (exit {code})"))
+    if code == 8 and retry_numerics:
+        action = Action.RETRY
+    return Verdict(action, cause, code)
+
+
+def _kind(code: int):
+    if code < 0:
+        return "ended" if -code in ENDED else "killed"
+    return code if code in MEANINGS else 1
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def codes_in_log(text: str) -> list[int]:
+    """Exit codes of ranks in what torchrun says of a failed job.
+
+    >>> codes_in_log("  rank      : 1 (local_rank: 1)\\\\n  exitcode  : -9 (pid: 4242)")
+    [-9]
+    """
+    return [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", text)]

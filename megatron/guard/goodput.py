@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a supervised job's time went. Pure; needs no torch."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Optional
+
+SETUP = ("start", "setup")
+BESIDE = ("evaluate", "save", "replay")  # phases that are neither steps nor start-up
+
+
+@dataclass
+class Attempt:
+    """One launch of the job, as the supervisor saw it. Times in seconds."""
+
+    number: int
+    ranks: int
+    launched: float = 0.0  # since the supervisor began
+    ended: float = 0.0
+    cause: str = ""
+    code: int = 0
+    first_step: int = 0  # the step it began with; 0: it never came to one
+    last_step: int = 0  # the last step that it completed
+    phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
+    silent: float = 0.0  # that it stood still before it was ended
+    waited: float = 0.0  # before the next launch
+
+    @property
+    def wall(self) -> float:
+        return self.ended - self.launched
+
+    @property
+    def setup(self) -> float:
+        """From launch to the first step; all of it, if there was none."""
+        beside = sum(self.phases.get(name, 0.0) for name in BESIDE)
+        return max(0.0, self.wall - self.silent - self.stepping - beside)
+
+    @property
+    def stepping(self) -> float:
+        """In steps, whether they were kept or not."""
+        return sum(seconds for name, seconds in self.phases.items() if name not in (*SETUP, *BESIDE))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of a job."""
+
+    outcome: str
+    code: int
+    wall: float
+    productive: float
+    lost: dict[str, float]  # cause -> seconds
+    restarts: int
+    steps: int
+    repeated_steps: int
+    checkpoints: int
+    attempts: list[dict]
+
+    @property
+    def goodput(self) -> float:
+        return self.productive / self.wall if self.wall > 0 else 0.0
+
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            f"{self.outcome} after {_time(self.wall)}: {self.steps} steps, {self.restarts} restarts, "
+            f"{self.checkpoints} checkpoints",
+            f"  productive {_time(self.productive)} ({self.goodput:.1%})",
+        ]
+        lines += [f"  lost {_time(seconds)}: {cause}" for cause, seconds in self.lost.items() if seconds >= 0.05]
+        if self.repeated_steps:
+            lines.append(f"  {self.repeated_steps} steps were made again because they had not been saved")
+        for attempt in self.attempts:
+            span = (f"steps {attempt['first_step']} to {attempt['last_step']}" if attempt["first_step"]
+                    else "no step")  # fmt: skip
+            lines.append(f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
+                         f"{attempt['cause']}")  # fmt: skip
+        return "\n".join(lines)
+
+    def record(self) -> dict:
+        """For machines."""
+        return {**asdict(self), "goodput": round(self.goodput, 4)}
+
+
+def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> Report:
+    """Sum up. A step that a later attempt made again was lost with the attempt that had to be repeated."""
+    lost: Counter[str] = Counter()
+    productive, repeated, steps = 0.0, 0, 0
+    for number, attempt in enumerate(attempts):
+        later = next((other for other in attempts[number + 1 :] if other.first_step), None)
+        made = max(0, attempt.last_step - attempt.first_step + 1) if attempt.first_step else 0
+        again = _again(attempt, later, made)
+        share = again / made if made else 0.0
+        productive += attempt.stepping * (1 - share)
+        steps += made - again
+        repeated += again
+        lost["steps made again"] += attempt.stepping * share
+        lost["starting"] += attempt.setup
+        lost["standing still before it was noticed"] += attempt.silent
+        lost["waiting between attempts"] += attempt.waited
+        for name, words in (("save", "saving checkpoints"), ("evaluate", "evaluating"), ("replay", "finding a NaN")):
+            lost[words] += attempt.phases.get(name, 0.0)
+    lost = {cause: round(seconds, 3) for cause, seconds in lost.most_common()}
+    records = [{**asdict(attempt), "wall": round(attempt.wall, 3)} for attempt in attempts]
+    return Report(outcome, code, round(wall, 3), round(productive, 3), lost, max(0, len(attempts) - 1), steps, repeated,
+                  checkpoints, records)  # fmt: skip
+
+
+def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:
+    """Steps of an attempt that the later one made again."""
+    return 0 if later is None else min(made, max(0, attempt.last_step - later.first_step + 1))
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spikes of loss or gradient norm: values far above the median of the last steps, in units of their usual spread.
+
+    >>> recent = Recent()
+    >>> for step in range(40):
+    ...     recent = recent.after(3.0 + 0.01 * (step % 5), 1.0 + 0.1 * (step % 3), window=64)
+    >>> recent.spike(3.03, 1.2, threshold=8) is None
+    True
+    >>> print(recent.spike(5.0, 1.2, threshold=8))
+    loss 5 is 65.6 deviations above the median 3.02 of the last 40 steps
+
+Median and median absolute deviation do not move when a few values are wild, which mean and variance do. Pure: the
+window is part of a run's state and of its checkpoints, so a resumed run judges as one that was never stopped.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple, Optional
+
+ENOUGH = 32  # steps that must have been seen before any is judged
+FLOOR = 0.01  # least deviation, as a share of the median: a curve that hardly moves is allowed to begin to
+
+
+class Spike(NamedTuple):
+    """Something that stands out."""
+
+    what: str
+    value: float
+    median: float
+    score: float  # deviations above the median
+    seen: int
+
+    def __str__(self) -> str:
+        return (f"{self.what} {self.value:.4g} is {self.score:.1f} deviations above the median {self.median:.4g} "
+                f"of the last {self.seen} steps")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recent:
+    """Losses and gradient norms of the last steps."""
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+
+    def spike(self, loss: float, norm: float, threshold: float) -> Optional[Spike]:
+        """What of the next step stands out by more than `threshold` deviations; the loss comes first."""
+        for what, value, values in (("loss", loss, self.losses), ("gradient norm", norm, self.norms)):
+            if len(values) < ENOUGH:
+                continue
+            middle, score = robust_score(value, values)
+            if score > threshold:
+                return Spike(what, value, middle, score, len(values))
+        return None
+
+    def after(self, loss: float, norm: float, window: int) -> "Recent":
+        """With one more step, of which only what is finite is kept."""
+        return replace(self, losses=_appended(self.losses, loss, window), norms=_appended(self.norms, norm, window))
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Recent":
+        """From what a checkpoint keeps."""
+        return cls(tuple(record["losses"]), tuple(record["norms"]))
+
+
+def robust_score(value: float, values: tuple[float, ...]) -> tuple[float, float]:
+    """(median, deviations that `value` lies above it). 1.4826 x MAD is the standard deviation of normal values."""
+    middle = median(values)
+    spread = 1.4826 * median(abs(other - middle) for other in values)
+    return middle, (value - middle) / max(spread, FLOOR * abs(middle), 1e-12)
+
+
+def _appended(values: tuple[float, ...], value: float, window: int) -> tuple[float, ...]:
+    return (*values, value)[-window:] if math.isfinite(value) else values

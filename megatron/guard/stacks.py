@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a job stands still, in plain words, from heartbeats and the stacks of its ranks. Pure text; needs no torch.
+
+rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)
+7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in totals), step 17
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from megatron.guard.heartbeat import Beat
+
+PHASES = dict(
+    start="starting", setup="setting up the model and its data", data="in the data loader", F="in a forward pass",
+    B="in a backward pass", I="in a backward pass", W="in a backward pass (weights)", reduce="reducing gradients",
+    update="in the optimizer's update", evaluate="evaluating", save="saving a checkpoint",
+    replay="repeating a step to find a value that is not finite",
+)  # fmt: skip
+STATES = {
+    "T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger", "D": "sleeps in the kernel (disk or device)",
+    "Z": "is dead", "": "is gone",
+}  # fmt: skip
+COLLECTIVES = """all_reduce all_gather_single all_gather_into_tensor all_gather_object reduce_scatter_single
+    reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend monitored_barrier new_group
+    init_process_group all_to_all_single gather scatter""".split()
+LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
+
+
+class Frame(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def ours(self) -> bool:
+        return not LIBRARY.search(self.file)
+
+    def __str__(self) -> str:
+        short = self.file.rpartition("/megatron/")[2] if "/megatron/" in self.file else self.file.rpartition("/")[2]
+        return f"{short}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """What is known of one rank that has not moved."""
+
+    beat: Beat
+    silent: float  # seconds
+    state: str = "S"  # of the process, as /proc has it; "": there is none
+    stacks: tuple[tuple[Frame, ...], ...] = ()  # of its threads, main thread first, innermost frame first
+
+    @property
+    def waits_in(self) -> Optional[str]:
+        """The collective, or message, of other ranks that it waits for."""
+        if self.state in ("T", "t", "Z", ""):
+            return None
+        for frame in self.stacks[0] if self.stacks else ():
+            if frame.file.endswith("distributed_c10d.py") and frame.function in COLLECTIVES:
+                return frame.function
+            if frame.file.endswith("pipeline/wire.py") and frame.function == "wait":
+                return "the receive of a message"
+            if frame.ours and not frame.file.endswith(("mpu/collectives.py", "mpu/mappings.py")):
+                break
+        return None
+
+    @property
+    def place(self) -> Optional[Frame]:
+        """The innermost of our lines that tells something; where data is loaded, of the thread that does it."""
+        stacks = self.stacks
+        if self.beat.phase == "data":
+            loading = [stack for stack in stacks if any(frame.function == "micro_batch" for frame in stack)]
+            stacks = (*loading, *stacks)
+        for stack in stacks:
+            for frame in stack:
+                if frame.ours and not frame.file.endswith(("mpu/collectives.py", "pipeline/wire.py")):
+                    return frame
+        return None
+
+
+def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
+    """Stacks from what `faulthandler` writes, of its last dump: main thread first."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if re.match(r"(Current thread|Thread) 0x", line):
+            stacks.append([])
+        frame = re.match(r'\s+File "(.+)", line (\d+) in (.+)', line)
+        if frame and stacks:
+            stacks[-1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    main = [stack for stack in stacks if stack and stack[-1].function == "<module>"][-1:]
+    return tuple(tuple(stack) for stack in (*main, *(stack for stack in stacks if stack not in main)) if stack)
+
+
+def explain(ranks: Sequence[Standstill]) -> list[str]:
+    """A line for each group of ranks that do the same, culprits first: those that wait for nobody."""
+    groups: dict[tuple, list[Standstill]] = defaultdict(list)
+    for rank in ranks:
+        stopped = rank.state if rank.state in STATES else ""
+        where = str(rank.place or "")
+        if rank.waits_in:
+            key = (1, rank.waits_in, where, rank.beat.step, rank.beat.op)
+        else:
+            key = (0, stopped or rank.beat.phase, where, rank.beat.step, rank.beat.op)
+        groups[key].append(rank)
+    lines = [_sentence(waiting, group) for (waiting, *_), group in sorted(groups.items(), key=_culprits_first)]
+    if all(waiting for waiting, *_ in groups):
+        several = len({key[1:3] for key in groups}) > 1
+        lines.append("every rank waits for another" + (", in different places: they have come apart" if several
+                     else ": the network between them, or a rank of another machine"))  # fmt: skip
+    return lines
+
+
+def _culprits_first(item) -> tuple:
+    (waiting, *_), group = item
+    return waiting, len(group), group[0].beat.rank
+
+
+def _sentence(waiting: int, group: list[Standstill]) -> str:
+    one = group[0]
+    silent = max(rank.silent for rank in group)
+    hosts = sorted({rank.beat.host for rank in group})
+    ranks = [rank.beat.rank for rank in group]
+    who = f"rank {ranks[0]} on {hosts[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({spans(ranks)})"
+    verb = "s" if len(ranks) == 1 else ""
+    at = f" ({one.place})" if one.place else ""
+    op = f", op {one.beat.op}" if one.beat.op else ""
+    step = f", step {one.beat.step}{op}"
+    if waiting:
+        return f"{who} wait{verb} in {one.waits_in}{at}{step}"
+    phase = PHASES.get(one.beat.phase, one.beat.phase)
+    if one.state in STATES:
+        return f"{who}, pid {one.beat.pid}: {STATES[one.state]}, {phase} for {silent:.0f} s{step}"
+    return f"{who}: {phase} for {silent:.0f} s{step}{at}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """
+    >>> spans([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

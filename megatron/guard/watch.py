@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training loop asks its guards: did all ranks agree to stop, what were they fed, may this update be made?
+
+totals = all_reduce(watch.with_votes(sums, batches))
+loss, tokens = watch.count(totals)                        # takes note of the votes and of the ledger
+verdict = watch.judge(state, loss, norm, replay)           # UPDATE, SKIP, or ROLLBACK; or it raises
+"""
+
+import enum
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+
+from megatron import config
+from megatron.data import ledger
+from megatron.errors import NumericsError
+from megatron.guard.culprit import Finding, Observer
+from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.spikes import Recent, Spike
+from megatron.guard.stopping import VOTES, Stop, StopRequests
+
+IN_A_ROW = 10  # steps that may be skipped one after another before skipping is no remedy
+
+
+class Verdict(enum.Enum):
+    """What happens to a step's update."""
+
+    UPDATE = "update"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+class Watch:
+    """A rank's guards during training.
+
+    heart:     the rank's heartbeat
+    say:       prints a line, on the rank that speaks
+    exchange:  value -> [value of every rank]
+    counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
+    """
+
+    def __init__(self, settings: config.Guard, *, minutes: Optional[float] = None, heart: Optional[Heartbeat] = None,
+                 rank: int = 0, say: Callable[[str], None] = lambda text: None,
+                 exchange: Callable[[Any], list] = lambda value: [value], counts: bool = True):  # fmt: skip
+        self.settings, self.heart, self.rank = settings, heart or Heartbeat(), rank
+        self.say, self.exchange, self.counts = say, exchange, counts
+        self.requests = StopRequests(signals=settings.exit_signal_handler, kill_switch=settings.kill_switch_file,
+                                     minutes=minutes, started=time.time())  # fmt: skip
+        self.stop: Optional[Stop] = None  # agreed by all ranks at the last step
+        self.ledger = ""  # of the last step
+        self.spike: Optional[Spike] = None  # of the last step
+        self.in_a_row = 0
+
+    # ---- what rides on the step's reduction ------------------------------------------------------------------------
+
+    def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
+        """A rank's sums of the step, and behind them its part of the ledger and its votes to stop; fp64."""
+        halves = ledger.added(batch.hash for batch in batches) if self.counts else (0, 0)
+        return torch.cat([sums, sums.new_tensor([*halves, *self.requests.votes()])])
+
+    def count(self, totals: torch.Tensor) -> list[float]:
+        """Take note of what all ranks have said; returns the totals that `with_votes` was given."""
+        *values, first, second = totals[:-VOTES].tolist()
+        self.ledger = ledger.written((first, second))
+        self.stop = self.requests.agreed(totals[-VOTES:].tolist())
+        return values
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------
+
+    def judge(self, step: int, recent: Recent, loss: float, norm: float, explain: Callable[[], str], *,
+              scaling: bool, rollbacks: int = 0) -> Verdict:  # fmt: skip
+        """Whether the update of a step may be made; every rank comes to the same verdict, having the same numbers.
+
+        scaling: the loss scale is dynamic, so an overflow is expected now and then
+        explain: where a value that is not finite comes from, in words; all ranks together
+        Raises NumericsError where the settings ask for a stop, or where going on would not help.
+        """
+        self.spike = None
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return Verdict.SKIP if scaling else self._not_finite(step, loss, norm, explain())
+        self.spike = recent.spike(loss, norm, self.settings.spike_threshold)
+        if self.spike is None or self.settings.on_spike == "continue":
+            if self.spike:
+                self.say(f"warning: iteration {step}: {self.spike}")
+            self.in_a_row = 0
+            return Verdict.UPDATE
+        if self.settings.on_spike == "skip":
+            self._count_skip(step, str(self.spike))
+            return Verdict.SKIP
+        if rollbacks >= self.settings.max_rollbacks:
+            raise NumericsError(f"iteration {step}: {self.spike}", f"{rollbacks} rollbacks have not helped "
+                                "(--max-rollbacks)", "lower --lr, or look at the data that was left out")  # fmt: skip
+        return Verdict.ROLLBACK
+
+    def _not_finite(self, step: int, loss: float, norm: float, where: str) -> Verdict:
+        what = f"iteration {step}: loss {loss}, gradient norm {norm}: not finite"
+        if self.settings.on_nan == "skip":
+            self._count_skip(step, f"{what[what.index(':') + 2 :]}; {where}")
+            return Verdict.SKIP
+        raise NumericsError(what, where, "no update was made and the last checkpoint is untouched; lower --lr, raise "
+                            "--lr-warmup-iters, use --bf16 instead of --fp16, or --on-nan skip")  # fmt: skip
+
+    def _count_skip(self, step: int, why: str) -> None:
+        self.in_a_row += 1
+        self.say(f"warning: iteration {step} is skipped: {why}")
+        if self.in_a_row >= IN_A_ROW:
+            raise NumericsError(f"iteration {step}: {IN_A_ROW} steps in a row had to be skipped", why,
+                                "the weights are beyond repair by skipping: go back to an older checkpoint")  # fmt: skip
+
+    def find_culprit(self, stages, batches, replay: Callable[[Callable], Any], describe: Callable[[int], str]) -> str:
+        """Repeat a step on all ranks with every module watched; in words, who made the first value that is not finite.
+
+        replay(see): runs the step's passes again, calling `see(op)` at each op of the schedule.
+        describe(place): where a sample comes from.
+        """
+        self.heart.beat("replay")
+        observer = Observer(stages, batches, self.rank)
+        with observer.watching():
+            replay(observer.see)
+        mine = observer.first
+        told = mine and (mine, [describe(place) for place in mine.samples])
+        answers = sorted((answer for answer in self.exchange(told) if answer), key=lambda answer: answer[0])
+        if not answers:
+            return ("the same step, repeated, is finite: its arithmetic is not repeatable on this machine "
+                    "(memory, device, or a kernel that is not deterministic)")  # fmt: skip
+        first: Finding = answers[0][0]
+        samples = "".join(f"\n    {text}" for text in answers[0][1][:8])
+        others = len({answer[0].rank for answer in answers}) - 1
+        also = f"; seen on {others} more ranks" if others > 1 else "; seen on another rank too" if others else ""
+        return f"{first}{also}{samples}"
+
+    def close(self) -> None:
+        """Give back what was taken: signals."""
+        self.requests.close()

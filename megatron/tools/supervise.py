@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep a training job going: watch its ranks, say why it hangs, start it again from its last checkpoint.
+
+    python -m megatron.tools.supervise --max-restarts 20 -- torchrun --nproc-per-node 8 pretrain_gpt.py --save ckpt ...
+
+What the job's end asks for is decided by its exit code: mistakes in settings, data or checkpoints stop (they would
+come again), lost processes and storage are tried again, a preempted job is left to be continued. The job's --save
+decides where it goes on: --load is set to it as soon as it holds a checkpoint. With --min-world-size a job that loses a
+rank again and again goes on with fewer, at the same global batch. The last words are an account of the time.
+Exit code 0: the job has finished; else that of the job.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import setting
+from megatron.errors import Failure, SettingsError, UsageError, run_main
+from megatron.flags import parse
+from megatron.guard import command as commands
+from megatron.guard import processes
+from megatron.guard.exits import Action, Verdict, codes_in_log, judge
+from megatron.guard.goodput import Attempt, account
+from megatron.guard.heartbeat import STACKS_SIGNAL, Beat, alive_here, read_beats
+from megatron.guard.stacks import Standstill, explain
+from megatron.guard.stacks import parse as parse_stacks
+
+FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
+
+
+@dataclass(frozen=True)
+class Supervise:
+    """How patient the supervisor is, and what it may change."""
+
+    max_restarts: int = setting("restarts before giving up", 10)
+    hang_timeout: float = setting("seconds of silence of a rank that make a hang (or 5 x the usual length of its phase, "
+                                  "if that is longer)", 300.0)  # fmt: skip
+    start_timeout: float = setting("the same until a rank has made its first step", 1800.0)
+    min_world_size: Optional[int] = setting(
+        "go on with fewer ranks, down to these, when one is lost twice in a row", None
+    )
+    same_step_limit: int = setting("crashes at one step after which the job is stopped: it would crash again", 3)
+    backoff: float = setting("seconds before the first restart; twice as long before each next one, at most 60", 1.0)
+    grace: float = setting("seconds that the job has to save after SIGTERM or SIGUSR1", 120.0)
+    on_preempt: Literal["stop", "requeue"] = setting("when the job was preempted: stop, or put it back in SLURM's queue",
+                                                     "stop")  # fmt: skip
+    on_numerics: Literal["stop", "retry"] = setting("when loss or gradient were not finite: stop, or try again", "stop")
+    heartbeat_dir: Optional[str] = setting("folder of the ranks' heartbeats (default: a temporary one)", None)
+    log_dir: Optional[str] = setting("folder for the job's output, an attempt a file, and the account (default: the "
+                                     "heartbeats')", None)  # fmt: skip
+    poll: float = setting("seconds between two looks at the job", 0.25)
+
+
+def main(argv: list[str]) -> None:
+    """Parse, run the job to its end, report."""
+    if "--" not in argv:
+        parse(argv, {"supervise": Supervise}, prog=PROG, description=DESCRIPTION, common=COMMON)  # --help leaves here
+        raise UsageError("the command to supervise is missing", do="supervise ... -- torchrun ... pretrain_gpt.py ...")
+    split = argv.index("--")
+    settings = parse(argv[:split], {"supervise": Supervise}, prog=PROG, description=DESCRIPTION, common=COMMON)
+    if not argv[split + 1 :]:
+        raise UsageError("there is no command behind --")
+    code = Supervisor(settings["supervise"], argv[split + 1 :]).run()
+    if code:
+        sys.exit(code)
+
+
+PROG = "python -m megatron.tools.supervise"
+DESCRIPTION = "Keep a training job going: watch, explain, restart, account. The job's command comes behind --."
+COMMON = tuple(Supervise.__dataclass_fields__)
+
+
+class Supervisor:
+    """One job, over all its attempts."""
+
+    def __init__(self, settings: Supervise, command: list[str]):
+        commands.script_at(command)
+        self.settings, self.command = settings, command
+        self.began = time.monotonic()
+        self.beats = Path(settings.heartbeat_dir or tempfile.mkdtemp(prefix="heartbeats-", dir=_memory()))
+        self.logs = Path(settings.log_dir or self.beats)
+        for folder in (self.beats, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.ranks = commands.ranks_of(command)
+        config = commands.settings_of(command)
+        self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
+        self.attempts: list[Attempt] = []
+        self.asked_to_stop: Optional[int] = None
+        self.delay, self.log_at = settings.backoff, 0
+        if settings.min_world_size and settings.min_world_size > self.ranks:
+            raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
+
+    # ---- the whole job ---------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Attempt after attempt, until the job is done or there is no point in another one."""
+        processes.adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        say(f"watching {self.beats}, logs in {self.logs}")
+        while True:
+            verdict = self.attempt()
+            outcome = self.end_of_job(verdict)
+            if outcome:
+                return self.report(outcome, verdict)
+            self.wait_before_restart()
+            if self.asked_to_stop:
+                return self.report("stopped between two attempts", Verdict(Action.PREEMPTED, "", 9))
+
+    def end_of_job(self, verdict: Verdict) -> Optional[str]:
+        """Why there is no further attempt; None: there is one."""
+        settings, attempt = self.settings, self.attempts[-1]
+        if verdict.action is Action.DONE:
+            return "finished"
+        if verdict.action is Action.PREEMPTED or self.asked_to_stop:
+            requeued = settings.on_preempt == "requeue" and requeue()
+            return "preempted" + (", back in the queue" if requeued else "")
+        if verdict.action is Action.STOP:
+            return f"stopped: {verdict.cause}"
+        if len(self.attempts) > settings.max_restarts:
+            return f"given up after {settings.max_restarts} restarts (--max-restarts)"
+        crashes = 0
+        for earlier in reversed(self.attempts):
+            if (earlier.last_step, earlier.code) != (attempt.last_step, attempt.code):
+                break
+            crashes += 1
+        if crashes >= 2 and settings.min_world_size and self.shrink():
+            return None
+        if crashes >= settings.same_step_limit:
+            return f"stopped: {crashes} times the same end behind step {attempt.last_step} (--same-step-limit)"
+        return None
+
+    def shrink(self) -> bool:
+        """Lay the job out on fewer ranks; False where that cannot be."""
+        try:
+            fewer, self.command = commands.fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
+        except Failure as failure:
+            say(f"no fewer ranks: {failure}")
+            return False
+        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch")
+        self.ranks = fewer
+        return True
+
+    def wait_before_restart(self) -> None:
+        """A growing pause, so that a broken machine or file system is not hammered."""
+        attempt = self.attempts[-1]
+        if attempt.wall > FRESH_START or attempt.last_step > attempt.first_step > 0:
+            self.delay = self.settings.backoff
+        start = time.monotonic()
+        say(f"restart {len(self.attempts)} of {self.settings.max_restarts} in {self.delay:.0f} s")
+        while time.monotonic() - start < self.delay and not self.asked_to_stop:
+            time.sleep(min(0.1, self.delay))
+        attempt.waited = time.monotonic() - start
+        self.delay = min(60.0, 2 * self.delay)
+
+    def report(self, outcome: str, verdict: Verdict) -> int:
+        """The account, on the terminal and in goodput.json; returns the exit code."""
+        code = verdict.code if verdict.code >= 0 else 128 - verdict.code
+        saved = len(list(Path(self.save).glob("iter_*"))) if self.save else 0
+        found = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
+        path = self.logs / "goodput.json"
+        path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+        say(f"{found.text()}\n  account: {path}")
+        return code
+
+    # ---- one attempt -----------------------------------------------------------------------------------------------
+
+    def attempt(self) -> Verdict:
+        """Start the job, watch it to its end, see to it that nothing of it is left."""
+        for path in [*self.beats.glob("rank_*.beat"), *self.beats.glob("rank_*.stacks")]:
+            path.unlink(missing_ok=True)
+        words = commands.resumed(self.command, self.save)
+        words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
+        words = commands.with_flag(words, "--exit-signal-handler")
+        number = len(self.attempts)
+        attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began)
+        self.attempts.append(attempt)
+        self.log, self.log_at = self.logs / f"attempt_{number:03d}.log", 0
+        at = commands.newest_checkpoint(self.save)
+        say(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
+        with self.log.open("wb") as log:
+            job = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   start_new_session=True)  # fmt: skip
+        hung = self.watch(job, attempt)
+        beats = read_beats(self.beats)
+        if hung or job.poll() is None or processes.descendants(os.getpid()):
+            self.end(job)
+        self.copy_log()
+        return self.close(attempt, job.returncode, beats, hung)
+
+    def watch(self, job: subprocess.Popen, attempt: Attempt) -> bool:
+        """Until the job ends, or hangs (True), or has not ended in time after it was asked to."""
+        seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, when it was new)
+        asked: Optional[float] = None
+        start = time.monotonic()
+        while job.poll() is None:
+            time.sleep(self.settings.poll)
+            self.copy_log()
+            processes.collect(os.getpid(), but=job.pid)
+            now, beats = time.monotonic(), read_beats(self.beats)
+            for beat in beats:
+                if seen.get(beat.rank, (None,))[0] != beat.count:
+                    seen[beat.rank] = beat.count, now
+            if self.asked_to_stop and asked is None:
+                asked = now
+                self.pass_on(job, beats)
+            if asked is not None:
+                if now - asked > self.settings.grace:
+                    say(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
+                    return False
+                continue
+            silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
+            over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limit(beat)]
+            if over or (len(beats) < 1 and now - start > self.settings.start_timeout):
+                attempt.silent = max(silent.values(), default=now - start)
+                self.tell_hang(beats, silent, over)
+                return True
+        return False
+
+    def limit(self, beat: Beat) -> float:
+        """How long a rank may be silent where it is."""
+        settings = self.settings
+        if beat.step <= beat.since:  # up to the end of its first step: loading, compiling
+            return max(settings.hang_timeout, settings.start_timeout)
+        return max(settings.hang_timeout, 5 * beat.usual)
+
+    def tell_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
+        """Say which rank does what, culprits first."""
+        if not beats:
+            say("no rank has come to life (--start-timeout)")
+            return
+        numbers = ", ".join(str(beat.rank) for beat in over)
+        say(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
+        for line in explain(collect_stacks(beats, self.beats, silent)):
+            say(f"  {line}")
+
+    def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
+        """Ask the ranks themselves to save and stop: a launcher would give them little time."""
+        name = signal.Signals(self.asked_to_stop).name
+        living = [beat for beat in beats if alive_here(beat)]
+        if any(beat.step for beat in living):
+            say(f"{name}: the job is asked to save and stop")
+            for beat in living:
+                processes.send(beat.pid, signal.SIGTERM)
+        else:
+            say(f"{name}: the job had not begun to train")
+            processes.send(job.pid, signal.SIGTERM)
+
+    def end(self, job: subprocess.Popen) -> None:
+        """End every process of the job, stopped ones too."""
+        start = time.monotonic()
+        if job.poll() is None:
+            processes.send(job.pid, signal.SIGTERM)
+        left = processes.end_descendants(os.getpid())
+        job.poll()
+        say(f"the job's processes were ended in {time.monotonic() - start:.1f} s"
+            + (f"; these would not go: {left}" if left else ""))  # fmt: skip
+
+    def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> Verdict:
+        """What became of an attempt."""
+        log = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
+        ended = [beat.ended for beat in beats if beat.ended is not None]
+        codes = [*ended, *codes_in_log(log)] if returned else [0]
+        if hung:
+            verdict = Verdict(Action.RETRY, "hung", 7)
+        else:
+            verdict = judge(codes or [1 if returned is None else returned], self.settings.on_numerics == "retry")
+        attempt.ended = time.monotonic() - self.began
+        attempt.cause, attempt.code = verdict.cause, verdict.code
+        if beats:
+            done = 0 if verdict.code in (0, 9) else 1
+            attempt.first_step, attempt.last_step = beats[0].since, max(0, beats[0].step - done)
+            attempt.phases = dict(beats[0].seconds)
+        why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
+        say(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
+        return verdict
+
+    def copy_log(self) -> None:
+        """What the job has said since the last time, on our own output."""
+        with self.log.open("rb") as log:
+            log.seek(self.log_at)
+            new = log.read()
+        self.log_at += len(new)
+        if new:
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+
+    def _stop(self, number: int, frame) -> None:
+        self.asked_to_stop = number
+
+
+def collect_stacks(
+    beats: list[Beat], folder: Path, silent: dict[int, float], patience: float = 2.0
+) -> list[Standstill]:
+    """Let every living rank of this machine write its stacks; those that cannot are described by their state."""
+    asked = {}
+    for beat in beats:
+        path = folder / f"rank_{beat.rank:05d}.stacks"
+        if alive_here(beat) and STACKS_SIGNAL and processes.state(beat.pid) not in ("T", "t", "Z", ""):
+            asked[beat.rank] = path, path.stat().st_size if path.exists() else 0
+            processes.send(beat.pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and any(path.stat().st_size == size for path, size in asked.values()):
+        time.sleep(0.05)
+    time.sleep(0.1 if asked else 0)
+    found = []
+    for beat in beats:
+        state = processes.state(beat.pid) if alive_here(beat) else ""
+        stacks = ()
+        if beat.rank in asked:
+            path, size = asked[beat.rank]
+            stacks = parse_stacks(path.read_bytes()[size:].decode("utf-8", "replace"))
+        found.append(Standstill(beat, silent.get(beat.rank, 0.0), state, stacks))
+    return found
+
+
+def requeue() -> bool:
+    """Put the SLURM job that this is a part of back into the queue."""
+    number = os.environ.get("SLURM_JOB_ID")
+    if number is None:
+        say("--on-preempt requeue: this is no SLURM job")
+        return False
+    return subprocess.run(["scontrol", "requeue", number], check=False).returncode == 0
+
+
+def _memory() -> Optional[str]:
+    """A folder in memory, where there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def say(text: str) -> None:
+    """A line of the supervisor among those of the job."""
+    print(f"[supervise {time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)
