@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     panels = _measured(asked.timeline) if asked.timeline else _compared(asked)
     for title, times in panels.items() if not asked.no_diagram else ():
         width = shutil.get_terminal_size((160, 24)).columns
-        print(f"\n{title}\n{diagram(times, width=width, colour=sys.stdout.isatty())}")
+        print(f"\n{title}\n{diagram(times, width=width, colour=sys.stdout.isatty(), whole=bool(asked.timeline))}")
     if asked.svg:
         try:
             Path(asked.svg).write_text(svg(panels), encoding="utf-8")

@@ -11,17 +11,19 @@ FILL = dict(F=("#4c78a8", "#85aad1"), B=("#54a24b", "#8fca88"), I=("#72b7b2", "#
 PADDING = dict(F="-", B="=", I="-", W="~")
 
 
-def diagram(times: Times, *, width: int = 120, colour: bool = False) -> str:
+def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool = False) -> str:
     """One line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
 
-    Without colour a block reads F3---- (forward of micro-batch 3). Lines are cut at `width`.
+    Without colour a block reads F3---- (forward of micro-batch 3). Lines are cut at `width`; `whole`: labels are.
     """
     if not times:
         return ""
-    unit = min(end - start for start, end in times.values()) or 1.0
-    label = max(len(str(op)) for _, op in times) + (not colour)
-    span = max(end for _, end in times.values()) / unit
-    columns = max(label, min(2 * label, int((width - 9) / span))) / unit
+    span = max(end for _, end in times.values())
+    columns = (width - 9) / span
+    if not whole:  # every label fits
+        unit = min(end - start for start, end in times.values())
+        label = max(len(str(op)) for _, op in times) + (not colour)
+        columns = max(label, min(2 * label, int(columns * unit))) / unit
     lines = []
     for rank in sorted({rank for rank, _ in times}):
         line, column = "", 0

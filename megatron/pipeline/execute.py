@@ -38,7 +38,6 @@ def execute(
     wire: Wire,
     objective: Optional[Callable] = None,
     *,
-    before_last_backward: Optional[Callable[[int], Any]] = None,
     timeline: Optional[list] = None,
     see: Optional[Callable[[Op], Any]] = None,
 ) -> torch.Tensor:
@@ -47,13 +46,10 @@ def execute(
     stages:     this rank's model chunks; which stage chunk c is says `wire.stages`
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
     objective:  (loss sum, tokens) of a micro-batch -> the scalar whose gradient is taken; None: no gradients at all
-    before_last_backward:  called with a chunk's number before the last pass that adds to the gradients of its linear
-                layers: B, or W in a split schedule, where norms, biases and embeddings are complete by then
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
     see:        called with each op before its message is waited for
     """
     work = _Work(stages, batches, wire, objective, split=any(op.kind == "W" for op in ops))
-    last = {op.chunk: number for number, op in enumerate(ops) if op.kind in "BW"}
     ahead = work.expect(ops[0]) if ops else None
     for number, op in enumerate(ops):
         if see is not None:
@@ -61,8 +57,6 @@ def execute(
         message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
         arrived = message and message.wait()
         start = work.now() if timeline is not None else 0.0
-        if before_last_backward and last.get(op.chunk) == number:
-            before_last_backward(op.chunk)
         work.do(op, arrived)
         if timeline is not None:
             timeline.append((op, start, work.now()))

@@ -141,26 +141,6 @@ def _alone(name, micros, chunks, **more):
     return stages
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_the_last_backward_of_each_chunk_is_announced(name):
-    """Before it, gradients of its linear layers lack a part; what comes after the call completes them."""
-    chunks = default_chunks(name)
-    seen = {}
-    stages = [Stage(number, chunks) for number in range(chunks)]
-
-    def announced(chunk):
-        assert chunk not in seen
-        seen[chunk] = stages[chunk].linear.weight.grad.clone()
-
-    wire = _wire(Mesh(), looped(1, chunks))
-    execute(make_schedule(name, 0, 1, 3, chunks), stages, _batches(3), wire, _objective, before_last_backward=announced)
-    assert sorted(seen) == list(range(chunks))
-    assert all(not torch.equal(seen[chunk], stages[chunk].linear.weight.grad) for chunk in seen)
-    part = _reference(chunks, 2)[1]  # of the first two micro-batches
-    for chunk in seen:
-        torch.testing.assert_close(seen[chunk], part[chunk][1])
-
-
 def test_put_off_gradients_come_through_the_same_hooks():
     """The optimizer collects gradients with hooks; each parameter's is called once for each micro-batch."""
     stages, calls = [Stage(number, 2) for number in range(2)], {}
