@@ -85,6 +85,15 @@ def broadcast_object(value, axis: Axis, source: int = 0):
     return box[0]
 
 
+def gather_objects(value, axis: Axis) -> list:
+    """Small picklable values of all ranks of the axis, in their order. For checks, not for steps."""
+    if axis.size == 1:
+        return [value]
+    values = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:

@@ -18,6 +18,7 @@ says in `step` what to multiply them by, so that averaging, un-scaling and clipp
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -198,6 +199,10 @@ class ShardedAdamW:
         """Main weights -> weights of the model."""
         self._fill_shards()
         self.weights.renew()
+
+    def present(self) -> AbstractContextManager:
+        """Inside, between two steps, all parameters can be read at every stage: for checks."""
+        return self.weights.present()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

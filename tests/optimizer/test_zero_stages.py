@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ZeRO stage computes the same training, holds what it says it holds, and talks when it says it talks."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron import config
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import Constant, Normal, Placement, placements
+from megatron.optimizer.units import ALIGN
+from megatron.optimizer.zero import ShardedAdamW
+
+WIDTH, BLOCKS, ROWS = 12, 3, 16
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, device="meta"))
+        self.bias = torch.nn.Parameter(torch.empty(outputs, device="meta"))
+        self.placements = dict(
+            weight=Placement((outputs, inputs), Normal(0.3)), bias=Placement((outputs,), Constant(0.1), decay=False)
+        )
+
+    def forward(self, x):
+        return x @ self.weight.t() + self.bias
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Linear(WIDTH, 2 * WIDTH), Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chunk(torch.nn.Module):
+    """A few blocks, with a table in front if `first` and the same table at the end if `last`."""
+
+    def __init__(self, numbers, first=True, last=True, again=False):
+        super().__init__()
+        self.first, self.last, self.again = first, last, again
+        if first or last:
+            self.embedding = torch.nn.Module()
+            self.embedding.word = Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleDict({str(n): Block() for n in numbers})
+        if last:
+            self.final_norm = Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.embedding.word(x) if self.first else x
+        for block in self.blocks.values():
+            x = checkpoint(block, x, use_reentrant=False) if self.again and torch.is_grad_enabled() else block(x)
+        return self.embedding.word(torch.tanh(self.final_norm(x))).square().sum() if self.last else x
+
+
+def _model(chunks=1, again=False):
+    """All blocks in one chunk, or in two that share the table."""
+    if chunks == 1:
+        return [Chunk(range(BLOCKS), again=again)]
+    front, back = Chunk(range(1), last=False, again=again), Chunk(range(1, BLOCKS), first=False, again=again)
+    back.embedding.word = front.embedding.word
+    return [front, back]
+
+
+def _rows(step, mesh, part, micros):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    return x[slice(part * mesh.dp.size + mesh.dp.rank, None, micros * mesh.dp.size)]
+
+
+def _train(rank, sizes, steps=3, micros=2, dtype=torch.float32, chunks=1, again=False, one_by_one=True, offload=None,
+           **parallel):  # fmt: skip
+    """(loss and norm of each step, weights of each piece); an evaluation between any two steps."""
+    mesh = Mesh(rank, **sizes)
+    model = _model(chunks, again)
+    settings = config.Optimizer(lr=1e-2, **(offload or {}))
+    optimizer = ShardedAdamW(model, mesh, settings, config.Parallel(**parallel), dtype=dtype, device="cpu", seed=1)
+
+    def forward(x):
+        for chunk in model:
+            x = chunk(x.to(dtype))
+        return x
+
+    seen = []
+    for step in range(steps):
+        optimizer.expect(micros)
+        inputs = [_rows(step, mesh, part, micros) for part in range(micros)]
+        losses = [forward(x) for x in inputs] if not one_by_one else []  # all in flight, or F B F B
+        for part in range(micros):
+            loss = losses[part] if losses else forward(inputs[part])
+            loss.backward()
+        _, norm = optimizer.totals(torch.zeros(1, dtype=torch.float64))
+        optimizer.step(1e-2, 0.1, 1 / ROWS)
+        with torch.no_grad():
+            seen.append((forward(torch.ones(2, WIDTH)).item(), norm))
+    with optimizer.weights.present():
+        weights = {name: p.detach().clone() for name, (p, _) in placements(model).items()}
+    return seen, weights
+
+
+STAGES = {
+    "stage 0": (dict(replicate=2), dict()),
+    "stage 0, overlapped": (dict(replicate=2), dict(overlap_grad_reduce=True)),
+    "stage 1": (dict(shard=2), dict(sharding_stage=1)),
+    "stage 1, overlapped": (dict(shard=2), dict(sharding_stage=1, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "stage 2": (dict(shard=2), dict(sharding_stage=2)),
+    "stage 2, overlapped": (dict(shard=2), dict(sharding_stage=2, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "stage 3": (dict(shard=2), dict(sharding_stage=3)),
+    "stage 3, overlapped": (dict(shard=2), dict(sharding_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "stage 3, in flight": (dict(shard=2), dict(sharding_stage=3, one_by_one=False, overlap_param_gather=True)),
+    "stage 3, computed again": (dict(shard=2), dict(sharding_stage=3, again=True, overlap_param_gather=True)),
+    "stage 2, replicated": (dict(replicate=2, shard=2), dict(sharding_stage=2, overlap_grad_reduce=True)),
+    "stage 3, replicated": (dict(replicate=2, shard=2), dict(sharding_stage=3)),
+    "stage 1, chunks": (dict(shard=2), dict(sharding_stage=1, chunks=2, overlap_grad_reduce=True)),
+    "stage 3, chunks": (dict(shard=2), dict(sharding_stage=3, chunks=2, one_by_one=False, again=True)),
+    "stage 1, offload": (dict(shard=2), dict(sharding_stage=1, offload=dict(optimizer_cpu_offload=True))),
+    "stage 3, half offload": (dict(shard=2), dict(sharding_stage=3, offload=dict(
+        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, param_cpu_offload=True))),
+}  # fmt: skip
+
+
+@cache
+def _reference():
+    """One process. Layers are computed again here, so that what this imports is there before ranks are forked."""
+    return _train(0, {}, again=True)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_trains_the_same_model(name, run_ranks):
+    sizes, settings = STAGES[name]
+    expected, expected_weights = _reference()
+    for seen, weights in run_ranks(
+        sizes.get("replicate", 1) * sizes.get("shard", 1), lambda r: _train(r, sizes, **settings)
+    ):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-5, atol=1e-6)
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_process_may_shard(stage, dtype):
+    """And gets the very same bits."""
+    expected, found = _train(0, {}, dtype=dtype), _train(0, {}, dtype=dtype, sharding_stage=stage)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(rank, sizes, offload=None, model=None, **parallel):
+    model = model or _model()
+    optimizer = ShardedAdamW(model, Mesh(rank, **sizes), config.Optimizer(**(offload or {})), config.Parallel(**parallel),
+                             dtype=torch.bfloat16, device="cpu", seed=1)  # fmt: skip
+    return model, optimizer
+
+
+INPUT = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_each_stage(stage, run_ranks):
+    """Parameters bf16, the rest fp32; n is the number of elements, each parameter padded to 64, each unit to 64 x ranks."""
+    ranks = 4
+
+    def body(rank):
+        model, optimizer = _optimizer(rank, {"shard" if stage else "replicate": ranks}, sharding_stage=stage)
+        seen = [optimizer.memory()]
+        y = model[0](INPUT)
+        seen.append(optimizer.memory())
+        y.backward()
+        seen.append(optimizer.memory())
+        optimizer.totals(torch.zeros(1))
+        optimizer.step(1e-3, 0.0, 1.0)
+        assert optimizer.memory() == seen[0]
+        return {unit.name: unit.size for unit in optimizer.units}, seen
+
+    for units, (idle, behind_forward, behind_backward) in run_ranks(ranks, body):
+        n, real = sum(units.values()), sum(parameter.numel() for parameter in _model()[0].parameters())
+        assert real <= n <= real + len(units) * ALIGN * ((ranks if stage else 1) + 4)  # at most four parameters a unit
+        shard = n // ranks
+        assert idle["state"] == 12 * (shard if stage else n)
+        assert idle["gradients"] == {0: 4 * n, 1: 4 * n + 4 * shard, 2: 4 * shard, 3: 4 * shard}[stage]
+        assert behind_backward["gradients"] == idle["gradients"]
+        assert idle["parameters"] == (0 if stage == 3 else 2 * n)
+        assert idle["shards"] == (2 * shard if stage == 3 else 0)
+        roots = sum(size for name, size in units.items() if not name.startswith("blocks."))
+        assert behind_forward["parameters"] == (2 * roots if stage == 3 else 2 * n)
+        assert behind_backward["parameters"] == idle["parameters"]
+
+
+def test_stage_3_has_two_layers_at_most(run_ranks):
+    """Beside table and norm: the layer in use, and the one that is gathered ahead."""
+
+    def body(rank, ahead):
+        model, optimizer = _optimizer(rank, dict(shard=2), sharding_stage=3, overlap_param_gather=ahead)
+        seen = []
+        for block in model[0].blocks.values():
+            block.up.register_forward_hook(lambda *_: seen.append(optimizer.weights.nbytes))
+            block.up.weight.register_hook(lambda _: seen.append(optimizer.weights.nbytes))
+        model[0](INPUT).backward()
+        sizes = {unit.name: unit.size for unit in optimizer.units}
+        block = sizes["blocks.0"]
+        return max(seen), 2 * (sum(sizes.values()) - BLOCKS * block), 2 * block
+
+    for ahead in (False, True):
+        for most, roots, block in run_ranks(2, body, ahead):
+            assert most == roots + (2 if ahead else 1) * block
+
+
+def test_offload_divides_the_state():
+    _, optimizer = _optimizer(0, {}, offload=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+    host, device = optimizer.states
+    assert host.offload and not device.offload
+    assert len(host.owned) + len(device.owned) == len(optimizer.units)
+    assert 0.3 < host.nbytes / optimizer.memory()["state"] < 0.8
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_sharded_model_is_never_whole_while_it_is_built(stage, run_ranks):
+    """The largest memory that exists at any time is a shard of the optimizer's, or stage 2's bf16 parameters."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+                self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+            return result
+
+    def body(rank):
+        with Largest() as largest:
+            _, optimizer = _optimizer(rank, dict(shard=4), model=[Chunk(range(12))], sharding_stage=stage)
+        return largest.bytes, sum(unit.size for unit in optimizer.units)
+
+    for largest, n in run_ranks(4, body):
+        assert largest == (4 * n // 4 if stage == 3 else 2 * n)
+
+
+# ---- the order of events -----------------------------------------------------------------------------------------------
+
+
+class Log(list):
+    """What happens in which order: collectives are started and waited for, layers run."""
+
+    def watch(self, patch):
+        for name in ("reduce_scatter", "all_gather", "all_reduce"):
+            patch.setattr(collectives, f"start_{name}", self._logged(name, getattr(collectives, f"start_{name}")))
+
+    def _logged(self, name, start):
+        def logged(*args):
+            work, number = start(*args), sum(entry.startswith(f"start {name}") for entry in self)
+            self.append(f"start {name} {number}")
+            return SimpleNamespace(wait=lambda: (work.wait(), self.append(f"wait {name} {number}")))
+
+        return logged
+
+    def layers(self, model):
+        for name, block in model[0].blocks.items():
+            block.register_forward_hook(lambda *_, name=name: self.append(f"forward {name}"))
+            block.up.weight.register_hook(lambda *_, name=name: self.append(f"backward {name}"))
+
+
+def _events(rank, micros, **parallel):
+    """Events of a step and of the forward pass behind it."""
+    log = Log()
+    with pytest.MonkeyPatch.context() as patch:
+        log.watch(patch)
+        model, optimizer = _optimizer(rank, {"shard" if "sharding_stage" in parallel else "replicate": 2}, **parallel)
+        log.layers(model)
+        optimizer.expect(micros)
+        for _ in range(micros):
+            model[0](INPUT).backward()
+        log.append("totals")
+        optimizer.totals(torch.zeros(1))
+        optimizer.step(1e-3, 0.0, 1.0)
+        log.append("updated")
+        model[0](INPUT)
+    return list(log)
+
+
+def _in_order(events, *wanted):
+    """Whether some of the events are these, in this order."""
+    rest = iter(events)
+    return all(any(event == wish for event in rest) for wish in wanted)
+
+
+@pytest.mark.parametrize("stage, kind", [({}, "all_reduce"), (dict(sharding_stage=1), "reduce_scatter")])
+def test_reductions_of_kept_gradients_overlap_the_last_backward_pass(stage, kind, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 2, overlap_grad_reduce=True, **stage)):
+        passes, rest = events[: events.index("totals")], events[events.index("totals") :]
+        first = passes.index("backward 0")
+        assert not any(kind in event for event in passes[:first])  # not in the first micro-batch
+        assert [event.split()[0] for event in passes[first:] if kind in event] == ["start"] * 5
+        last = [f"start {kind} 0", "backward 2", f"start {kind} 1", "backward 1", f"start {kind} 2"]
+        assert _in_order(passes[first:], *last)
+        assert [event for event in rest if kind in event] == [f"wait {kind} {n}" for n in range(5)]
+
+
+def test_kept_gradients_are_reduced_behind_the_passes_otherwise(run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 2, sharding_stage=1)):
+        assert not any("reduce_scatter" in event for event in events[: events.index("totals")])
+        assert _in_order(events, "start reduce_scatter 0", "wait reduce_scatter 0", "start reduce_scatter 1")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stage_2_reduces_each_micro_batch(ahead, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 2, sharding_stage=2, overlap_grad_reduce=ahead)):
+        passes = events[: events.index("totals")]
+        assert sum(event.startswith("start reduce_scatter") for event in passes) == 2 * 5
+        layer = ["start reduce_scatter 1", "wait reduce_scatter 1", "backward 1", "start reduce_scatter 2"]
+        assert _in_order(passes, *layer) is not ahead
+        if ahead:
+            assert _in_order(passes, layer[0], layer[2], layer[3], layer[1])
+
+
+def test_stage_1_gathers_all_units_ahead_and_waits_at_their_use(run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 1, sharding_stage=1, overlap_param_gather=True)):
+        update, behind = events[: events.index("updated")], events[events.index("updated") :]
+        assert [event for event in update if "all_gather" in event] == [f"start all_gather {n}" for n in range(5)]
+        # the table is 0, the layers are 1 to 3, the norm is 4
+        assert [event for event in behind[1:] if "start" not in event] == [
+            "wait all_gather 0", "wait all_gather 4", "wait all_gather 1", "forward 0", "wait all_gather 2", "forward 1",
+            "wait all_gather 3", "forward 2",
+        ]  # fmt: skip
+
+
+def test_stage_3_gathers_the_next_layer_ahead_in_both_directions(run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 1, sharding_stage=3, overlap_param_gather=True)):
+        passes = [event for event in events[: events.index("totals")] if "reduce_scatter" not in event]
+        assert [event.replace("all_gather ", "") for event in passes] == [
+            "start 0", "wait 0", "start 1", "wait 1",  # table and norm
+            "start 2", "wait 2", "start 3", "forward 0", "wait 3", "start 4", "forward 1", "wait 4", "forward 2",
+            "start 5", "wait 5", "start 6", "backward 2", "wait 6", "start 7", "backward 1", "wait 7", "backward 0",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_forget_drops_passes(stage):
+    model, optimizer = _optimizer(0, {}, sharding_stage=stage)
+    norms = []
+    for spoil in (False, True):
+        if spoil:
+            model[0](9 * INPUT).backward()
+            optimizer.forget()
+        model[0](INPUT).backward()
+        norms.append(optimizer.totals(torch.zeros(1))[1])
+    assert norms[0] == norms[1] > 0
