@@ -96,8 +96,9 @@ class GPT(nn.Module):
         return losses.view(batch.labels.shape)
 
     def logits(self, tokens: torch.Tensor, *, cache: Optional[Cache] = None, position_ids=None, document_ids=None,
-               last_only: bool = False) -> torch.Tensor:  # fmt: skip
-        """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`).
+               last_only: bool = False, wanted: Optional[torch.Tensor] = None) -> torch.Tensor:  # fmt: skip
+        """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`;
+        [k, vocabulary] with `wanted`, bool [s, b]: those of its k true places, in the order of `tokens[wanted]`).
 
         With a cache, `tokens` follow those that it holds and are added to it. position_ids [s, b]: default counts
         from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets its own.
@@ -108,7 +109,8 @@ class GPT(nn.Module):
         x = self._run(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
         if cache is not None:
             cache.length += tokens.shape[0]
-        x = self.enter_output(self.final_norm(x), self.tp)[-1 if last_only else 0 :]
+        x = self.enter_output(self.final_norm(x), self.tp)
+        x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
         return mappings.join_last(linear(x, self._output_weight()), self.tp)[..., : self.vocab_size].float()
 
     def _hidden(self, x, batch) -> torch.Tensor:

@@ -7,15 +7,13 @@ A word counts when every one of its tokens is the likeliest one.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megatron.errors import DataError
-
-LOGITS_BYTES = 256e6  # logits that may exist at a time
 
 
 class Example(NamedTuple):
@@ -73,32 +71,22 @@ def count_correct(
     """How many examples the model gets right. Passages that are too long lose their beginning."""
     examples = [Example(tokens[-longest - 1 :], answer) for tokens, answer in examples]
     correct = done = 0
-    for part in batches(sorted(examples, key=lambda example: len(example.tokens)), batch_size, model.vocab_size):
+    examples.sort(key=lambda example: len(example.tokens))  # so that little is padded
+    for part in (examples[at : at + batch_size] for at in range(0, len(examples), batch_size)):
         correct += _correct(model, part)
         done += len(part)
         progress(done, len(examples))
     return correct
 
 
-def batches(examples: list[Example], batch_size: int, vocab_size: int) -> Iterator[list[Example]]:
-    """Examples side by side, no more than `batch_size` and no more than memory for logits allows."""
-    part: list[Example] = []
-    for example in examples:
-        if part and (len(part) == batch_size or len(example.tokens) * (len(part) + 1) * vocab_size * 4 > LOGITS_BYTES):
-            yield part
-            part = []
-        part.append(example)
-    if part:
-        yield part
-
-
 def _correct(model, part: list[Example]) -> int:
-    device = next(model.parameters()).device
     width = max(len(example.tokens) for example in part) - 1
-    rows = [example.tokens[:-1] + [0] * (width - len(example.tokens) + 1) for example in part]  # padded at the end
-    guesses = model.logits(torch.tensor(rows, device=device).t()).argmax(dim=-1).t().tolist()  # [b][s]
-    right = 0
-    for (tokens, answer), guess in zip(part, guesses):
-        last = len(tokens) - 1
-        right += guess[last - answer : last] == tokens[-answer:]
-    return right
+    rows = [example.tokens + [0] * (width + 1 - len(example.tokens)) for example in part]  # padded at the end
+    tokens = torch.tensor(rows, device=next(model.parameters()).device).t()  # [s + 1, b]
+    places = torch.arange(width).unsqueeze(1)  # [s, 1]
+    lasts = torch.tensor([len(example.tokens) - 1 for example in part])  # [b]
+    answers = torch.tensor([example.answer for example in part])
+    wanted = ((places >= lasts - answers) & (places < lasts)).to(tokens.device)  # [s, b]
+    misses = model.logits(tokens[:-1], wanted=wanted).argmax(dim=-1) != tokens[1:][wanted]
+    columns = wanted.nonzero()[:, 1]
+    return (torch.zeros(len(part), device=tokens.device).index_add_(0, columns, misses.float()) == 0).sum().item()

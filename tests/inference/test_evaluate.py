@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.scoring import Score, score, windows
+from megatron.tasks.lambada import Example, count_correct
 from megatron.tools import evaluate as tool
 
 
@@ -130,3 +131,18 @@ def test_mistakes(checkpoint, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine words"}\n{"text": "one"}\n')
     with pytest.raises(DataError, match="line 2"):
         run(checkpoint, "--task", "LAMBADA", "--valid-data", str(tmp_path / "bad.jsonl"))
+
+
+def test_lambada_with_a_real_model_equals_its_definition(small_gpt):
+    model, generator = small_gpt(scale=3.0), torch.Generator().manual_seed(0)
+    examples = []
+    for number in range(30):
+        tokens = torch.randint(0, 400, (5 + number % 9,), generator=generator)
+        best = model.logits(tokens.unsqueeze(1))[-1, 0].argmax()
+        examples.append(Example([*tokens.tolist(), best.item() if number % 3 else 7], 1 + number % 2))
+    expected = 0
+    for tokens, answer in examples:
+        guess = model.logits(torch.tensor(tokens[:-1]).unsqueeze(1))[:, 0].argmax(dim=-1).tolist()
+        expected += guess[-answer:] == tokens[-answer:]
+    for batch_size in (1, 4, 64):
+        assert count_correct(model, examples, longest=32, batch_size=batch_size) == expected
