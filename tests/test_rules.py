@@ -68,7 +68,9 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
         ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
         ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
-        ("--use-distributed-optimizer", 1, "--sharding-stage 1 (--use-distributed-optimizer is stage 1) is not built yet"),
+        ("--use-distributed-optimizer --param-cpu-offload", 2, "--param-cpu-offload needs --sharding-stage 3"),
+        ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),
+        ("--optimizer-offload-fraction 1.5", 1, "--optimizer-offload-fraction 1.5 must be at least 0 and at most 1"),
         # model
         ("--num-attention-heads 7", 1, "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: "
          "63 or 70, or 4 or 8 heads"),

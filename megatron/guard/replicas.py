@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do ranks that hold the same parameter hold the same bits?
+
+Replicas never exchange parameters: they stay equal because each makes the same update. A broken reduction, a flipped bit
+or arithmetic that is not repeatable makes them drift apart without a word, and what is trained is then no model at all.
+A checksum of each parameter, compared along the axes over which it is replicated, costs one small message an axis.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from megatron.errors import NumericsError
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import Placement
+from megatron.optimizer.zero import ShardedAdamW
+
+AXES = ("replicate", "shard", "tp", "tied")
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Copy(NamedTuple):
+    """Something that other ranks hold too."""
+
+    name: str
+    values: torch.Tensor
+    axes: tuple[str, ...]
+
+
+def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
+    """Compare parameters and main weights with those of other ranks; all ranks together, between two steps.
+
+    Raises NumericsError, on every rank, that names each tensor that differs and the ranks whose bits are in the minority.
+    """
+    mesh = optimizer.mesh
+    with torch.no_grad(), optimizer.present():
+        found = [(copy.name, copy.axes, checksum(copy.values)) for copy in copies(optimizer)]
+    different = [
+        text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
+    ]
+    bad = torch.tensor([float(bool(different))], device=optimizer.device)
+    if not collectives.all_reduce(bad, mesh.world, "max").item():
+        return
+    lines = sorted({line for lines in collectives.gather_objects(different, mesh.world) for line in lines})
+    more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+    raise NumericsError(f"iteration {iteration}: ranks that hold the same parameters hold different bits",
+                        "\n  ".join(lines[:8] + more),
+                        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
+                        "named, and at the last change of the code")  # fmt: skip
+
+
+def copies(optimizer: ShardedAdamW) -> Iterable[Copy]:
+    """What this rank holds together with others: parameters as the model uses them, and shards of main weights."""
+    for unit in optimizer.units if optimizer.weights.keep else ():
+        for slot in unit.slots:
+            yield Copy(slot.name, slot.parameter, ("replicate", "shard", *_shared(slot.placement)))
+    for state in optimizer.states:
+        for own in state.owned:
+            for slot, where in own.slots():
+                values = state.main[where.start - state.span.start : where.stop - state.span.start]
+                yield Copy(f"{slot.name} (main weights)", values, ("replicate", *_shared(slot.placement)))
+
+
+def _shared(placement: Placement) -> tuple[str, ...]:
+    """The axes over which ranks hold equal pieces, data parallel ones apart."""
+    shared = {"tp", *placement.partial} - set(placement.cut)
+    return tuple(axis for axis in ("tp", "tied") if axis in shared)
+
+
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum over the bits of a tensor, each word times an odd number of its own, so that order counts."""
+    words = values.reshape(-1).view(WORDS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for at, part in enumerate(words.split(1 << 22)):  # a few int64 copies of a part, not of the whole
+        factors = (
+            torch.arange(part.numel(), device=part.device).mul_(0x5851F42D4C957F2D).add_(2 * at + 1).bitwise_or_(1)
+        )
+        total += (part.long() * factors).sum()
+    return total
+
+
+def _compare(mesh: Mesh, name: str, found: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """A line for each tensor whose checksum is not the same on all ranks of an axis."""
+    axis = getattr(mesh, name)
+    if axis.size == 1 or not found:
+        return []
+    sums = collectives.all_gather(torch.stack([total for _, total in found]).unsqueeze(0), axis).tolist()
+    lines = []
+    for (tensor, _), seen in zip(found, zip(*sums)):
+        if len(set(seen)) > 1:
+            (usual, votes), *_ = Counter(seen).most_common()
+            odd = [rank for rank, value in zip(axis.ranks, seen) if value != usual]
+            # Of two ranks nobody can say which is wrong.
+            ranks = odd if 2 * votes > len(seen) else axis.ranks
+            against = f"differs on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            lines.append(f"{tensor} {against} of {', '.join(map(str, axis.ranks))} ({name})")
+    return lines
