@@ -76,16 +76,16 @@ def _rows(step, mesh, part, micros):
 
 
 def _train(rank, sizes, steps=3, micros=2, dtype=torch.float32, chunks=1, again=False, one_by_one=True, offload=None,
-           **parallel):  # fmt: skip
+           device="cpu", **parallel):  # fmt: skip
     """(loss and norm of each step, weights of each piece); an evaluation between any two steps."""
     mesh = Mesh(rank, **sizes)
     model = _model(chunks, again)
     settings = config.Optimizer(lr=1e-2, **(offload or {}))
-    optimizer = ShardedAdamW(model, mesh, settings, config.Parallel(**parallel), dtype=dtype, device="cpu", seed=1)
+    optimizer = ShardedAdamW(model, mesh, settings, config.Parallel(**parallel), dtype=dtype, device=device, seed=1)
 
     def forward(x):
         for chunk in model:
-            x = chunk(x.to(dtype))
+            x = chunk(x.to(device, dtype))
         return x
 
     seen = []
@@ -151,6 +151,18 @@ def test_one_process_may_shard(stage, dtype):
     expected, found = _train(0, {}, dtype=dtype), _train(0, {}, dtype=dtype, sharding_stage=stage)
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_on_a_gpu_with_state_on_the_host(stage, fraction):
+    offload = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, param_cpu_offload=stage == 3)
+    seen, weights = _train(0, {}, device="cuda", sharding_stage=stage, offload=offload, overlap_param_gather=True)
+    expected, expected_weights = _reference()
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.cpu(), expected_weights[name], rtol=1e-3, atol=1e-4)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------
