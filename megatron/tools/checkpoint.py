@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import setting
+from megatron.config import Tokenizer, setting
 from megatron.errors import CheckpointError, UsageError, run_main
 from megatron.flags import parse
+from megatron.tools.checkpoint_convert import FromHF, FromMegatron, ToHF, from_hf, from_megatron, to_hf
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ def main(argv: list[str]) -> None:
     if name not in COMMANDS:
         what = f"'{name}' is not a command" if name else "no command is given"
         raise UsageError(f"{what}; there are: {', '.join(COMMANDS)}", do="python -m megatron.tools.checkpoint --help")
-    group, operands, run = COMMANDS[name]
-    groups = dict(which=Which, command=group) if group else dict(which=Which)
+    group, operands, run, *more = COMMANDS[name]
+    groups = dict(which=Which, command=group, **{kind.__name__: kind for kind in more})
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
     settings = parse(flags, groups, prog=prog, description=run.__doc__.splitlines()[0],
-                     common=tuple(f for g in groups.values() for f in g.__dataclass_fields__))  # fmt: skip
+                     common=tuple(f for g in (Which, group) for f in g.__dataclass_fields__))  # fmt: skip
     if len(words) - 1 != len(operands):
         raise UsageError(f"{name} takes {' and '.join(operands)}; got {' '.join(words[1:]) or 'nothing'}",
                          "paths come before flags", f"{prog} --flags ...")  # fmt: skip
-    run(*map(Path, words[1:]), settings["which"], *([settings["command"]] if group else []))
+    run(*map(Path, words[1:]), *settings.values())
 
 
 def inspect(path: Path, which: Which, how: Inspect) -> None:
@@ -288,6 +289,11 @@ COMMANDS = dict(
     diff=(Diff, ("A", "B"), diff),
     reshard=(Reshard, ("PATH", "OUT"), reshard),
     prune=(Prune, ("PATH",), prune),
+    **{
+        "to-hf": (ToHF, ("PATH", "OUT"), to_hf, Tokenizer),
+        "from-hf": (FromHF, ("PATH", "OUT"), from_hf),
+        "from-megatron": (FromMegatron, ("PATH", "OUT"), from_megatron),
+    },
 )
 
 if __name__ == "__main__":

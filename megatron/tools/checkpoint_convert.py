@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of megatron.tools.checkpoint that exchange models with other libraries."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import Tokenizer, setting
+
+
+@dataclass(frozen=True)
+class ToHF:
+    """What is written."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
+    unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
+
+
+@dataclass(frozen=True)
+class FromHF:
+    """What is checked."""
+
+    unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
+
+
+@dataclass(frozen=True)
+class FromMegatron:
+    """What the files do not say."""
+
+    vocab_size: Optional[int] = setting("tokens without padding (default: what the arguments say, or all rows)", None)
+    num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
+
+
+def to_hf(path: Path, out: Path, which, how: ToHF, tokenizer: Tokenizer) -> None:
+    """Export a GPT-2 or Llama for Hugging Face transformers; nothing is written if both models do not agree."""
+    from megatron.checkpoint import huggingface
+    from megatron.checkpoint.state import choose
+    from megatron.mpu.context import DTYPES
+
+    choice = choose(path, step=which.ckpt_step)
+    told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], tokenizer, check=not how.unchecked)
+    print("\n  ".join([*told, *choice.notices]))
+
+
+def from_hf(path: Path, out: Path, which, how: FromHF) -> None:
+    """Import a GPT-2 or Llama of Hugging Face transformers; nothing is written if both models do not agree."""
+    from megatron.checkpoint import huggingface
+
+    told = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
+    print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
+
+
+def from_megatron(path: Path, out: Path, which, how: FromMegatron) -> None:
+    """Import a GPT of Megatron-LM's classic checkpoints, weights alone. Their pickles are read in a process of its own."""
+    from megatron.checkpoint import megatron_lm
+
+    told = megatron_lm.convert(path, out, fresh_state(), step=which.ckpt_step, vocab_size=how.vocab_size,
+                               heads=how.num_attention_heads, say=lambda text: print(text, file=sys.stderr))  # fmt: skip
+    print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
+
+
+def fresh_state() -> dict:
+    """The position of a run that has not begun, as checkpoints record it."""
+    from megatron.config import Precision
+    from megatron.optimizer.scaler import LossScaler
+    from megatron.run import State
+
+    return State(LossScaler.of(Precision())).record()
