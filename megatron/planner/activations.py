@@ -30,14 +30,14 @@ def stage_kept(job: Job, layout: Layout, layers: Sequence[int], first: bool, las
     kept = Bytes()
     for again, members in groups(layers, layout.recompute):
         if again == "full":  # the input of the first layer of the group, nothing else
-            kept["inputs of recomputed layers"] += _passage(job, layout)
+            kept["inputs of recomputed layers"] += passage(job, layout)
         else:
             for kind, size in _layer_again(job, layout.tp, layout.sp, layout.micro, again).items():
                 kept[kind] += members * size
     if first:
         kept.update(_embedding(job, layout))
     if last:
-        norm = _norm(job, _passage(job, layout) // job.element, job.model.hidden_size)
+        norm = _norm(job, passage(job, layout) // job.element, job.model.hidden_size)
         kept["norms"] += norm
         kept["output layer and loss"] += loss_kept(job, layout)
     return kept
@@ -58,10 +58,23 @@ def loss_workspace(job: Job, layout: Layout) -> int:
     """Most bytes of logits and their gradients at a time, beside what is kept."""
     n, e = _tokens(job, layout), job.element
     rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
-    chunk = min(n, max(128, CHUNK_BYTES[job.device] // (4 * rows)))
+    chunk = min(n, _loss_rows(job, rows))
     block = min(n, max(chunk, BLOCK_BYTES // (e * rows) // chunk * chunk))
     several = 2 * 4 * rows * job.model.hidden_size if n > block else 0  # weight gradients of blocks summed in fp32
     return block * rows * e + 3 * chunk * rows * 4 + several
+
+
+def loss_chunks(job: Job, layout: Layout) -> int:
+    """Chunks of tokens that the loss of a micro-batch is computed in."""
+    n, e = _tokens(job, layout), job.element
+    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
+    chunk = _loss_rows(job, rows)
+    block = max(chunk, BLOCK_BYTES // (e * rows) // chunk * chunk)
+    return sum(-(-min(block, n - start) // chunk) for start in range(0, n, block))
+
+
+def _loss_rows(job: Job, rows: int) -> int:
+    return max(128, CHUNK_BYTES[job.device] // (4 * rows))
 
 
 def workspace(job: Job, layout: Layout) -> int:
@@ -78,6 +91,21 @@ def workspace(job: Job, layout: Layout) -> int:
                  else whole,
                  full_attn=whole - _mlp_half(job, layout), core_attn=_core(job, layout.tp, layout.micro)[0])  # fmt: skip
     return max(mlp, attention) + (parts[again] if again else 0)
+
+
+def deferred(job: Job, layout: Layout) -> int:
+    """Of one layer whose products for weights' gradients wait (passes W): inputs of its linear layers, and gradients of
+    their outputs.
+    """
+    m, n = job.model, _tokens(job, layout)
+    width, ffn = m.num_attention_heads * m.head_dim // layout.tp, m.ffn_size // layout.tp
+    qkv = width + 2 * m.query_groups * m.head_dim // layout.tp
+    return n * (4 * m.hidden_size + width + qkv + ffn * (3 if m.swiglu else 2)) * job.element
+
+
+def passage(job: Job, layout: Layout) -> int:
+    """Bytes of the hidden states between two layers."""
+    return _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size * job.element
 
 
 def groups(layers: Sequence[int], settings: Recompute) -> list[tuple[str, int]]:
@@ -202,11 +230,6 @@ def _embedding(job: Job, layout: Layout) -> Bytes:
     if job.model.hidden_dropout > 0:
         kept["dropout masks"] += _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size
     return kept
-
-
-def _passage(job: Job, layout: Layout) -> int:
-    """Bytes of the hidden states between two layers."""
-    return _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size * job.element
 
 
 def _tokens(job: Job, layout: Layout) -> int:

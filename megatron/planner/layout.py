@@ -73,6 +73,8 @@ class Layout:
     shard:         ranks that share one set of optimizer shards; 1 with ZeRO stage 0
     chunks:        model chunks of a rank (virtual pipeline stages)
     stage_layers:  layers of each stage, as in --pipeline-stage-layers; None: even
+    offload:       share of the optimizer state that lives in the host's memory
+    overlap:       data parallel communication runs beside computation
     """
 
     tp: int = 1
@@ -86,6 +88,9 @@ class Layout:
     sp: bool = False
     recompute: Recompute = Recompute()
     stage_layers: Optional[str] = None
+    offload: float = 0.0
+    param_offload: bool = False
+    overlap: bool = False
     parallel: Optional[Parallel] = None  # the settings it was read from, which may say more
 
     @classmethod
@@ -96,8 +101,13 @@ class Layout:
         dp = world_size // (tp * pp)
         chunks = Pipeline.of(p, config.model.num_layers).chunks
         shard = 1 if p.sharding_stage == 0 else p.sharding_degree or dp
-        return cls(tp, pp, dp, config.batch.micro_batch_size, chunks, p.pipeline_schedule, p.sharding_stage, shard,
-                   p.sequence_parallel and tp > 1, config.recompute, p.pipeline_stage_layers, p)  # fmt: skip
+        o = config.optimizer
+        return cls(
+            tp, pp, dp, config.batch.micro_batch_size, chunks, p.pipeline_schedule, p.sharding_stage, shard,
+            p.sequence_parallel and tp > 1, config.recompute, p.pipeline_stage_layers,
+            o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0, o.param_cpu_offload,
+            p.overlap_grad_reduce, p,
+        )  # fmt: skip
 
     @property
     def world_size(self) -> int:
@@ -123,6 +133,7 @@ class Layout:
             num_virtual_stages_per_pipeline_rank=self.chunks if told else None,
             pipeline_stage_layers=self.stage_layers, sharding_stage=self.zero,
             sharding_degree=self.shard if self.zero and self.shard != self.dp else None,
+            overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap and self.zero > 0,
         )  # fmt: skip
 
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
@@ -133,7 +144,9 @@ class Layout:
                            pipeline_timeline=own.pipeline_timeline)  # fmt: skip
         sizes = replace(config.batch, micro_batch_size=self.micro,
                         global_batch_size=global_batch or config.batch.global_batch_size)  # fmt: skip
-        return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute)
+        optimizer = replace(config.optimizer, optimizer_cpu_offload=self.offload > 0, param_cpu_offload=self.param_offload,
+                            optimizer_offload_fraction=self.offload or 1.0)  # fmt: skip
+        return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute, optimizer=optimizer)
 
     def flags(self) -> list[str]:
         """The command line that asks for this layout."""
@@ -153,7 +166,12 @@ class Layout:
             words += ["--sharding-stage", str(self.zero)]
         if p.sharding_degree:
             words += ["--sharding-degree", str(p.sharding_degree)]
-        words += ["--micro-batch-size", str(self.micro)]
+        words += ["--overlap-grad-reduce"] * self.overlap + ["--overlap-param-gather"] * (
+            self.overlap and self.zero > 0
+        )
+        words += ["--optimizer-cpu-offload"] * (self.offload > 0)
+        words += ["--optimizer-offload-fraction", f"{self.offload:g}"] * (0 < self.offload < 1)
+        words += ["--param-cpu-offload"] * self.param_offload + ["--micro-batch-size", str(self.micro)]
         r = self.recompute
         for name in ("granularity", "method", "num_layers") if r.recompute_granularity else ():
             value = getattr(r, f"recompute_{name}")

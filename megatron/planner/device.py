@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank runs on: memory, arithmetic, links. A table of known devices, and files that `plan --calibrate` writes.
+
+    >>> find("A100-80GB").memory_bytes / 2**30, find("A100-80GB").peak("bf16") / 1e12
+    (80.0, 312.0)
+
+Link speeds are per device and direction, as data sheets give them (NVLink; one 200 or 400 Gbit/s adapter a device).
+Efficiencies are assumptions until somebody calibrates: the share of the peak that large matrix products reach.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Optional
+
+from megatron.errors import DataError, UsageError
+from megatron.flops import PEAK_TFLOPS, peak_flops
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device.
+
+    flops:         FLOP/s that large matrix products reach, by precision; rows: half of that is reached at so many rows,
+                   columns or terms of a sum
+    attention:     FLOP/s that attention reaches, by precision, causal halves counted in full
+    bandwidth:     bytes/s of reading or writing its memory
+    inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
+    latency:       seconds of a collective of nothing, for each doubling of the ranks
+    host:          bytes/s between device and host
+    """
+
+    name: str
+    kind: str = "cuda"
+    memory_gb: float = 80.0
+    flops: dict = field(default_factory=dict, hash=False)
+    attention: dict = field(default_factory=dict, hash=False)
+    rows: float = 512.0
+    bandwidth: float = 1.6e12
+    inner: float = 250e9
+    outer: float = 20e9
+    latency: float = 12e-6
+    launch: float = 4e-6  # seconds of starting an op
+    host: float = 20e9
+    context_gb: float = 1.2  # driver, libraries and their workspaces
+    communication_gb: float = 0.4  # a communication library's buffers, for each axis of more than one rank
+    assumed: bool = True  # nothing here was measured
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gb * GIB)
+
+    @property
+    def context_bytes(self) -> int:
+        return int(self.context_gb * GIB)
+
+    @property
+    def communication_bytes(self) -> int:
+        return int(self.communication_gb * GIB)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of the data sheet, or what was measured where there is none."""
+        return peak_flops(self.name, precision) or self.flops.get(precision) or max(self.flops.values())
+
+    def reached(self, precision: str, smallest: float) -> float:
+        """FLOP/s of a product whose smallest dim is `smallest`."""
+        best = self.flops.get(precision) or min(self.flops.values())
+        return best * smallest / (smallest + self.rows)
+
+
+# Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are those of `flops.PEAK_TFLOPS`.
+TABLE = {
+    "V100-16GB": (16, 900, 130, 10), "V100-32GB": (32, 900, 130, 10),
+    "A100-40GB": (40, 1555, 250, 20), "A100-80GB": (80, 2039, 250, 20), "A800-80GB": (80, 2039, 170, 20),
+    "H100-80GB": (80, 3350, 370, 42), "H800-80GB": (80, 3350, 170, 42), "H200-141GB": (141, 4800, 370, 42),
+    "GH200-96GB": (96, 4000, 370, 42), "B200-180GB": (180, 8000, 740, 42), "H20-96GB": (96, 4000, 370, 42),
+    "A40-48GB": (48, 696, 25, 10), "A30-24GB": (24, 933, 25, 10), "A10-24GB": (24, 600, 20, 10),
+    "L40S-48GB": (48, 864, 25, 10), "L4-24GB": (24, 300, 20, 5), "T4-16GB": (16, 300, 10, 3),
+    "RTX 4090-24GB": (24, 1008, 20, 3), "RTX 3090-24GB": (24, 936, 20, 3), "RTX 5090-32GB": (32, 1792, 40, 3),
+    "MI300X-192GB": (192, 5300, 300, 42),
+}  # fmt: skip
+
+REACHED = dict(linear=0.72, attention=0.45)  # of the peak; large products on A100 and H100 reach 65 to 80 %
+
+
+def find(name: str) -> Device:
+    """A device of the table by its name, or a part of it that only fits one. Raises UsageError that lists the others."""
+    wanted = name.lower().replace("_", " ").replace("-", " ").split()
+    known = {key: key.lower().replace("-", " ").split() for key in TABLE}
+    fits = [key for key, words in known.items() if all(any(w in word for word in words) for w in wanted)]
+    exact = [key for key in fits if known[key] == wanted or known[key][: len(wanted)] == wanted]
+    if not fits:
+        raise UsageError(f"--device-name {name} is not in the table", f"known: {', '.join(TABLE)}",
+                         "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE")  # fmt: skip
+    return _of_table((exact or fits)[-1])
+
+
+def _of_table(name: str) -> Device:
+    memory, bandwidth, inner, outer = TABLE[name]
+    peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items()}
+    return Device(
+        name, "cuda", memory, {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
+        {kind: REACHED["attention"] * peak for kind, peak in peaks.items()},
+        bandwidth=0.8e9 * bandwidth, inner=0.8e9 * inner, outer=0.9e9 * outer,
+    )  # fmt: skip
+
+
+def cpu(cores: int = 1, memory_gb: float = 8.0) -> Device:
+    """A rank on some cores of a CPU, before anybody has measured it."""
+    return Device(
+        "cpu", "cpu", memory_gb, dict(fp32=90e9 * cores, bf16=180e9 * cores, fp16=1e9 * cores),
+        dict(fp32=40e9 * cores, bf16=60e9 * cores, fp16=1e9 * cores), rows=24.0, bandwidth=12e9, inner=0.7e9, outer=0.7e9,
+        latency=4e-4, launch=8e-6, host=12e9, context_gb=0.35, communication_gb=0.0,
+    )  # fmt: skip
+
+
+def choose(
+    name: Optional[str], memory_gb: Optional[float], calibration: Optional[str] = None, kind: str = "cuda"
+) -> Device:
+    """The device that flags describe: by name, from a calibration file, else an A100 (or a CPU); `memory_gb` wins."""
+    if calibration:
+        device = read(calibration)
+    elif name:
+        device = find(name)
+    else:
+        device = cpu() if kind == "cpu" else find("A100-80GB")
+    return replace(device, memory_gb=memory_gb) if memory_gb else device
+
+
+def read(path: str) -> Device:
+    """What `plan --calibrate` wrote. Raises DataError."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        known = {f.name for f in fields(Device)}
+        return Device(**{key: value for key, value in found["device"].items() if key in known})
+    except OSError as error:
+        raise DataError(f"cannot read the calibration {path}", error.strerror) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no calibration", str(error),
+                        "python -m megatron.tools.plan --calibrate FILE writes one") from error  # fmt: skip

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline schedule keeps alive, and how long it takes: counts that hold for any number of micro-batches.
+
+Schedules are periodic once they are warm, so long ones are looked at through shorter ones: the most that is alive at a
+time is reached within a few rounds, and the span grows by the same amount with each further round.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megatron.pipeline.own_schedule import is_file, read_schedule
+from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map
+from megatron.pipeline.simulate import make_plan, simulate
+
+Held = tuple[tuple[int, ...], tuple[int, ...]]  # of each chunk: passes between F and B (or I), and between I and W
+
+
+def most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+    """The counts of what a rank holds at its fullest moments; none of them is below another in every place."""
+    if schedule == "gpipe":
+        return (((micros,) * chunks, (0,) * chunks),)
+    return _most_held(schedule, pp, micros if is_file(schedule) else min(micros, 3 * pp + 3), chunks, rank)
+
+
+@lru_cache(maxsize=8192)
+def _most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+    alive, waiting, seen = [0] * chunks, [0] * chunks, set()
+    for op in ops_of(schedule, pp, micros, chunks, rank):
+        if op.kind == "F":
+            alive[op.chunk] += 1
+        elif op.kind == "W":
+            waiting[op.chunk] -= 1
+        else:
+            alive[op.chunk] -= 1
+            waiting[op.chunk] += op.kind == "I"
+        seen.add((tuple(alive), tuple(waiting)))
+    flat = {(*held, *late): (held, late) for held, late in seen}
+    return tuple(value for key, value in flat.items()
+                 if not any(other != key and all(a >= b for a, b in zip(other, key)) for other in flat))  # fmt: skip
+
+
+def ops_of(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> Sequence[Op]:
+    """The ops of a rank, of a named schedule or of a file."""
+    if is_file(schedule):
+        return read_schedule(schedule).plan[rank]
+    return make_schedule(schedule, rank, pp, micros, chunks)
+
+
+@lru_cache(maxsize=8192)
+def starts(schedule: str, pp: int, micros: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
+    """How often in a step the rank begins to work on some of its chunks while it holds nothing of any of them."""
+    if schedule == "gpipe" or pp == 1:
+        return 1 if schedule == "gpipe" else micros
+    short = min(micros, 3 * pp + 3)
+    held = found = 0
+    for op in ops_of(schedule, pp, short, chunks, rank):
+        if op.chunk in among and op.kind != "W":
+            found += op.kind == "F" and held == 0
+            held += 1 if op.kind == "F" else -1
+    return found if found == 1 or is_file(schedule) else found + micros - short
+
+
+def span(schedule: str, pp: int, micros: int, chunks: int, *, backward: float, split: float = 0.5) -> float:
+    """Time from the first op to the last, where a chunk's forward pass takes 1 and its backward pass `backward`, of which
+    `split` is the gradient of the inputs. Messages take no time.
+    """
+    whole = 1.0 + backward
+    if pp == 1:
+        return micros * chunks * whole
+    if schedule in ("1f1b", "gpipe", "interleaved") and (chunks == 1 or micros % pp == 0):
+        return (micros * chunks + pp - 1) * whole
+    if is_file(schedule) or micros <= 4 * pp:
+        return _span(schedule, pp, micros, chunks, backward, split)
+    # A round is pp micro-batches: what one more of them adds is what each further one adds.
+    near = 2 * pp + micros % pp
+    short, longer = (_span(schedule, pp, m, chunks, backward, split) for m in (near, near + pp))
+    return short + (longer - short) * (micros - near) / pp
+
+
+@lru_cache(maxsize=8192)
+def _span(schedule: str, pp: int, micros: int, chunks: int, backward: float, split: float) -> float:
+    cost = dict(F=1.0, B=backward, I=backward * split, W=backward * (1 - split))
+    if is_file(schedule):
+        own = read_schedule(schedule)
+        times = simulate(own.plan, own.stages, cost)
+    else:
+        times = simulate(make_plan(schedule, pp, micros, chunks), stage_map(schedule, pp, chunks), cost)
+    return max(end for _, end in times.values())
+
+
+def is_split(schedule: str) -> bool:
+    """Whether gradients of weights come in passes of their own."""
+    return read_schedule(schedule).split if is_file(schedule) else SCHEDULES[schedule].split

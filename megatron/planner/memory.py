@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of one rank, entry by entry: what it holds all the time, what a step adds at its fullest moment.
+
+The first entries are exact: they are what `optimizer/zero.py` allocates (tests compare). Activations are within 5 % of
+what autograd keeps. Workspaces, buffers and the allowance for fragmentation are estimates on the safe side.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron.planner import activations
+from megatron.planner.device import Device
+from megatron.planner.layout import Job, Layout
+from megatron.planner.live import is_split, most_held
+from megatron.planner.parameters import Unit, padded, rank_units
+
+FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffers
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of one pipeline rank, on its device and in the host's memory."""
+
+    rank: int
+    device: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)  # "activations" by kind
+
+    @property
+    def total(self) -> int:
+        return sum(self.device.values())
+
+
+def state(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state."""
+    return _state(rank_units(job, layout, rank), job.element, layout.zero, layout.shard, layout.offload,
+                  layout.param_offload, job.device == "cuda")  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def _state(
+    units: tuple[Unit, ...], element: int, zero: int, shard: int, offload: float, param_offload: bool, cuda: bool
+):
+    whole, own = padded(units, shard), padded(units, shard) // shard
+    away = _offloaded(units, shard, offload)
+    here = own - away
+    keeps_all = zero < 3
+    shared = keeps_all and shard == 1 and element == 4  # fp32 weights are the main weights
+    device = {
+        "weights": whole * element if keeps_all else 0,
+        "gradients": 4 * own,
+        "main weights": 0 if shared else 4 * here,
+    }
+    host = Counter()
+    if zero < 2 and shard > 1:
+        device["gradients"] += 4 * whole
+    if not keeps_all:
+        same = element == 4 and not param_offload
+        low = (0 if same else here * element) + away * element  # what stage 3 gathers from
+        (host if param_offload and cuda else device)["weights"] += low
+    device["optimizer moments"] = 8 * here
+    if away:
+        (host if cuda else device)["offloaded optimizer state"] = 16 * away  # main weights, moments, arriving gradients
+    return device, dict(host)
+
+
+def _offloaded(units: tuple[Unit, ...], shard: int, fraction: float) -> int:
+    """Elements of the first units that are together at least `fraction` of a rank's shard."""
+    total, found = padded(units, shard) // shard, 0
+    for unit in units:
+        if found >= fraction * total:
+            break
+        found += unit.padded(shard) // shard
+    return found
+
+
+def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
+    """Everything that a pipeline rank needs at its fullest moment of a step."""
+    held, host = state(job, layout, rank)
+    entries = dict(held)
+    kept = _kept(job, layout, rank)
+    loss = kept.pop("output layer and loss", 0)
+    entries["activations"] = sum(kept.values())
+    entries["logits"] = loss
+    last = rank == layout.pipeline(job.model.num_layers).stages[-1][0]
+    if last:
+        entries["logits"] += activations.loss_workspace(job, layout)
+    units = rank_units(job, layout, rank)
+    entries["workspace"] = (
+        activations.workspace(job, layout) + max(s.size for u in units for s in u.slots) * job.element
+    )
+    entries["gathered weights"] = _gathered(units, job, layout)
+    entries["gradient buffers"] = _buffers(units, layout)
+    entries["pipeline buffers"] = _messages(job, layout, rank)
+    entries["communication buffers"] = device.communication_bytes * sum(
+        n > 1 for n in (layout.tp, layout.dp, layout.pp)
+    )
+    moving = sum(size for name, size in entries.items() if name not in held and name != "communication buffers")
+    entries["fragmentation"] = int(FRAGMENTATION[job.device] * moving)
+    entries["device context"] = device.context_bytes
+    return Ledger(rank, {name: size for name, size in entries.items() if size}, host, dict(kept))
+
+
+def _kept(job: Job, layout: Layout, rank: int) -> Counter:
+    """Activations by kind at the fullest moment."""
+    pipeline = layout.pipeline(job.model.num_layers)
+    last = len(pipeline.stages) - 1
+    each = [activations.stage_kept(job, layout, pipeline.layers[stage], stage == 0, stage == last)
+            for stage in pipeline.stages_of(rank)]  # fmt: skip
+    late = [activations.deferred(job, layout) * len(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
+    sums = [sum(kinds.values()) for kinds in each]
+    moments = most_held(layout.schedule, layout.pp, layout.micros(job), len(each), rank)
+    alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
+    total = Counter()
+    for count, kinds in zip(alive, each):
+        for kind, size in kinds.items():
+            total[kind] += count * size
+    if is_split(layout.schedule):
+        total["products that wait"] = sum(map(_product, waiting, late))
+    return total
+
+
+def _product(a: int, b: int) -> int:
+    return a * b
+
+
+def _gathered(units: tuple[Unit, ...], job: Job, layout: Layout) -> int:
+    """ZeRO 3: the units that are used all over a chunk, and one layer, or two when the next is on its way."""
+    if layout.zero < 3:
+        return 0
+    blocks = [unit for unit in units if unit.name == "blocks"]
+    others = padded([unit for unit in units if unit.name != "blocks"], layout.shard)
+    return (others + (1 + layout.overlap) * padded(blocks[:1], layout.shard)) * job.element
+
+
+def _buffers(units: tuple[Unit, ...], layout: Layout) -> int:
+    """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the piece that comes back."""
+    if layout.zero < 2:
+        return 0
+    blocks = [unit for unit in units if unit.name == "blocks"]
+    others = padded([unit for unit in units if unit.name != "blocks"], layout.shard)
+    block = padded(blocks[:1], layout.shard)
+    return 4 * (others + (1 + layout.overlap) * (block + block // layout.shard))
+
+
+def _messages(job: Job, layout: Layout, rank: int) -> int:
+    """Messages that are posted, arrive or leave. gloo never says that one is gone: outputs wait for their gradient."""
+    if layout.pp == 1:
+        return 0
+    waiting = 3 + layout.chunks
+    if job.device == "cpu":
+        alive = most_held(layout.schedule, layout.pp, layout.micros(job), layout.chunks, rank)
+        waiting += max(sum(counts) for counts, _ in alive)
+    return waiting * activations.passage(job, layout)

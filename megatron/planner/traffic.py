@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every byte that a rank says to others in a step: by collective and axis, exactly as the code communicates.
+
+Bytes are those of the whole tensor: what is reduced, what a gathering results in, what a reduce-scatter starts from, what
+a message holds. Tests compare with what runs send. Legend as in `activations.py`.
+"""
+
+from dataclasses import dataclass
+
+from megatron.planner import activations
+from megatron.planner.layout import Job, Layout
+from megatron.planner.live import starts
+from megatron.planner.parameters import padded, rank_units
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """bytes: of all calls of a step together; beside: it runs while the rank computes."""
+
+    what: str
+    op: str  # all_reduce, all_gather, reduce_scatter or send
+    axis: str  # tp, pp, shard, replicate, tied
+    bytes: int
+    calls: int
+    beside: bool = False
+
+
+def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
+    """Of one step of a pipeline rank (and of one place on the shard axis)."""
+    found = _tensor_parallel(job, layout, rank) if layout.tp > 1 else []
+    found += _messages(job, layout, rank) if layout.pp > 1 else []
+    found += _data_parallel(job, layout, rank)
+    found += _partial(job, layout, rank, shard_rank)
+    return [transfer for transfer in found if transfer.bytes]
+
+
+def totals(found: list[Transfer]) -> dict[tuple[str, str], int]:
+    """(op, axis) -> bytes."""
+    sums: dict[tuple[str, str], int] = {}
+    for transfer in found:
+        key = (transfer.op, transfer.axis)
+        sums[key] = sums.get(key, 0) + transfer.bytes
+    return sums
+
+
+# Inside a micro-batch -------------------------------------------------------------------------------------------------
+
+
+def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    micros, pipeline = layout.micros(job), layout.pipeline(job.model.num_layers)
+    n = job.model.seq_length * layout.micro
+    whole = n * job.model.hidden_size * job.element
+    reduces = gathers = scatters = 0
+    for stage in pipeline.stages_of(rank):
+        layers = pipeline.layers[stage]
+        twice = again(job, layout, layers)
+        first, last = stage == 0, stage == len(pipeline.stages) - 1
+        if layout.sp:
+            gathers += 4 * len(layers) + twice[0] + first + last
+            scatters += 4 * len(layers) + twice[1] + first + last
+        else:
+            reduces += 4 * len(layers) + twice[1] + first + last
+    found = [
+        Transfer("activations", op, "tp", micros * calls * whole, micros * calls)
+        for op, calls in (("all_reduce", reduces), ("all_gather", gathers), ("reduce_scatter", scatters))
+    ]
+    if pipeline.stages[-1][0] == rank:
+        chunks = micros * activations.loss_chunks(job, layout)
+        found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * micros, chunks))
+        found.append(Transfer("loss", "all_reduce", "tp", 4 * n * micros, chunks))
+    return found
+
+
+def again(job: Job, layout: Layout, layers) -> tuple[int, int]:
+    """(gatherings, sums) that recomputing these layers of a stage repeats; it stops at the last tensor that is needed."""
+    gathers = sums = 0
+    for name, members in activations.groups(layers, layout.recompute):
+        if name == "full":
+            gathers += 2 * members
+            sums += 2 * members - (job.model.hidden_dropout == 0)  # after the last sum only a dropout keeps anything
+        elif name == "full_attn":
+            gathers += members
+    return gathers, sums
+
+
+def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    size, stages, ahead, back = activations.passage(job, layout), pipeline.stages, 0, 0
+    for stage in pipeline.stages_of(rank):
+        ahead += stage + 1 < len(stages) and stages[stage + 1][0] != rank
+        back += stage > 0 and stages[stage - 1][0] != rank
+    return [Transfer("activations", "send", "pp", micros * ahead * size, micros * ahead),
+            Transfer("their gradients", "send", "pp", micros * back * size, micros * back)]  # fmt: skip
+
+
+# Once a step, or once a micro-batch -----------------------------------------------------------------------------------
+
+
+def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    units = rank_units(job, layout, rank)
+    whole, e, micros = padded(units, layout.shard), job.element, layout.micros(job)
+    count, beside = len(units), layout.overlap
+    found = []
+    if layout.shard > 1:
+        rounds = micros if layout.zero >= 2 else 1
+        found.append(
+            Transfer(
+                "gradients", "reduce_scatter", "shard", rounds * _reduced(job, layout, rank), rounds * count, beside
+            )
+        )
+        if layout.zero < 3:
+            found.append(Transfer("weights", "all_gather", "shard", whole * e, count, beside))
+        else:
+            size, calls = _gathered(job, layout, rank)
+            found.append(Transfer("weights", "all_gather", "shard", size * e, calls, beside))
+    if layout.replicate > 1:
+        found.append(Transfer("gradients", "all_reduce", "replicate", 4 * whole // layout.shard, 1, beside))
+    return found
+
+
+def _reduced(job: Job, layout: Layout, rank: int) -> int:
+    """Bytes of gradients of one round; a table that two chunks of a rank share comes twice in stages 2 and 3."""
+    units = rank_units(job, layout, rank)
+    size = 4 * padded(units, layout.shard)
+    if layout.zero >= 2 and _shares_table(job, layout, rank):
+        size += 4 * padded([unit for unit in units if unit.name == "embedding.word"], layout.shard)
+    return size
+
+
+def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
+    """(elements, calls) of a step of stage 3: layers before each pass, the rest when work on its chunk begins."""
+    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    units, stages = rank_units(job, layout, rank), pipeline.stages_of(rank)
+    block = next((unit.padded(layout.shard) for unit in units if unit.name == "blocks"), 0)
+    passes = elements = calls = 0
+    for stage in stages:
+        layers = pipeline.layers[stage]
+        passes += 2 * len(layers)
+        for name, members in activations.groups(layers, layout.recompute):
+            passes += (
+                members - 1 if name == "full" else 0
+            )  # all of a group but its last layer are gathered to run again
+    for unit in units:
+        if unit.name != "blocks":
+            among = tuple(
+                chunk for chunk, stage in enumerate(stages) if _used(unit.name, stage, len(pipeline.stages), job)
+            )
+            begun = starts(layout.schedule, layout.pp, micros, layout.chunks, rank, among)
+            elements += begun * unit.padded(layout.shard)
+            calls += begun
+    return elements + micros * passes * block, calls + micros * passes
+
+
+def _used(name: str, stage: int, stages: int, job: Job) -> bool:
+    """Whether a stage uses a unit that is no layer."""
+    first, last = stage == 0, stage == stages - 1
+    if name == "embedding.word":
+        return first or (last and not job.model.untie_embeddings_and_output_weights)
+    return first if name == "embedding" else last
+
+
+def _shares_table(job: Job, layout: Layout, rank: int) -> bool:
+    stages = layout.pipeline(job.model.num_layers).stages
+    tied = not job.model.untie_embeddings_and_output_weights
+    return tied and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
+
+
+def _partial(job: Job, layout: Layout, rank: int, shard_rank: int) -> list[Transfer]:
+    """Gradients that are partial sums: of norms and biases over tp, of a tied table over first and last stage."""
+    units, found = rank_units(job, layout, rank), []
+    for axis, what in (("tp", "gradients of norms and biases"), ("tied", "gradients of the tied table")):
+        size = 4 * sum(unit.partial(axis, shard_rank, layout.shard) for unit in units)
+        found.append(Transfer(what, "all_reduce", axis, size, 1))
+    return found

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's ledgers against runs: bytes of state and bytes of every collective, exactly, layout by layout."""
+
+import contextlib
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import pretrain_gpt
+from megatron.flags import parse_pretrain
+from megatron.mpu.forked import run_ranks
+from megatron.parity import laid_out, parse_layout
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import state
+from megatron.planner.traffic import totals, transfers
+from megatron.rules import resolve
+
+GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
+    --global-batch-size 8 --train-iters 10 --eval-iters 1 --micro-batch-size 1
+    --make-vocab-size-divisible-by 8"""
+PLAIN = "--hidden-dropout 0 --attention-dropout 0"
+LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
+    --untie-embeddings-and-output-weights"""
+
+CASES = [
+    ("", ""), ("", "--bf16"), ("", LLAMA), ("tp2", ""), ("tp2", PLAIN), ("tp2sp", ""), ("tp2sp", f"{PLAIN} --bf16"),
+    ("tp2", "--recompute-granularity full"), ("tp2", f"{PLAIN} --recompute-granularity full"),
+    ("tp2sp", f"{PLAIN} --recompute-granularity full --recompute-num-layers 2"),
+    ("tp2sp", "--recompute-granularity full_attn --no-recompute-layers 1"), ("tp2sp", f"{LLAMA} --micro-batch-size 2"),
+    ("tp2", "--recompute-granularity core_attn"), ("tp4sp", ""),
+    ("dp2", ""), ("dp2-zero1", ""), ("dp2-zero1", "--bf16"), ("dp2-zero2", ""), ("dp2-zero2", f"{LLAMA} --bf16"),
+    ("dp2-zero3", ""), ("dp2-zero3", "--bf16"), ("dp2-zero3", LLAMA),
+    ("dp2-zero3", "--recompute-granularity full --recompute-num-layers 2"), ("dp4-zero3", "--sharding-degree 2"),
+    ("dp4-zero1", "--sharding-degree 2 --bf16"), ("dp2-zero1", "--overlap-grad-reduce --overlap-param-gather"),
+    ("dp2-zero3", "--overlap-grad-reduce --overlap-param-gather --bf16"),
+    ("dp2-zero1", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --bf16"),
+    ("pp2", ""), ("pp2", LLAMA), ("pp2vp2", ""), ("pp2-gpipe", "--bf16"), ("pp2-zbh1", ""), ("pp2-zbv", ""),
+    ("pp2-dp2-zero2", ""), ("pp2-dp2-zero3", ""), ("pp2-dp2-zero3-zbv", ""), ("tp2sp-pp2-dp2-zero1", ""),
+    ("tp2-pp2-zbh1", PLAIN), ("pp2vp2-dp2-zero2-gpipe", "--bf16"), ("pp4", "--pipeline-stage-layers 0,2,2,0"),
+]  # fmt: skip
+
+
+def settings_of(case):
+    """Resolved settings and number of ranks."""
+    layout, config = parse_layout(case[0]), parse_pretrain(f"{GPT} {case[1]}".split())
+    settings = laid_out(config, layout)
+    parallel = replace(settings.parallel, sharding_degree=config.parallel.sharding_degree)
+    return resolve(replace(settings, parallel=parallel), layout.world_size), layout.world_size
+
+
+@cache
+def found_on(world):
+    """case -> what each rank found, for all cases of as many ranks: in one set of processes, which is faster."""
+    cases = [case for case in CASES if parse_layout(case[0]).world_size == world]
+    settings = [settings_of(case)[0] for case in cases]
+    answers = run_ranks(world, lambda rank: list(map(counted_step(), settings)), timeout=300)
+    return {case: list(ranks) for case, *ranks in zip(cases, *answers)}
+
+
+def counted_step():
+    """A function of settings: (place in the mesh, bytes of state, {(op, axis): bytes} of one training step)."""
+    from megatron.mpu import collectives
+    from megatron.pipeline.wire import Wire
+    from megatron.startup import build_run
+    from megatron.training import train_step
+
+    sent, send = Counter(), Wire.send
+
+    def counting(name, op, of):
+        real = getattr(collectives, name)
+
+        def counted(*args, **kwargs):
+            axis = next(arg for arg in [*args, *kwargs.values()] if hasattr(arg, "ranks"))
+            if axis.size > 1:
+                sent[op, axis.name] += of(axis.size, args)
+            return real(*args, **kwargs)
+
+        setattr(collectives, name, counted)
+
+    def counted_send(self, x, to, *args):
+        sent["send", "pp"] += x.nbytes if to != self.axis.rank else 0
+        return send(self, x, to, *args)
+
+    counting("all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
+    counting("all_gather", "all_gather", lambda n, args: n * args[0].nbytes)
+    counting("reduce_scatter", "reduce_scatter", lambda n, args: args[0].nbytes)
+    counting("start_all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
+    counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
+    counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)
+    Wire.send = counted_send
+
+    def step(config):
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            run = build_run(config, pretrain_gpt.recipe())
+            for stage in run.stages:
+                stage.train()
+            train_step(run)  # what the first step of an overlapping run needs was there before
+            sent.clear()
+            train_step(run)
+            run.optimizer.weights.end_step()  # what the last update has begun to gather
+            run.close()
+        seen = {key: size for key, size in sent.items() if size and key[1] not in ("world", "dp")}
+        return run.context.mesh.place, run.optimizer.memory(), seen
+
+    return step
+
+
+@pytest.mark.parametrize("case", CASES, ids=[" ".join(case).strip() or "one" for case in CASES])
+def test_ledgers_are_exact(case):
+    config, world = settings_of(case)
+    layout, job = Layout.of(config, world), Job.of(config, config.tokenizer.vocab_size + 1, dp=world, device="cpu")
+    for place, memory, sent in found_on(world)[case]:
+        held, _ = state(job, layout, place["pp"])
+        shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["parameters"]
+        assert sum(held.values()) - _arriving(held) == sum(memory.values()) - shared, (place, held, memory)
+        assert totals(transfers(job, layout, place["pp"], place["shard"])) == sent, place
+
+
+def _arriving(held):
+    """Gradients on their way to the host, which the optimizer does not count as state."""
+    return held.get("offloaded optimizer state", 0) // 4
+
+
+def test_cases_are_many():
+    assert len(set(CASES)) >= 40
