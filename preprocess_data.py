@@ -133,7 +133,8 @@ def print_totals(totals, seconds: float) -> None:
         print(f"  Average tokens per document: {tokens / documents:.2f}")
         print(f"  Average tokens per sentence: {tokens / sequences:.2f}")
     if totals.rejected:
-        print(f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}")
+        print(f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
+              f"{totals.first_reason}")  # fmt: skip
     print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
 
 

@@ -2,13 +2,19 @@
 """Failures that a user can cause or has to handle, each with its exit code.
 
 A failure carries up to three lines: what was wrong (with numbers and flags), why or where, and what to do.
-Entry points run through `run_main`, which prints them once, without a traceback unless `--debug` is given.
+Entry points run through `run_main`, which prints them once, without a traceback unless `--debug` is given. A disk, the
+memory or a missing package can fail anywhere; `explain` puts such failures into the same form.
 
     >>> raise DataError("corpus.json: no such file", do="check --input")
 """
 
+import contextlib
+import errno
+import hashlib
 import os
 import sys
+import traceback
+from pathlib import Path
 
 
 class Failure(Exception):
@@ -78,20 +84,58 @@ class Locked(Failure):
     code = 10
 
 
-def exit_code(error: BaseException) -> int:
-    """The documented exit code of an exception: `Failure.code`, 6 for operating-system storage errors, else 1."""
+def explain(error: BaseException) -> Failure | None:
+    """The error as a failure in words: what memory, disk or installation lack; None for a surprise, a mistake of ours.
+
+    >>> explain(PermissionError(13, "Permission denied", "/runs")).code
+    6
+    """
     if isinstance(error, Failure):
-        return error.code
-    return StorageError.code if isinstance(error, OSError) and error.errno in _STORAGE else 1
+        return error
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _REMEDIES):
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes, os.PathLike)) else ""
+        do = _REMEDIES.get(error.errno, "check the path; --debug shows what it is for")
+        return StorageError(f"{where}{error.strerror or error}", do=do)
+    if _is_out_of_memory(error):
+        return Failure("out of memory", str(error).strip().splitlines()[0][:200] if str(error).strip() else None,
+                       "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use "
+                       "more ranks")  # fmt: skip
+    if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
+        return Failure(f"the package {error.name.partition('.')[0]} is missing in {sys.executable}",
+                       do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r "
+                       "requirements.txt")  # fmt: skip
+    return None
 
 
-_STORAGE = (28, 30, 122, 5, 13)  # no space, read-only file system, quota, I/O error, permission denied
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some space in your quota, or write to another disk",
+    errno.EROFS: "give a folder that can be written",
+    errno.EACCES: "give a path that this user may read and write",
+    errno.EPERM: "give a path that this user may read and write",
+    errno.EIO: "check the disk",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's, CUDA's, or that of torch on CPUs, which is a plain RuntimeError."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def exit_code(error: BaseException) -> int:
+    """The documented exit code of an exception."""
+    failure = explain(error)
+    return failure.code if failure else 1
 
 
 def run_main(main, argv: list[str] | None = None) -> None:
     """Run `main(argv)` as a command: failures become one message on stderr and their exit code.
 
-    Rank 0 speaks for all ranks when `RANK` is set, unless the failure is this rank's own surprise (no `Failure`).
+    The ranks of a node say the same thing once, whichever meets it first, and a lost peer is not told where the peer
+    itself has said why it ended.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -99,12 +143,36 @@ def run_main(main, argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output (head, less) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (Failure, OSError) as error:
+    except KeyboardInterrupt:
         if "--debug" in argv:
             raise
-        code = exit_code(error)
-        if isinstance(error, Failure) or code != 1:
-            if os.environ.get("RANK", "0") == "0" or not isinstance(error, (UsageError, SettingsError)):
-                print(f"error: {error}\n", end="", file=sys.stderr, flush=True)  # one write: ranks share the terminal
-            sys.exit(code)
-        raise
+        _say_once("interrupted\n")
+        sys.exit(130)  # as shells say it
+    except Exception as error:
+        failure = explain(error)
+        if failure is None or "--debug" in argv:
+            _say_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
+        else:
+            _say_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
+        sys.exit(failure.code if failure else 1)
+
+
+def _say_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:
+    """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
+
+    torchrun gives the ranks of one attempt a common folder, where a file stands for what was said (`about`: the part
+    that counts as the same). Without it, each rank speaks for itself.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        common = Path(error_file).parent.parent
+        with contextlib.suppress(OSError):
+            if quiet_after_others and any(common.glob("told-*")):
+                return
+            said = common / f"told-{hashlib.sha256((about or text).encode(errors='replace')).hexdigest()[:16]}"
+            try:
+                said.touch(exist_ok=False)
+            except FileExistsError:
+                return
+    sys.stderr.write(text)  # one write: ranks share the terminal
+    sys.stderr.flush()

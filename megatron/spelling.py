@@ -136,7 +136,9 @@ def _number(kind: type, word: str):
             number = float(word)  # 1e6 samples is a count too
         except ValueError:
             raise BadValue(f"'{word}' is not {_A[kind]}") from None
-    if not math.isfinite(number) or kind(number) != number:
+    if not math.isfinite(number):
+        raise BadValue(f"'{word}' is not a finite number")
+    if kind(number) != number:
         raise BadValue(f"'{word}' is not {_A[kind]}")
     return kind(number)
 

@@ -81,7 +81,7 @@ def test_a_flag_sets_its_field(line, name, value):
     [
         ("--count x", "--count 'x' is not a whole number"),
         ("--count 1.5", "--count '1.5' is not a whole number"),
-        ("--share nan", "--share 'nan' is not a number"),
+        ("--share nan", "--share 'nan' is not a finite number"),
         ("--count", "--count takes one value (a whole number), got none"),
         ("--count 1 2", "--count takes one value (a whole number), got 2: 1 2"),
         ("--on maybe", "--on 'maybe' is neither true nor false"),

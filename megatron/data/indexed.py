@@ -199,13 +199,19 @@ def _map(path: str, prefix: str) -> mmap.mmap | bytes:
 
 
 def _missing(prefix: str) -> tuple[str | None, str]:
-    """Why a token file may be missing, and what to do: names that start alike are the likeliest slip."""
+    """Why a token file may be missing, and what to do: a folder, a text, or a name that starts alike are likely slips."""
     path = Path(prefix)
-    near = sorted(str(found)[:-4] for found in path.parent.glob(f"{path.name}*.idx")) if path.parent.is_dir() else []
+    if path.is_file():
+        return (
+            f"{prefix} is a file, not a prefix",
+            "text becomes .bin/.idx by preprocess_data.py --input; give its prefix",
+        )
+    likely = path.glob("*.idx") if path.is_dir() else path.parent.glob(f"{path.name}*.idx")
+    near = sorted(str(found)[:-4] for found in likely) if path.parent.is_dir() else []
     if near and near != [prefix]:
         return f"there is: {', '.join(near[:5])}", "give the whole prefix, up to _document"
     return (
-        None,
+        None if path.parent.is_dir() else f"there is no folder {path.parent}",
         "a prefix is the path without .bin/.idx, for example corpus_text_document; preprocess_data.py makes both",
     )
 

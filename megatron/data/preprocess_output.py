@@ -23,6 +23,7 @@ class Totals:
     outputs: dict[str, dict]
     rejected: int
     rejected_path: str | None
+    first_reason: str
     lines: int
     text_bytes: int
     seconds: float
@@ -42,9 +43,10 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
     shared, partitions, workspace = written.shared, written.partitions, written.workspace
     lines = int(shared.lines.sum())
     rejected, rejected_path = _publish_rejected(settings.output_prefix, written)
+    reason = first_reason(rejected_path)
     if not shared.totals[:, :, 0].any():
-        why = f"{lines} lines, {rejected} rejected"
-        do = f"see {rejected_path}" if rejected else "check --input and --json-keys"
+        why = f"{lines} lines, {rejected} rejected{reason}"
+        do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     level = "sentence" if settings.split_sentences else "document"
     outputs = {}
@@ -59,7 +61,7 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
     for index, output in enumerate(outputs.values()):
         publish(workspace, str(index), output["prefix"])
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
-    return Totals(outputs, rejected, rejected_path, lines, int(shared.progress[:, 1].sum()), seconds)
+    return Totals(outputs, rejected, rejected_path, reason, lines, int(shared.progress[:, 1].sum()), seconds)
 
 
 def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:
@@ -113,6 +115,15 @@ def _publish_rejected(prefix: str, written: Written) -> tuple[int, str | None]:
             append_file(file.fileno(), path)
     os.replace(written.workspace.path("rejected"), final)
     return int(written.shared.progress[:, 4].sum()), str(final)
+
+
+def first_reason(rejected_path: str | None) -> str:
+    """Where and why the first line was set aside, to be added to their number; all lines often share the reason."""
+    if rejected_path is None:
+        return ""
+    with open(rejected_path, encoding="utf-8", errors="replace") as file:
+        first = json.loads(file.readline())
+    return f"; the first: {first['file']}, line {first['line']}: {first['reason']}"
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> dict:
