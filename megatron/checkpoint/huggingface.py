@@ -23,6 +23,7 @@ from megatron.checkpoint import hf_files
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.durable import storage, sync_folder
 from megatron.checkpoint.hf_names import kind_of, matches, our_settings, their_settings
+from megatron.checkpoint.imported import imported_state
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.state import Saver
 from megatron.checkpoint.store import Piece
@@ -130,12 +131,11 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
 
     with _arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", out.resolve() / "tokenizer")
-        record = dict(model=asdict(model), tokenizer=asdict(tokenizer or schema.Tokenizer()))
         pieces = [
             Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
         ]
-        content = dict(state=state, optimizer_steps=None, config=asdict(schema.from_record(record)), mesh={},
-                       vocab_size=vocab_size, origin=f"Hugging Face {kind} in {source.resolve()}")  # fmt: skip
+        origin = f"Hugging Face {kind} in {source.resolve()}"
+        content = imported_state(model, vocab_size, state, origin, tokenizer)
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)

@@ -41,7 +41,6 @@ class Outcome(NamedTuple):
     iteration: int
     path: Optional[Path]
     failure: Optional[Failure]
-    seconds: float
 
 
 class Keeper:
@@ -61,7 +60,8 @@ class Keeper:
         self._outcome: Optional[Outcome] = None
         self._failures: list[Outcome] = []  # in a row
         self._fatal: Optional[BaseException] = None
-        self._due_at, self._trained_from = 0, (0, 0.0)  # --save-interval auto: next save; step and time of the last
+        # For --save-interval auto: the next save; step and time of the last; seconds that a thread wrote for it.
+        self._due_at, self._trained_from, self._writing = 0, (0, 0.0), 0.0
 
     def due(self, iteration: int) -> bool:
         """Whether `--save-interval` asks for a checkpoint after this step. To be asked after each step."""
@@ -81,6 +81,7 @@ class Keeper:
         """
         started = time.perf_counter()
         self.wait()
+        waited = time.perf_counter() - started  # no part of what a save costs: a longer interval would spare it
         pieces, background = list(pieces), self.settings.async_save
         if background:
             try:
@@ -92,7 +93,7 @@ class Keeper:
                 background = False
         if background:
             stall = time.perf_counter() - started
-            self._plan(iteration, stall)  # before the thread starts, which uses the same exchange
+            self._plan(iteration, stall - waited)  # before the thread starts, which uses the same exchange
             self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
             self._thread.start()
             self.say(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
@@ -100,7 +101,7 @@ class Keeper:
         self._work(iteration, pieces, state, False)
         self._judge()
         stall = time.perf_counter() - started
-        self._plan(iteration, stall)
+        self._plan(iteration, stall - waited)
         return stall
 
     def wait(self, patience: Optional[float] = None) -> None:
@@ -146,9 +147,9 @@ class Keeper:
             return
         since, at = self._trained_from
         a_step = (time.perf_counter() - at - stall) / max(1, iteration - since)
-        stall, a_step = map(max, zip(*self.exchange((stall, a_step))))
+        stall, a_step, writing = map(max, zip(*self.exchange((stall, a_step, self._writing))))
         hours = self.settings.mean_time_to_interruption
-        seconds = best_interval(stall, hours * 3600)
+        seconds = max(best_interval(stall, hours * 3600), writing)
         steps = max(1, round(seconds / max(a_step, 1e-6)))
         self._due_at, self._trained_from = iteration + steps, (iteration, time.perf_counter())
         cost = lost_share(seconds, stall, hours * 3600)
@@ -169,7 +170,8 @@ class Keeper:
             self._fatal = error
             return
         seconds = time.perf_counter() - started
-        self._outcome = Outcome(iteration, path, failure, seconds)
+        self._outcome = Outcome(iteration, path, failure)
+        self._writing = seconds if background else 0.0
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             self.say(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")

@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -22,6 +21,7 @@ import torch
 
 from megatron import config as schema
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.imported import imported_state
 from megatron.checkpoint.megatron_pickle import extract
 from megatron.checkpoint.state import TRACKER, Saver
 from megatron.checkpoint.store import Piece
@@ -94,9 +94,8 @@ def convert(source: Path, out: Path, state: dict[str, Any], *, step: Optional[in
         if missing:
             raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
-    record = asdict(schema.from_record(dict(model=asdict(model))))
-    content = dict(state=state, optimizer_steps=None, config=record, mesh={}, vocab_size=vocab_size,
-                   origin=f"Megatron-LM in {parts[0].path.parent.parent.resolve()}")  # fmt: skip
+    origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
+    content = imported_state(model, vocab_size, state, origin)
     new = not out.exists()
     try:
         with Saver(out) as saver:

@@ -165,7 +165,7 @@ def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
 
 
 def test_reshard_and_diff_need_little_memory():
-    """160 MiB of tensors pass through less than 100 MiB of memory."""
+    """280 MiB of tensors, one of them 160, pass through less than half as much memory."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as name:
         source, child = Path(name), os.fork()
@@ -189,7 +189,7 @@ def test_reshard_and_diff_need_little_memory():
                 with Reader(source / "a" / "iter_0000001") as a, Reader(source / "b" / "iter_0000001") as b:
                     assert not list(differences(a, b, part=8 << 20))
                 used = peak_memory() - before
-                code = 0 if used < 100 << 20 else used >> 20
+                code = 0 if used < 140 << 20 else min(255, used >> 20)
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
