@@ -28,7 +28,8 @@ DANGEROUS = dict(
 )  # fmt: skip
 TOLD = ("model", "data", "batch", "optimizer", "precision", "guard")  # groups whose other changes are told
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
-IRRELEVANT = ("override", "heartbeat_dir", "num_workers", "data_cache_path")
+IRRELEVANT = ("override", "heartbeat_dir", "num_workers", "data_cache_path", "exit_interval", "exit_duration_in_mins",
+              "kill_switch_file", "exit_signal_handler")  # fmt: skip
 
 
 class Change(NamedTuple):

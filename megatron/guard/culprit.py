@@ -74,7 +74,7 @@ class Observer:
             self.order += 1
             outputs = _tensors(output)
             if all(map(_finite, _tensors(inputs))) and not all(map(_finite, outputs)):
-                self._add(FORWARD, name)
+                self._add(FORWARD, name, outputs)
             for tensor in outputs:
                 if tensor.requires_grad:
                     tensor.register_hook(self._gradient_at(name))
@@ -101,8 +101,14 @@ class Observer:
 
         return look
 
-    def _add(self, kind: int, module: str) -> None:
-        samples = tuple(self.batches[self.micro].samples.tolist())
+    def _add(self, kind: int, module: str, outputs=()) -> None:
+        samples = self.batches[self.micro].samples.tolist()
+        for output in outputs:  # [s, b, ...]: only some samples may be spoilt
+            if output.dim() >= 2 and output.shape[1] == len(samples):
+                spoilt = ~torch.isfinite(output).transpose(0, 1).flatten(1).all(1)
+                samples = [sample for sample, bad in zip(samples, spoilt.tolist()) if bad]
+                break
+        samples = tuple(samples)
         self.found.append(Finding(kind, self.micro, self.order, self.rank, module, samples))
 
     @property

@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 MEANINGS = {
     0: (Action.DONE, "finished"),
-    1: (Action.RETRY, "failed without saying why (exit 1)"),
+    1: (Action.RETRY, "failed (exit 1)"),
     2: (Action.STOP, "command line not understood (exit 2)"),
     3: (Action.STOP, "settings cannot work (exit 3)"),
     4: (Action.STOP, "data missing or damaged (exit 4)"),

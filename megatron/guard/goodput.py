@@ -71,8 +71,8 @@ class Report:
         if self.repeated_steps:
             lines.append(f"  {self.repeated_steps} steps were made again because they had not been saved")
         for attempt in self.attempts:
-            span = (f"steps {attempt['first_step']} to {attempt['last_step']}" if attempt["first_step"]
-                    else "no step")  # fmt: skip
+            first, last = attempt["first_step"], attempt["last_step"]
+            span = f"steps {first} to {last}" if 0 < first <= last else "no step"
             lines.append(f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
                          f"{attempt['cause']}")  # fmt: skip
         return "\n".join(lines)

@@ -147,11 +147,6 @@ def read_beat(path: Path, tries: int = 5) -> Optional[Beat]:
     return None
 
 
-def alive_here(beat: Beat) -> bool:
-    """Whether the rank's process is one of this machine, and still there."""
-    return beat.ended is None and beat.host == socket.gethostname() and born(beat.pid) == beat.born
-
-
 def born(pid: int) -> int:
     """When a process started, in ticks since the machine did; 0 when there is no such process (or no /proc)."""
     try:

@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections import defaultdict
 from pathlib import Path
+
+from megatron.guard.heartbeat import Beat, born
 
 _SUBREAPER = 36  # prctl(PR_SET_CHILD_SUBREAPER)
 
@@ -59,6 +62,16 @@ def send(pid: int, number: int) -> bool:
         os.kill(pid, number)
         return True
     return False
+
+
+def is_gone(beat: Beat) -> bool:
+    """Whether a rank's process was one of this machine, and is no longer there."""
+    return beat.host == socket.gethostname() and (born(beat.pid) != beat.born or state(beat.pid) == "Z")
+
+
+def alive_here(beat: Beat) -> bool:
+    """Whether a rank's process is one of this machine, and has not ended."""
+    return beat.ended is None and beat.host == socket.gethostname() and not is_gone(beat)
 
 
 def end_descendants(of: int, grace: float = 3.0, deadline: float = 10.0) -> list[int]:

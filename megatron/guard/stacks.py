@@ -133,7 +133,8 @@ def _sentence(waiting: int, group: list[Standstill]) -> str:
         return f"{who} wait{verb} in {one.waits_in}{at}{step}"
     phase = PHASES.get(one.beat.phase, one.beat.phase)
     if one.state in STATES:
-        return f"{who}, pid {one.beat.pid}: {STATES[one.state]}, {phase} for {silent:.0f} s{step}"
+        pid = f", pid {one.beat.pid}" if len(ranks) == 1 else ""
+        return f"{who}{pid}: {STATES[one.state]}, {phase} for {silent:.0f} s{step}"
     return f"{who}: {phase} for {silent:.0f} s{step}{at}"
 
 

@@ -128,7 +128,7 @@ class Watch:
                     "(memory, device, or a kernel that is not deterministic)")  # fmt: skip
         first: Finding = answers[0][0]
         samples = "".join(f"\n    {text}" for text in answers[0][1][:8])
-        others = len({answer[0].rank for answer in answers}) - 1
+        others = len({found.rank for found, _ in answers if found.kind == first.kind}) - 1
         also = f"; seen on {others} more ranks" if others > 1 else "; seen on another rank too" if others else ""
         return f"{first}{also}{samples}"
 

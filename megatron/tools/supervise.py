@@ -28,11 +28,12 @@ from megatron.guard import command as commands
 from megatron.guard import processes
 from megatron.guard.exits import Action, Verdict, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STACKS_SIGNAL, Beat, alive_here, read_beats
+from megatron.guard.heartbeat import STACKS_SIGNAL, Beat, read_beats
 from megatron.guard.stacks import Standstill, explain
 from megatron.guard.stacks import parse as parse_stacks
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
+LINGER = 5.0  # seconds that a launcher has to notice that a rank is gone, and to say how
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Supervisor:
         """Until the job ends, or hangs (True), or has not ended in time after it was asked to."""
         seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, when it was new)
         asked: Optional[float] = None
+        gone: Optional[float] = None
         start = time.monotonic()
         while job.poll() is None:
             time.sleep(self.settings.poll)
@@ -214,6 +216,11 @@ class Supervisor:
             if asked is not None:
                 if now - asked > self.settings.grace:
                     say(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
+                    return False
+                continue
+            if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
+                gone = gone or now
+                if now - gone > LINGER:
                     return False
                 continue
             silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
@@ -244,7 +251,7 @@ class Supervisor:
     def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
         """Ask the ranks themselves to save and stop: a launcher would give them little time."""
         name = signal.Signals(self.asked_to_stop).name
-        living = [beat for beat in beats if alive_here(beat)]
+        living = [beat for beat in beats if processes.alive_here(beat)]
         if any(beat.step for beat in living):
             say(f"{name}: the job is asked to save and stop")
             for beat in living:
@@ -303,7 +310,7 @@ def collect_stacks(
     asked = {}
     for beat in beats:
         path = folder / f"rank_{beat.rank:05d}.stacks"
-        if alive_here(beat) and STACKS_SIGNAL and processes.state(beat.pid) not in ("T", "t", "Z", ""):
+        if processes.alive_here(beat) and STACKS_SIGNAL and processes.state(beat.pid) not in ("T", "t", "Z", ""):
             asked[beat.rank] = path, path.stat().st_size if path.exists() else 0
             processes.send(beat.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + patience
@@ -312,7 +319,7 @@ def collect_stacks(
     time.sleep(0.1 if asked else 0)
     found = []
     for beat in beats:
-        state = processes.state(beat.pid) if alive_here(beat) else ""
+        state = processes.state(beat.pid) if processes.alive_here(beat) else ""
         stacks = ()
         if beat.rank in asked:
             path, size = asked[beat.rank]

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards in whole runs on forked ranks: ledger, stop requests, causes of NaN, spikes, resuming with other settings."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsError
+from megatron.flags import parse_pretrain
+from megatron.guard.heartbeat import Heartbeat, read_beats
+from megatron.mpu.forked import RankFailed
+from megatron.rules import resolve
+from megatron.training import pretrain
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
+    "--micro-batch-size 2 --global-batch-size 8 --eval-interval 1000 --eval-iters 0 --device cpu --num-workers 0 "
+)
+
+
+def _pretrain(rank, flags, world=1, recipe=None):
+    pretrain(resolve(parse_pretrain(f"{TINY} {flags}".split()), world), recipe or pretrain_gpt.recipe())
+
+
+def _records(folder, kind="step"):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def _ledger(folder):
+    return [(step["iteration"], step["ledger"]) for step in _records(folder)]
+
+
+def _tensors(path):
+    with Reader(path) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_does_not_depend_on_the_layout_nor_on_resuming(run_ranks, tmp_path):
+    flags = "--train-iters 6 --num-layers 2 --save-interval 3"
+    for name, world, more in (
+        ("one", 1, ""),
+        ("dp2", 2, "--micro-batch-size 1"),
+        ("tp2", 2, "--tp 2 --micro-batch-size 4"),
+        ("pp2", 2, "--pp 2"),
+    ):
+        run_ranks(world, _pretrain, f"{flags} {more} --save {tmp_path / name}", world)
+    expected = _ledger(tmp_path / "one")
+    assert len({hash for _, hash in expected}) == 6
+    assert [_ledger(tmp_path / name) for name in ("dp2", "tp2", "pp2")] == [expected] * 3
+    run_ranks(2, _pretrain, f"{flags} --save {tmp_path / 'on'} --load {tmp_path / 'one'} --ckpt-step 3", 2)
+    assert _ledger(tmp_path / "on") == expected[3:]
+
+
+def test_resuming_says_where_and_refuses_another_run(tmp_path, capsys):
+    _pretrain(0, f"--train-iters 4 --save {tmp_path}")
+    with pytest.raises(SettingsError, match="--seed: 1234 in the checkpoint, 5 now"):
+        _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5")
+    _pretrain(0, f"--train-iters 6 --load {tmp_path} --lr 2e-2")
+    said = capsys.readouterr().out
+    assert "resuming at iteration 4, 32 samples consumed, learning rate" in said
+    assert "layout tp 1 pp 1 cp 1 dp 1 then and now" in said
+    assert "note: --lr was 0.01 in the checkpoint, is 0.02 now" in said
+    with pytest.raises(SettingsError, match="samples that this run would have had are others"):
+        _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5 --override seed")
+    _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5 --override seed,data-order")
+    assert "(--override)" in capsys.readouterr().out
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+def _with_event(event, at_sample):
+    """The recipe, and something that happens when a sample is read."""
+
+    class Eventful:
+        def __init__(self, dataset):
+            self.dataset, self.done = dataset, False
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def __getitem__(self, index):
+            if index == at_sample and not self.done:
+                self.done = True
+                event()
+            return self.dataset[index]
+
+    def build_datasets(*args):
+        train, *rest = pretrain_gpt.build_datasets(*args)
+        return (Eventful(train), *rest)
+
+    return dataclasses.replace(pretrain_gpt.recipe(), build_datasets=build_datasets)
+
+
+def _signalled(rank, flags, world):
+    """The second rank hears SIGTERM, twice, in its third step: samples 16 to 23."""
+
+    def event():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        _pretrain(rank, flags, world, _with_event(event, at_sample=18))
+    except Preempted as stopped:
+        return str(stopped)
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_a_signal_to_one_rank_saves_once_on_all_at_the_same_step(more, run_ranks, tmp_path):
+    flags = f"--train-iters 9 --save {tmp_path / 'a'} {more}"
+    answers = run_ranks(2, _signalled, f"{flags} --exit-signal-handler", 2)
+    assert all("stopped at iteration 3: signal caught" in answer for answer in answers), answers
+    assert sorted(path.name for path in (tmp_path / "a").glob("iter_*")) == ["iter_0000003"]
+    assert Preempted.code == 9
+    run_ranks(2, _pretrain, f"{flags} --load {tmp_path / 'a'}", 2)
+    run_ranks(2, _pretrain, f"--train-iters 9 --save {tmp_path / 'b'}", 2)
+    expected, found = _tensors(tmp_path / "b" / "iter_0000009"), _tensors(tmp_path / "a" / "iter_0000009")
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert _ledger(tmp_path / "a") == _ledger(tmp_path / "b")
+
+
+def test_the_kill_switch_stops_with_a_checkpoint_and_then_keeps_others_from_starting(tmp_path, capsys):
+    switch = tmp_path / "stop"
+    flags = f"--train-iters 50 --save {tmp_path / 'a'} --kill-switch-file {switch}"
+    _pretrain(0, flags, recipe=_with_event(lambda: switch.touch(), at_sample=0))
+    assert (tmp_path / "a" / "iter_0000001").exists()
+    assert "stopping at iteration 1: --kill-switch-file" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="is there already"):
+        _pretrain(0, flags)
+
+
+# ---- values that are not finite --------------------------------------------------------------------------------------
+
+
+class _Poison(torch.autograd.Function):
+    """Multiplies by `factor` on the way forward or back, where `hit` of [b] is true."""
+
+    @staticmethod
+    def forward(ctx, x, hit, forward, backward):
+        ctx.hit, ctx.backward_factor = hit, backward
+        return torch.where(hit[:, None], x * forward, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(ctx.hit[:, None], gradient * ctx.backward_factor, gradient), None, None, None
+
+
+def _poisoned(module, samples, forward=1.0, backward=1.0, times=None):
+    """The recipe with a fault in a module of the model, for some samples, at most `times` times."""
+    left = [times]
+
+    def build_model(*args, **keys):
+        model = pretrain_gpt.build_model(*args, **keys)
+        found = dict(model.named_modules()).get(module)
+        if found is not None:
+            model.register_forward_pre_hook(lambda _, inputs: setattr(found, "now", inputs[1].samples))
+
+            def spoil(_, inputs, output):
+                hit = torch.isin(found.now, torch.tensor(samples))
+                if not hit.any() or left[0] == 0:
+                    return output
+                left[0] = left[0] and left[0] - 1
+                return _Poison.apply(output, hit, forward, backward)
+
+            found.register_forward_hook(spoil)
+        return model
+
+    return dataclasses.replace(pretrain_gpt.recipe(), build_model=build_model)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "layout, fault, where",
+    [
+        ("", dict(module="blocks.1.mlp", samples=[22], forward=NAN),
+         "rank 1, micro-batch 1: first in the forward pass of blocks.1.mlp\n    sample 22"),
+        ("", dict(module="blocks.0.attention_norm", samples=[17], backward=NAN),
+         "rank 0, micro-batch 0: first in the backward pass of blocks.0.attention_norm"),
+        ("--pp 2", dict(module="blocks.1.attention", samples=[20], forward=NAN),
+         "rank 1, micro-batch 2: first in the forward pass of blocks.1.attention\n    sample 20"),
+        ("--tp 2", dict(module="blocks.0.mlp", samples=[19], forward=float("inf")),
+         "micro-batch 1: first in the forward pass of blocks.0.mlp"),
+        ("--use-distributed-optimizer", dict(module="final_norm", samples=[16], forward=NAN),
+         "rank 0, micro-batch 0: first in the forward pass of final_norm\n    sample 16"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_not_finite_is_traced_to_rank_micro_batch_module_and_sample(
+    layout, fault, where, run_ranks, tmp_path
+):
+    """Samples 16 to 23 are those of step 3; with two data parallel ranks rank 1 has 18, 19, 22, 23."""
+    flags = f"--train-iters 5 --save {tmp_path} --save-interval 1 {layout}"
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, _pretrain, flags, 2, _poisoned(**fault))
+    text = str(failed.value)
+    assert "iteration 3: loss" in text and "not finite" in text and where in text, text
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+
+
+def test_a_fault_that_does_not_repeat_is_told_as_one():
+    with pytest.raises(NumericsError, match="the same step, repeated, is finite"):
+        _pretrain(0, "--train-iters 5", recipe=_poisoned("blocks.1.mlp", [20], forward=NAN, times=1))
+
+
+def test_steps_that_are_not_finite_can_be_skipped_and_are_counted(tmp_path, capsys):
+    """A skipped step leaves no trace: the run goes on as one that has left the step out."""
+    bad = _poisoned("blocks.1.mlp", [20, 33], forward=NAN)
+    _pretrain(0, f"--train-iters 8 --save {tmp_path / 'a'} --on-nan skip", recipe=bad)
+    assert [step["iteration"] for step in _records(tmp_path / "a") if step["skipped"]] == [3, 5]
+    assert "iteration 3 is skipped: loss nan" in capsys.readouterr().out
+    _pretrain(0, f"--train-iters 8 --save {tmp_path / 'b'} --iterations-to-skip 3 5")
+    expected, found = _tensors(tmp_path / "b" / "iter_0000008"), _tensors(tmp_path / "a" / "iter_0000008")
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    with pytest.raises(NumericsError, match="10 steps in a row"):
+        _pretrain(0, "--train-iters 30 --no-check-for-nan-in-loss-and-grad",
+                  recipe=_poisoned("blocks.1.mlp", list(range(24, 400)), forward=NAN))  # fmt: skip
+
+
+# ---- spikes ----------------------------------------------------------------------------------------------------------
+
+SPIKY = "--hidden-dropout 0 --attention-dropout 0 --train-iters 44 --lr 1e-3 --save-interval 10 --spike-threshold 8"
+
+
+def _spike():
+    return _poisoned("final_norm", [8 * 39 + 3], forward=3000.0)  # in step 40
+
+
+def test_a_spike_is_told_or_skipped(tmp_path, capsys):
+    _pretrain(0, f"{SPIKY} --save {tmp_path / 'told'}", recipe=_spike())
+    assert "warning: iteration 40: loss" in capsys.readouterr().out
+    assert [step["iteration"] for step in _records(tmp_path / "told") if "spike" in step][0] == 40
+    _pretrain(0, f"{SPIKY} --save {tmp_path / 'skipped'} --on-spike skip", recipe=_spike())
+    assert [step["iteration"] for step in _records(tmp_path / "skipped") if step["skipped"]] == [40]
+
+
+def test_a_spike_rolls_back_and_leaves_out_what_led_to_it(run_ranks, tmp_path):
+    """The end is that of a run which was told from the start to leave those steps out."""
+    flags = f"{SPIKY} --on-spike rollback --spike-skip-steps 4"
+    run_ranks(2, _pretrain, f"{flags} --save {tmp_path / 'a'}", 2, _spike())
+    assert [record["iteration"] for record in _records(tmp_path / "a", "rewind")] == [30]
+    run_ranks(2, _pretrain, f"{SPIKY} --save {tmp_path / 'b'} --iterations-to-skip 37 38 39 40", 2)
+    expected, found = _tensors(tmp_path / "b" / "iter_0000044"), _tensors(tmp_path / "a" / "iter_0000044")
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    with Reader(tmp_path / "a" / "iter_0000044") as reader:
+        state = reader.state["state"]
+    assert state["left_out"] == [37, 38, 39, 40] and state["rollbacks"] == 1 and state["consumed_samples"] == 44 * 8
+
+
+def test_rollbacks_are_limited(tmp_path):
+    with pytest.raises(NumericsError, match="0 rollbacks have not helped"):
+        _pretrain(0, f"{SPIKY} --save {tmp_path} --on-spike rollback --max-rollbacks 0", recipe=_spike())
+
+
+# ---- heartbeats ------------------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_says_what_a_rank_does_and_how_it_ended(tmp_path):
+    beats = []
+    event = _with_event(lambda: beats.extend(read_beats(tmp_path / "beats")), at_sample=18)
+    _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'}", recipe=event)
+    assert [(beat.step, beat.phase, beat.place) for beat in beats] == [(3, "data", "dp 0 pp 0 cp 0 tp 0")]
+    [last] = read_beats(tmp_path / "beats")
+    assert (last.step, last.since, last.ended, last.why) == (4, 1, 0, "")
+    assert {"F", "B", "data", "reduce", "update", "setup"} <= set(last.seconds)
+    with pytest.raises(CheckpointError):
+        _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'} --load {tmp_path}")
+    assert [(beat.step, beat.phase, beat.ended) for beat in read_beats(tmp_path / "beats")] == [(0, "setup", 5)]
+    with pytest.raises(NumericsError):
+        _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'}",
+                  recipe=_poisoned("final_norm", [9], forward=NAN))  # fmt: skip
+    [last] = read_beats(tmp_path / "beats")
+    assert (last.step, last.ended) == (2, 8) and last.why.startswith("iteration 2: loss nan")
+
+
+def test_reading_beats_while_they_change_never_fails(tmp_path):
+    heart = Heartbeat(str(tmp_path), 3)
+    reader = os.fork()
+    if reader == 0:
+        seen = [beat.count for _ in range(3000) for beat in read_beats(tmp_path)]
+        os._exit(0 if len(seen) == 3000 and seen == sorted(seen) else 1)
+    while os.waitpid(reader, os.WNOHANG)[0] == 0:
+        for number in range(500):
+            heart.beat("F", step=number, op=f"F{number % 7}")
+    heart.close()
+    (tmp_path / "rank_00004.beat").write_text("no beat")
+    assert [beat.rank for beat in read_beats(tmp_path)] == [3]
+    assert np.isfinite(read_beats(tmp_path)[0].usual)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guards' arithmetic and words: spikes, exits, changed settings, stacks, command lines, accounts."""
+
+import json
+import random
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import from_record
+from megatron.data import ledger
+from megatron.errors import SettingsError, UsageError
+from megatron.guard import changes, command
+from megatron.guard.exits import Action, codes_in_log, judge
+from megatron.guard.goodput import Attempt, account
+from megatron.guard.heartbeat import Beat
+from megatron.guard.spikes import ENOUGH, Recent
+from megatron.guard.stacks import Standstill, explain, parse, spans
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**40), st.randoms())
+@settings(max_examples=50)
+def test_any_split_of_a_step_has_the_same_hash(parts, each, start, shuffle):
+    rows = np.random.default_rng(start).integers(0, 50000, (parts * each, 9))
+    places = list(range(start, start + len(rows)))
+    whole = ledger.batch_hash(places, rows)
+    order = list(range(len(rows)))
+    shuffle.shuffle(order)
+    split = [ledger.batch_hash([places[i] for i in order[p::parts]], rows[order[p::parts]]) for p in range(parts)]
+    assert ledger.added(split) == whole
+    as_fp64 = np.sum(np.array(split, np.float64), axis=0)  # as ranks add them up
+    assert ledger.written(as_fp64) == ledger.written(whole)
+
+
+def test_a_shifted_repeated_or_changed_sample_shows():
+    rows = np.random.default_rng(0).integers(0, 50000, (4, 9))
+    hashes = {
+        "right": ledger.batch_hash(range(4), rows),
+        "off by one": ledger.batch_hash(range(1, 5), rows),
+        "swapped": ledger.batch_hash(range(4), rows[[1, 0, 2, 3]]),
+        "repeated": ledger.batch_hash([0, 1, 2, 2], rows[[0, 1, 2, 2]]),
+        "skipped": ledger.batch_hash(range(3), rows[:3]),
+        "a token": ledger.batch_hash(
+            range(4), rows + np.eye(4, 9, dtype=np.int64)[[0, 0, 0, 0]] * [[0], [1], [0], [0]]
+        ),
+    }
+    assert len(set(hashes.values())) == len(hashes)
+
+
+# ---- spikes ----------------------------------------------------------------------------------------------------------
+
+
+def _curve(count, noise, seed):
+    source = random.Random(seed)
+    return [(3 + 4 * 0.98**step + source.gauss(0, noise), 1 + abs(source.gauss(0, 0.2))) for step in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_falling_noisy_curve_has_no_spikes_and_a_jump_is_one(seed):
+    recent, found = Recent(), []
+    for step, (loss, norm) in enumerate(_curve(600, 0.05, seed)):
+        spike = recent.spike(loss + (2 if step == 500 else 0), norm, threshold=10)
+        found += [(step, spike.what)] if spike else []
+        recent = recent.after(loss, norm, window=128)
+    assert found == [(500, "loss")]
+    assert len(recent.losses) == len(recent.norms) == 128
+
+
+def test_the_window_survives_json_and_wild_values_do_not_move_it():
+    recent = Recent()
+    for step in range(ENOUGH + 8):
+        recent = recent.after(1e9 if step % 10 == 3 else 2 + step / 1000, float("nan") if step == 5 else 1.0, window=64)
+    again = Recent.of(json.loads(json.dumps(dict(losses=recent.losses, norms=recent.norms))))
+    assert again == recent and again.spike(2.0, 1.0, 10) is None and again.spike(4.0, 1.0, 10).what == "loss"
+    assert again.spike(2.0, 30.0, 10).what == "gradient norm"
+
+
+# ---- exits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "codes, action, code",
+    [
+        ([0, 0], Action.DONE, 0), ([7, 3], Action.STOP, 3), ([1, 4, -15], Action.STOP, 4), ([5], Action.STOP, 5),
+        ([7, -9], Action.RETRY, -9), ([-15, 7], Action.RETRY, 7), ([9, 9], Action.PREEMPTED, 9), ([1], Action.RETRY, 1),
+        ([9, -9], Action.RETRY, -9), ([8, 7], Action.STOP, 8), ([77], Action.RETRY, 77), ([-11], Action.RETRY, -11),
+        ([6, 7], Action.RETRY, 6), ([10], Action.STOP, 10),
+    ],
+)  # fmt: skip
+def test_what_an_end_asks_for(codes, action, code):
+    assert judge(codes)[::2] == (action, code)
+
+
+def test_codes_are_read_from_torchruns_last_words():
+    text = """
+      rank      : 1 (local_rank: 1)
+      exitcode  : 3 (pid: 4242)
+    Root Cause (first observed failure):
+      exitcode  : -9 (pid: 4243) (SIGKILL)
+    """
+    assert codes_in_log(text) == [3, -9] and judge([8], retry_numerics=True).action is Action.RETRY
+
+
+# ---- changed settings ------------------------------------------------------------------------------------------------
+
+
+def _config(**changed):
+    record = dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2), data=dict(data_path=["a"]))
+    for group, values in changed.items():
+        record.setdefault(group, {}).update(values)
+    return from_record(record)
+
+
+def _record(config):
+    from dataclasses import asdict
+
+    return json.loads(json.dumps(asdict(config)))
+
+
+@pytest.mark.parametrize(
+    "group, name, value",
+    [("data", "data_path", ["b"]), ("data", "split", "1,1,1"), ("logging", "seed", 7), ("model", "seq_length", 99),
+     ("tokenizer", "vocab_file", "x"), ("model", "num_layers", 3), ("data", "dataloader_type", "cyclic")],
+)  # fmt: skip
+def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
+    saved, flag = _record(_config()), name.replace("_", "-")
+    with pytest.raises(SettingsError, match=f"--{flag}: "):
+        changes.refuse_another_run(_config(**{group: {name: value}}), saved)
+    allowed = _config(**{group: {name: value}}, guard=dict(override=f"--seed,{flag}"))
+    changes.refuse_another_run(allowed, saved)
+    assert any(flag in text and "(--override)" in text for text in changes.told(allowed, saved))
+
+
+def test_harmless_changes_are_told_and_unchanged_settings_are_not():
+    saved = _record(_config(batch=dict(rampup_batch_size=[1, 2, 3])))
+    assert changes.told(_config(batch=dict(rampup_batch_size=[1, 2, 3])), saved) == []
+    now = _config(batch=dict(rampup_batch_size=[1, 2, 3]), optimizer=dict(lr=0.5), data=dict(num_workers=9))
+    changes.refuse_another_run(now, saved)
+    assert changes.told(now, saved) == ["--lr was None in the checkpoint, is 0.5 now"]
+
+
+def test_other_samples_are_refused_and_unknown_overrides_too():
+    with pytest.raises(SettingsError, match="others than the checkpoint's .at 3, 9."):
+        changes.refuse_other_samples(_config(), [3, 9])
+    assert changes.refuse_other_samples(_config(guard=dict(override="data-order")), [3])
+    assert changes.refuse_other_samples(_config(), []) == []
+    with pytest.raises(UsageError, match="--override lr"):
+        changes.overridden("lr")
+    assert changes.probe_places(0) == [] and changes.probe_places(1) == [0] and len(changes.probe_places(1000)) == 8
+
+
+# ---- stacks ----------------------------------------------------------------------------------------------------------
+
+WAITING = """
+Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f2 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2889 in all_reduce
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/x/megatron/mpu/collectives.py", line 25 in all_reduce
+  File "/x/megatron/optimizer/zero.py", line 147 in totals
+  File "/x/megatron/training.py", line 77 in train_step
+  File "/x/pretrain_gpt.py", line 49 in <module>
+"""
+LOADING = """
+Thread 0x00007f1 (most recent call first):
+  File "/x/megatron/data/gpt_dataset.py", line 105 in __getitem__
+  File "/x/megatron/data/loader.py", line 116 in micro_batch
+  File "/usr/lib/python3.11/concurrent/futures/thread.py", line 58 in run
+
+Current thread 0x00007f2 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/concurrent/futures/_base.py", line 451 in result
+  File "/x/megatron/data/loader.py", line 107 in step
+  File "/x/pretrain_gpt.py", line 49 in <module>
+"""
+
+
+def _still(rank, phase, text="", state="S", silent=74.0, op=""):
+    beat = Beat(rank, "n7", 100 + rank, 1, 5, phase, 17, op=op)
+    return Standstill(beat, silent, state, parse(textwrap.dedent(text)))
+
+
+def test_a_hang_is_told_in_plain_words_culprit_first():
+    ranks = [_still(rank, "reduce", WAITING) for rank in range(8) if rank != 3] + [_still(3, "data", LOADING)]
+    assert explain(ranks) == [
+        "rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)",
+        "7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in totals), step 17",
+    ]
+
+
+def test_stopped_dead_and_mutual_waits_are_told():
+    assert explain([_still(1, "F", state="T", op="F2"), _still(0, "reduce", WAITING)])[0] == (
+        "rank 1 on n7, pid 101: is stopped by a signal (SIGSTOP), in a forward pass for 74 s, step 17, op F2"
+    )
+    assert "is gone" in explain([_still(0, "B", state="")])[0]
+    assert explain([_still(0, "reduce", WAITING), _still(1, "reduce", WAITING)])[-1].startswith("every rank waits")
+    assert explain([_still(0, "x", "garbage")]) == ["rank 0 on n7: x for 74 s, step 17"]
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_spans_name_every_rank_once(numbers):
+    named = []
+    for part in spans(sorted(numbers)).split(", "):
+        low, _, high = part.partition("-")
+        named += range(int(low), int(high or low) + 1)
+    assert named == sorted(numbers)
+
+
+# ---- command lines ---------------------------------------------------------------------------------------------------
+
+JOB = ("torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --mock-data "
+       "--vocab-size 100 --lr 1e-3 --train-iters 5 --micro-batch-size 2").split()  # fmt: skip
+
+
+def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
+    words = [*JOB, "--save", str(tmp_path), "--load", "elsewhere", "--finetune", "--ckpt-step", "3"]
+    assert command.resumed(words, str(tmp_path)) == words
+    for name in ("iter_0000010", "iter_0000020", "iter_0000030", ".tmp-iter_0000040-ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").touch()
+    (tmp_path / "iter_0000030" / "index.json").unlink()
+    assert command.newest_checkpoint(str(tmp_path)) == 20
+    settings = command.settings_of(command.resumed(words, str(tmp_path))).checkpoint
+    assert (settings.load, settings.finetune, settings.ckpt_step) == (str(tmp_path), False, None)
+
+
+def test_fewer_ranks_keep_the_global_batch():
+    ranks, words = command.fewer_ranks([*JOB, "--global-batch-size", "24"], 4, 1)
+    assert (ranks, command.ranks_of(words)) == (3, 3)
+    assert command.settings_of(words).batch.global_batch_size == 24
+    assert command.fewer_ranks(JOB, 4, 1)[0] == 2  # 4 x 2 samples: 3 ranks cannot share them
+    ranks, words = command.fewer_ranks([*JOB, "--tensor-model-parallel-size", "2"], 4, 1)
+    assert ranks == 2 and command.settings_of(words).batch.global_batch_size == 4
+    with pytest.raises(SettingsError, match="no layout on 3 to 3 ranks"):
+        command.fewer_ranks(JOB, 4, 3)
+    with pytest.raises(SettingsError, match="no training script"):
+        command.script_at(["torchrun", "train.py"])
+
+
+# ---- the account -----------------------------------------------------------------------------------------------------
+
+
+def test_lost_time_is_counted_by_cause():
+    attempts = [
+        Attempt(0, 2, launched=0, ended=20, cause="hung", code=7, first_step=1, last_step=100, silent=4, waited=1,
+                phases=dict(setup=5, data=1, F=3, B=4, reduce=2, save=1)),
+        Attempt(1, 2, launched=21, ended=23, cause="rank killed by SIGKILL", code=-9),
+        Attempt(2, 2, launched=24, ended=44, cause="finished", first_step=51, last_step=150, phases=dict(setup=10, F=10)),
+    ]  # fmt: skip
+    found = account(attempts, "finished", 0, 44, checkpoints=3)
+    assert (found.steps, found.repeated_steps, found.restarts) == (150, 50, 2)
+    assert found.productive == 5 + 10 and found.lost["steps made again"] == 5
+    assert found.lost["starting"] == 5 + 2 + 10 and found.lost["saving checkpoints"] == 1
+    assert found.productive + sum(found.lost.values()) == pytest.approx(43)  # and a second nobody accounts for
+    assert "50 steps were made again" in found.text() and json.loads(json.dumps(found.record()))["goodput"] > 0.3
