@@ -27,6 +27,7 @@ class Device:
                    columns or terms of a sum
     attention:     FLOP/s that attention reaches, by precision, causal halves counted in full
     bandwidth:     bytes/s of reading or writing its memory
+    unfused:       elementwise work as a multiple of what fused kernels would read and write
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
     latency:       seconds of a collective of nothing, for each doubling of the ranks
     host:          bytes/s between device and host
@@ -34,11 +35,12 @@ class Device:
 
     name: str
     kind: str = "cuda"
-    memory_gb: float = 80.0
+    memory_gb: float = 80.0  # of 1e9 bytes, as --device-memory-gb
     flops: dict = field(default_factory=dict, hash=False)
     attention: dict = field(default_factory=dict, hash=False)
-    rows: float = 512.0
+    rows: float = 96.0
     bandwidth: float = 1.6e12
+    unfused: float = 1.0
     inner: float = 250e9
     outer: float = 20e9
     latency: float = 12e-6
@@ -50,7 +52,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        return int(self.memory_gb * GIB)
+        return int(self.memory_gb * 1e9)
 
     @property
     def context_bytes(self) -> int:
@@ -82,7 +84,7 @@ TABLE = {
     "MI300X-192GB": (192, 5300, 300, 42),
 }  # fmt: skip
 
-REACHED = dict(linear=0.72, attention=0.45)  # of the peak; large products on A100 and H100 reach 65 to 80 %
+REACHED = dict(linear=0.8, attention=0.45)  # of the peak
 
 
 def find(name: str) -> Device:
@@ -101,7 +103,7 @@ def _of_table(name: str) -> Device:
     memory, bandwidth, inner, outer = TABLE[name]
     peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items()}
     return Device(
-        name, "cuda", memory, {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
+        name, "cuda", memory * GIB / 1e9, {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
         {kind: REACHED["attention"] * peak for kind, peak in peaks.items()},
         bandwidth=0.8e9 * bandwidth, inner=0.8e9 * inner, outer=0.9e9 * outer,
     )  # fmt: skip

@@ -75,31 +75,40 @@ def _offloaded(units: tuple[Unit, ...], shard: int, fraction: float) -> int:
     return found
 
 
-def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
-    """Everything that a pipeline rank needs at its fullest moment of a step."""
+def resident(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """`state`, and the buffers that go with the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
-    entries = dict(held)
+    units = rank_units(job, layout, rank)
+    return held | {"gathered weights": _gathered(units, job, layout), "gradient buffers": _buffers(units, layout)}, host
+
+
+def moving(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
+    """What a step adds whatever the ZeRO stage, at its fullest moment; and its activations by kind."""
     kept = _kept(job, layout, rank)
     loss = kept.pop("output layer and loss", 0)
-    entries["activations"] = sum(kept.values())
-    entries["logits"] = loss
     last = rank == layout.pipeline(job.model.num_layers).stages[-1][0]
-    if last:
-        entries["logits"] += activations.loss_workspace(job, layout)
+    most = activations.loss_workspace(job, layout) if last else 0
     units = rank_units(job, layout, rank)
-    entries["workspace"] = (
-        activations.workspace(job, layout) + max(s.size for u in units for s in u.slots) * job.element
-    )
-    entries["gathered weights"] = _gathered(units, job, layout)
-    entries["gradient buffers"] = _buffers(units, layout)
-    entries["pipeline buffers"] = _messages(job, layout, rank)
+    layer = activations.workspace(job, layout) + max(s.size for u in units for s in u.slots) * job.element
+    entries = {
+        "activations": sum(kept.values()),
+        "logits": loss + most,
+        "workspace": max(0, layer - most),  # no layer works while the loss does
+        "pipeline buffers": _messages(job, layout, rank),
+    }
+    entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     entries["communication buffers"] = device.communication_bytes * sum(
         n > 1 for n in (layout.tp, layout.dp, layout.pp)
     )
-    moving = sum(size for name, size in entries.items() if name not in held and name != "communication buffers")
-    entries["fragmentation"] = int(FRAGMENTATION[job.device] * moving)
     entries["device context"] = device.context_bytes
-    return Ledger(rank, {name: size for name, size in entries.items() if size}, host, dict(kept))
+    return entries, kept
+
+
+def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
+    """Everything that a pipeline rank needs at its fullest moment of a step."""
+    held, host = resident(job, layout, rank)
+    entries, kept = moving(job, layout, device, rank)
+    return Ledger(rank, {name: size for name, size in (held | entries).items() if size}, host, dict(kept))
 
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:

@@ -29,8 +29,12 @@ def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> l
     """Of one step of a pipeline rank (and of one place on the shard axis)."""
     found = _tensor_parallel(job, layout, rank) if layout.tp > 1 else []
     found += _messages(job, layout, rank) if layout.pp > 1 else []
-    found += _data_parallel(job, layout, rank)
-    found += _partial(job, layout, rank, shard_rank)
+    return [transfer for transfer in found if transfer.bytes] + once_a_step(job, layout, rank, shard_rank)
+
+
+def once_a_step(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
+    """What keeps data parallel ranks, and copies of parameters, together."""
+    found = _data_parallel(job, layout, rank) + _partial(job, layout, rank, shard_rank)
     return [transfer for transfer in found if transfer.bytes]
 
 

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout of a job on a cluster: what fits, how fast it is, and why the rest does not.
+
+The grid is walked in full: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
+sharding degree, offload. What does not depend on the inner choices is computed outside their loops, so that a hundred
+thousand layouts take seconds. The best ones are then refined: layers that need no recomputation, uneven stages.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Optional
+
+from megatron.config import Recompute
+from megatron.pipeline.schedule import SCHEDULES
+from megatron.planner import memory, speed
+from megatron.planner.layout import Job, Layout
+from megatron.planner.speed import Cluster, Step, split_even
+
+GRANULARITIES = (None, "core_attn", "full_attn", "full")
+REFINED = 40  # best plans that are refined
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched. A value narrows an axis to it; None leaves it free."""
+
+    global_batch: Optional[int] = None
+    max_global_batch: Optional[int] = None
+    tp: Optional[int] = None
+    pp: Optional[int] = None
+    micro: Optional[int] = None
+    zero: Optional[int] = None
+    schedule: Optional[str] = None
+    offload: bool = True
+    host_bytes: Optional[int] = None  # memory of the host for each rank
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with what it needs and brings."""
+
+    layout: Layout
+    job: Job
+    step: Step
+    bytes: int  # of the fullest pipeline rank
+    rank: int  # which one that is
+
+    @property
+    def per_sample(self) -> float:
+        return self.step.seconds / self.job.global_batch
+
+    @property
+    def order(self) -> tuple:
+        """Fast first; of equals the one with less machinery."""
+        lay = self.layout
+        return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.pp, lay.chunks, self.bytes)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that does not fit, by how many bytes, where."""
+
+    layout: Layout
+    over: int
+    rank: int
+    host: bool = False
+
+    def why(self) -> str:
+        where = "in the host's memory" if self.host else f"on pipeline rank {self.rank}"
+        return f"out of memory by {self.over / 1e9:.1f} GB {where}"
+
+
+@dataclass
+class Found:
+    """Outcome of a search: plans from best to worst, the closest rejected ones, and what never came into question."""
+
+    plans: list[Plan] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
+    looked_at: int = 0
+    too_large: int = 0
+
+
+def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
+    """All plans of `job` (whose global batch `space` decides) on `cluster`; `keep` best and closest ones are told."""
+    found, best, close = Found(), [], []
+    for number, (base, sized) in enumerate(_bases(job, cluster, space, found)):
+        for plan in _shardings(base, sized, cluster, space):
+            found.looked_at += 1
+            if isinstance(plan, Plan):
+                best.append(plan)
+            else:
+                found.too_large += 1
+                heapq.heappush(close, (-plan.over, number, found.looked_at, plan))
+                if len(close) > keep:
+                    heapq.heappop(close)
+        if len(best) > 20 * keep:
+            best = sorted(best, key=lambda plan: plan.order)[:keep]
+    best = sorted(best, key=lambda plan: plan.order)[:keep]
+    refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster)]
+    found.plans = sorted(best + refined, key=lambda plan: plan.order)[:keep]
+    found.rejected = [entry[-1] for entry in sorted(close, key=lambda entry: entry[:3], reverse=True)]
+    return found
+
+
+# The grid -------------------------------------------------------------------------------------------------------------
+
+
+def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[tuple[Layout, Job]]:
+    """Layouts without sharding, each with the job at its global batch."""
+    world = cluster.world_size
+    for tp in _tensor_sizes(job, cluster, space, found):
+        for pp in _pipeline_sizes(job, world // tp, space, found):
+            dp = world // (tp * pp)
+            for micro, batch in _batches(job, dp, space, found):
+                sized = replace(job, global_batch=batch)
+                for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
+                    for sp in (False, True) if tp > 1 and job.model.seq_length % tp == 0 else (False,):
+                        for again in GRANULARITIES:
+                            if again != "core_attn" or job.attention_kernel != "flash":
+                                yield (
+                                    Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(again), layers),
+                                    sized,
+                                )
+
+
+def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> list[int]:
+    m, sizes = job.model, []
+    for tp in [space.tp] if space.tp else _divisors(cluster.world_size):
+        if tp > cluster.local_size and not space.tp:
+            found.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
+            break
+        bad = [f"{value} {name}" for name, value in (("heads", m.num_attention_heads), ("key-value heads", m.query_groups),
+                                                     ("ffn", m.ffn_size)) if value % tp]  # fmt: skip
+        if bad or cluster.world_size % tp:
+            found.impossible.append(
+                f"tp {tp}: {' and '.join(bad) or f'{cluster.world_size} ranks'} cannot be divided by it"
+            )
+        else:
+            sizes.append(tp)
+    return sizes
+
+
+def _pipeline_sizes(job: Job, ranks: int, space: Space, found: Found) -> Iterator[int]:
+    for pp in [space.pp] if space.pp else _divisors(ranks):
+        if ranks % pp:
+            continue
+        if pp > job.model.num_layers:
+            reason = f"pp {pp} and more: there are {job.model.num_layers} layers"
+            found.impossible += [reason] * (reason not in found.impossible)
+            return
+        yield pp
+
+
+def _batches(job: Job, dp: int, space: Space, found: Found) -> Iterator[tuple[int, int]]:
+    """(micro-batch, global batch) that `dp` ranks can do."""
+    most = space.global_batch or space.max_global_batch
+    if dp > most or (space.global_batch and most % dp):
+        reason = f"dp {dp}: a global batch of {most} cannot be divided by it"
+        found.impossible += [reason] * (reason not in found.impossible)
+        return
+    for micro in [space.micro] if space.micro else _powers(most // dp):
+        batch = most if space.global_batch else most // (micro * dp) * micro * dp
+        if batch and batch % (micro * dp) == 0:
+            yield micro, batch
+
+
+def _arrangements(job: Job, pp: int, micros: int, space: Space) -> Iterator[tuple[str, int, Optional[str]]]:
+    """(schedule, chunks, layers of each stage or None for even)."""
+    layers = job.model.num_layers
+    if pp == 1:
+        yield "1f1b", 1, None
+        return
+    for name in [space.schedule] if space.schedule else [n for n in SCHEDULES if n != "forward-only"]:
+        low, high = SCHEDULES[name].chunks
+        if name in ("1f1b", "gpipe"):
+            high = 1
+        for chunks in range(low, (high or min(8, layers // pp)) + 1):
+            if layers % (pp * chunks) == 0:
+                if chunks == 1 or name != "interleaved" or micros >= pp:
+                    yield name, chunks, None
+            elif chunks == 1 and name in ("1f1b", "zb-h1"):
+                yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
+
+
+def _shardings(base: Layout, job: Job, cluster: Cluster, space: Space) -> Iterator[object]:
+    """The base with each way to share or offload its state: a Plan, or Rejected."""
+    device, ranks = cluster.device, _fullest(base, job)
+    rest = [sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
+    length, parts, bubble = speed.passes(job, base, cluster)
+    for zero, shard, offload in _state_choices(base.dp, space):
+        layout = replace(base, zero=zero, shard=shard, offload=offload, overlap=base.dp > 1 and device.kind == "cuda")
+        held = [memory.resident(job, layout, rank) for rank in ranks]
+        totals = [more + sum(own.values()) for more, (own, _) in zip(rest, held)]
+        worst = max(range(len(ranks)), key=totals.__getitem__)
+        host = max(sum(away.values()) for _, away in held)
+        if totals[worst] > device.memory_bytes:
+            yield Rejected(layout, totals[worst] - device.memory_bytes, ranks[worst])
+        elif space.host_bytes and host > space.host_bytes:
+            yield Rejected(layout, host - space.host_bytes, ranks[worst], host=True)
+        else:
+            behind, more = speed.once(job, layout, cluster)
+            whole = speed.useful_flops(job)
+            yield Plan(layout, job, Step(length + behind, parts | more, bubble, whole), totals[worst], ranks[worst])
+
+
+def _state_choices(dp: int, space: Space) -> Iterator[tuple[int, int, float]]:
+    for zero in [space.zero] if space.zero is not None else range(4):
+        for shard in [1] if zero == 0 else [n for n in _divisors(dp) if n > 1]:
+            yield zero, shard, 0.0
+            if space.offload:
+                yield zero, shard, 1.0
+
+
+def _fullest(layout: Layout, job: Job) -> list[int]:
+    """Pipeline ranks one of which needs most: the first has most micro-batches, the last the loss, others more layers."""
+    pipeline = layout.pipeline(job.model.num_layers)
+    sizes = [len(layers) for layers in pipeline.layers]
+    heaviest = pipeline.stages[max(range(len(sizes)), key=sizes.__getitem__)][0]
+    return sorted({0, layout.pp - 1, heaviest, min(1, layout.pp - 1)})
+
+
+# Refinement -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan], Optional[Rejected]]:
+    """One layout by itself: its plan, or what it lacks."""
+    totals = [memory.ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+    worst = max(range(layout.pp), key=totals.__getitem__)
+    over = totals[worst] - cluster.device.memory_bytes
+    plan = Plan(layout, job, speed.step(job, layout, cluster), totals[worst], worst)
+    return (None, Rejected(layout, over, worst)) if over > 0 else (plan, None)
+
+
+def _refined(plan: Plan, cluster: Cluster) -> Iterator[Plan]:
+    """Variants that are better: layers spared from recomputation, stages with layers by their work."""
+    for better in (_spared(plan, cluster), _balanced(plan, cluster)):
+        if better and better.per_sample < plan.per_sample * 0.999:
+            yield better
+
+
+def _spared(plan: Plan, cluster: Cluster) -> Optional[Plan]:
+    """The most layers of each stage kept that memory allows."""
+    layout = plan.layout
+    if layout.recompute.recompute_granularity is None:
+        return None
+    stages = layout.pipeline(plan.job.model.num_layers).layers
+    low, high, best = 0, max(map(len, stages)), None
+    while low < high:
+        count = (low + high + 1) // 2
+        exempt = ",".join(str(n) for layers in stages for n in layers[:count])
+        found, _ = evaluate(
+            plan.job, replace(layout, recompute=replace(layout.recompute, no_recompute_layers=exempt)), cluster
+        )
+        if found:
+            low, best = count, found
+        else:
+            high = count - 1
+    return best
+
+
+def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
+    """Fewer layers where the embedding or the loss are."""
+    layout, job = plan.layout, plan.job
+    if layout.pp == 1 or layout.chunks > 1 or layout.recompute.no_recompute_layers:
+        return None
+    one, first, last = (
+        speed.stage_seconds(job, layout, cluster, *ends) for ends in ((False, False), (True, False), (False, True))
+    )
+    costs = [0.0] * layout.pp
+    costs[0], costs[-1] = first / one - 1, last / one - 1
+    layers = ",".join(map(str, split_even(costs, job.model.num_layers)))
+    return evaluate(job, replace(layout, stage_layers=layers), cluster)[0] if layers != layout.stage_layers else None
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(0, 7) if 2**k <= most]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step takes: arithmetic at the speed the device reaches, memory traffic, messages, and the schedule's gaps.
+
+A pass of one layer is the sum of its matrix products (at a speed that falls with the smallest dim), its attention core,
+its elementwise work (bytes over bandwidth), the starts of its ops, and its tensor parallel collectives. Stages put passes
+together; the schedule (simulated) puts stages together; data parallel communication and the update come behind it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron import flops
+from megatron.config import Recompute
+from megatron.planner import activations
+from megatron.planner.device import Device
+from megatron.planner.layout import Job, Layout
+from megatron.planner.live import span
+from megatron.planner.parameters import padded, padded_vocabulary, rank_units
+from megatron.planner.traffic import Transfer, once_a_step
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and how many of them share a node: ranks that are neighbours talk over its links."""
+
+    device: Device
+    world_size: int
+    local_size: int = 8
+
+    def seconds(self, op: str, size: int, calls: int, ranks: int, stride: int) -> float:
+        """Time of collectives of `size` bytes in `calls` calls over `ranks` ranks that are `stride` apart."""
+        if ranks == 1 or size == 0:
+            return 0.0
+        d = self.device
+        link = d.inner if ranks * stride <= self.local_size or (op == "send" and stride < self.local_size) else d.outer
+        if op == "send":
+            return size / link + calls * d.latency
+        # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce; ranks on one node share a ring's links.
+        share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+        steps = (ranks - 1).bit_length()
+        return share * size / link + calls * steps * d.latency
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one iteration, and what they are made of (each on the slowest rank)."""
+
+    seconds: float
+    parts: dict[str, float]
+    bubble: float  # share of the pipeline's time in which ranks wait
+    flops: float  # model FLOPs of all ranks
+
+    def tokens_per_second(self, job: Job) -> float:
+        return job.global_batch * job.model.seq_length / self.seconds
+
+    def tflops_per_rank(self, world_size: int) -> float:
+        return self.flops / self.seconds / world_size / 1e12
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch through something: forward, backward, and of these what is communication."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    waiting: float = 0.0
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.forward + other.forward, self.backward + other.backward, self.waiting + other.waiting)
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def step(job: Job, layout: Layout, cluster: Cluster) -> Step:
+    """The time of one iteration."""
+    length, parts, bubble = passes(job, layout, cluster)
+    behind, more = once(job, layout, cluster)
+    parts = {name: value for name, value in (parts | more).items() if value > 1e-9}
+    return Step(length + behind, parts, bubble, useful_flops(job))
+
+
+def useful_flops(job: Job) -> float:
+    """Model FLOPs of an iteration, of all ranks."""
+    return flops.model_flops(job.model, job.vocab_size) * job.global_batch * job.model.seq_length
+
+
+def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
+    """A micro-batch through one layer, forward and backward, with what the first or last stage does beside."""
+    again = layout.recompute.recompute_granularity or ""
+    return _stage(job, layout.tp, layout.sp, layout.micro, 1, ((again, 1),), first, last, cluster).both
+
+
+def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float], float]:
+    """(seconds of all passes of a step, their parts, share of them in which ranks wait)."""
+    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    last = len(pipeline.stages) - 1
+    kinds = {
+        (len(layers), _repeated(layout.recompute, layers), n == 0, n == last)
+        for n, layers in enumerate(pipeline.layers)
+    }
+    # The slowest stage sets the pace; a schedule of even stages of its length is a little pessimistic.
+    slow = max(
+        (_stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster) for kind in kinds), key=lambda one: one.both
+    )
+    message = _message(job, layout, cluster)
+    forward, backward = slow.forward + message, slow.backward + message
+    units = span(layout.schedule, layout.pp, micros, layout.chunks, backward=round(backward / forward, 2))
+    useful = micros * layout.chunks * (forward + backward)
+    length = max(useful, units * forward)
+    parts = {
+        "compute": micros * layout.chunks * (slow.both - slow.waiting),
+        "tensor parallel": micros * layout.chunks * slow.waiting,
+        "pipeline messages": 2 * micros * layout.chunks * message,
+        "bubble": length - useful,
+    }
+    return length, parts, 1 - useful / length
+
+
+@lru_cache(maxsize=65536)
+def _repeated(settings: Recompute, layers: range) -> tuple[tuple[str, int], ...]:
+    """How many layers are computed again, by granularity."""
+    counts: dict[str, int] = {}
+    for name, members in activations.groups(layers, settings):
+        counts[name] = counts.get(name, 0) + members
+    return tuple(sorted(counts.items()))
+
+
+@lru_cache(maxsize=65536)
+def _stage(
+    job: Job, tp: int, sp: bool, micro: int, layers: int, repeated, first: bool, last: bool, cluster: Cluster
+) -> Pass:
+    core, rest, talk = _layer(job, tp, sp, micro, cluster)
+    attention, total = _attention_half(job, tp, sp, micro, cluster), core + rest
+    waiting = 4 * talk * layers
+    forward, backward = layers * (total + 2 * talk), layers * (2 * total + 2 * talk)
+    for name, count in repeated:
+        more = dict(full=total + 2 * talk, full_attn=attention + talk * sp, core_attn=core).get(name, 0.0)
+        backward += count * more
+        waiting += count * dict(full=2 * talk, full_attn=talk * sp).get(name, 0.0)
+    ends = Pass()
+    n, h, e, d = job.model.seq_length * micro, job.model.hidden_size, job.element, cluster.device
+    if first:
+        ends += Pass(4 * n * h * e / d.bandwidth + talk, 4 * n * h * e / d.bandwidth + talk * sp, talk * (1 + sp))
+    if last:
+        rows = padded_vocabulary(job.model, job.vocab_size, tp) // tp
+        product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
+        softmax = 4 * 4 * n * rows / d.bandwidth
+        ends += Pass(3 * product + softmax + talk * sp, talk, talk * (1 + sp))  # the loss makes its gradients at once
+    return Pass(forward, backward, waiting) + ends
+
+
+@lru_cache(maxsize=65536)
+def _layer(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> tuple[float, float, float]:
+    """Seconds of a forward pass of a layer: attention core, all else, and one tensor parallel collective."""
+    m, d, e = job.model, cluster.device, job.element
+    n, h = m.seq_length * micro, m.hidden_size
+    width, ffn = m.num_attention_heads * m.head_dim // tp, m.ffn_size // tp
+    products = [(n, h, width + 2 * m.query_groups * m.head_dim // tp), (n, width, h), (n, ffn, h)]
+    products += [(n, h, ffn)] * (2 if m.swiglu else 1)
+    linear = sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in products)
+    rest = n // (tp if sp else 1)
+    # Elements read and written: two norms, two residual additions with their dropouts, the function inside the MLP.
+    moved = rest * h * (10 + (m.hidden_dropout > 0)) + n * ffn * (5 if m.swiglu else 2) + n * 4 * width
+    talk = _talk(job, tp, sp, micro, cluster)
+    return _core(job, tp, micro, d), linear + d.unfused * moved * e / d.bandwidth + 30 * d.launch, talk
+
+
+def _talk(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> float:
+    size = job.model.seq_length * micro * job.model.hidden_size * job.element
+    # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
+    op = "all_gather" if sp else "all_reduce"
+    return cluster.seconds(op, (2 if sp else 1) * size, 2 if sp else 1, tp, 1)
+
+
+def _core(job: Job, tp: int, micro: int, device: Device) -> float:
+    m, n = job.model, job.model.seq_length * micro
+    width = m.num_attention_heads * m.head_dim // tp
+    work = 4 * n * m.seq_length * width
+    reached = device.attention.get(job.precision) or min(device.attention.values())
+    if job.attention_kernel == "flash":
+        return work / 2 / reached
+    if job.attention_kernel == "block-causal":
+        return work / 2 / reached * 1.2
+    scores = n * m.seq_length * (m.num_attention_heads // tp)
+    passes = 4 + 2 * (m.attention_dropout > 0)
+    speed = device.reached(job.precision, m.head_dim)
+    return work / speed + device.unfused * scores * job.element * passes / device.bandwidth
+
+
+def _attention_half(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> float:
+    m, d = job.model, cluster.device
+    n, width = m.seq_length * micro, m.num_attention_heads * m.head_dim // tp
+    work = 2 * n * m.hidden_size * (2 * width + 2 * m.query_groups * m.head_dim // tp)
+    return work / d.reached(job.precision, min(n, width, m.hidden_size)) + _core(job, tp, micro, d)
+
+
+def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """One message to the next stage. Neighbouring stages are tp x dp ranks apart."""
+    if layout.pp == 1:
+        return 0.0
+    return cluster.seconds("send", activations.passage(job, layout), 1, 2, layout.tp * layout.dp)
+
+
+# Once a step ----------------------------------------------------------------------------------------------------------
+
+
+def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float]]:
+    """What comes behind the passes: data parallel communication (less what runs beside them) and the update."""
+    worst, found = 0.0, {}
+    for rank in {0, layout.pp - 1}:
+        units = rank_units(job, layout, rank)
+        moving = sum(_seconds(t, layout, cluster) for t in once_a_step(job, layout, rank))
+        hidden = 0.7 * moving if layout.overlap else 0.0
+        own = padded(units, layout.shard) // layout.shard
+        device = cluster.device
+        update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
+        update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
+        if moving - hidden + update > worst:
+            worst = moving - hidden + update
+            found = {"data parallel": moving - hidden, "update": update}
+    return worst, found
+
+
+def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
+    ranks = dict(shard=layout.shard, replicate=layout.replicate, tied=2, tp=layout.tp)[transfer.axis]
+    stride = dict(
+        tp=1, shard=layout.tp, replicate=layout.tp * layout.shard, tied=layout.tp * layout.dp * (layout.pp - 1)
+    )
+    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, ranks, stride[transfer.axis])
+
+
+def split_even(costs: list[float], layers: int) -> list[int]:
+    """Layers of each stage so that the slowest stage is as fast as can be. costs: of each stage's ends, in layers.
+
+    >>> split_even([0.0, 0.0, 0.0, 1.4], 8)
+    [2, 3, 2, 1]
+    """
+    counts = [0] * len(costs)
+    for _ in range(layers):
+        counts[min(range(len(costs)), key=lambda n: (counts[n] + costs[n], n in (0, len(costs) - 1)))] += 1
+    return counts
