@@ -169,6 +169,7 @@ class Data:
     test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
     split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
     data_cache_path: Optional[str] = setting("folder for index maps (default: beside the data)", None)
+    verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
     mock_data: bool = setting("deterministic synthetic samples, no files", False)
     dataloader_type: Literal["single", "cyclic"] = setting(
         "single: in index order; cyclic: shuffled each epoch", "single"

@@ -16,7 +16,11 @@ from megatron.batch import batch_size, total_iterations, total_samples
 from megatron.checkpoint.keeper import Keeper, exchange_through
 from megatron.checkpoint.state import alone, checkpoints, restore
 from megatron.data.loader import Batches
-from megatron.errors import CheckpointError, SettingsError
+from megatron.data import manifest
+from megatron.data.blend import parse_blend
+from megatron.data.indexed import bare_prefix
+from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
@@ -61,6 +65,9 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     state, record, notices = load(config, context, optimizer, state)
     datasets = recipe.build_datasets(
         config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
+    refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
+    if config.data.verify_data:
+        verify_data(config.data, context, say)
     )
     if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
@@ -148,6 +155,30 @@ def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
     """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
     iterations = total_iterations(batch, dp)
     evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
+def all_paths(data: schema.Data) -> list[str]:
+    """Every prefix that is read, weights between them."""
+    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [word for words in lists for word in words or ()]
+
+
+def verify_data(data: schema.Data, context: Context, say) -> None:
+    """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
+    given = {f"--{name.replace('_', '-')}": getattr(data, name)
+             for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")}  # fmt: skip
+    blends = [parse_blend(words, flag) for flag, words in given.items() if words]
+    prefixes = sorted({bare_prefix(prefix) for blend in blends for prefix in blend.prefixes})
+    started, problems = time.perf_counter(), []
+    try:
+        for prefix in prefixes:
+            problems += manifest.verify(prefix, context.mesh.rank, context.mesh.world_size)
+    except DataError as missing:
+        problems.append(str(missing))
+    problems = sorted({problem for found in exchange_over(context)(problems) for problem in found})
+    if problems:
+        raise DataError("token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again")
+    say(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
+
+
     each = batch.eval_iters * batch.global_batch_size
     return total_samples(batch, dp), evaluations * each, each
 

@@ -19,11 +19,12 @@ FLOORS = (
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
     ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),
-    ("data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace data.blend", 0),
+    ("data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace", 0),
+    ("data.blend data.manifest", 0),
     ("mpu.mesh mpu.forked", 1),  # the first that may know torch.distributed
     ("mpu.collectives mpu.mappings mpu.random mpu.deferred fused_kernels* tokenizer* metrics trackers", 2),
     ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
-    ("data.indexed data.index_cache data.preprocess* data.merge", 3),
+    ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
     ("run startup training parity", 5),  # where everything meets
     ("tools.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands

@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+from megatron.data.manifest import write_manifest
 from megatron.errors import Locked, StorageError
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG,
@@ -81,12 +82,14 @@ def storage_error(error: OSError, path) -> OSError | StorageError:
 
 
 def publish(workspace: Workspace, name: str, final: str) -> None:
-    """Give `<name>.bin` and `<name>.idx` of the workspace their final names, the .bin first.
+    """Give `<name>.bin` and `<name>.idx` of the workspace and their checksums their final names, the .bin first.
 
     An older .idx goes before, so that at no moment an .idx stands beside a .bin that it does not describe.
     """
-    Path(f"{final}.idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".idx"):
+    write_manifest(workspace.path(name), workspace.path(name + ".sums.json"))
+    for suffix in (".idx", ".sums.json"):
+        Path(final + suffix).unlink(missing_ok=True)
+    for suffix in (".bin", ".idx", ".sums.json"):
         os.replace(workspace.path(name + suffix), final + suffix)
     sync_folder(Path(final).parent)
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of token files, beside them: `<prefix>.sums.json` says what every byte of .bin and .idx was.
+
+A flipped bit in a .bin is another token, which training would never notice. The manifest holds one checksum per block of
+64 MiB, so that damage is located, several ranks can share the reading, and memory stays at what the system caches.
+"""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.durable import Damaged, checksum, read_sealed, seal, write_synced
+from megatron.errors import DataError
+
+BLOCK = 1 << 26
+SUFFIXES = (".bin", ".idx")
+_FORMAT = "checksums of token files"
+
+
+def manifest_path(prefix: str) -> str:
+    return f"{prefix}.sums.json"
+
+
+def checksums(path: str, part: int = 0, parts: int = 1, block: int = BLOCK) -> list[str]:
+    """Checksums of every `parts`-th block of a file, from block `part` on."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            return [checksum(view[at : at + block]) for at in range(part * block, size, parts * block)]
+
+
+def write_manifest(prefix: str, path: str | None = None) -> None:
+    """Read `<prefix>.bin` and `.idx` and write their manifest (default: beside them). It is on the disk on return."""
+    files = {s: dict(bytes=os.path.getsize(prefix + s), sums=checksums(prefix + s)) for s in SUFFIXES}
+    _, content = seal(dict(format=_FORMAT, block=BLOCK, files=files))
+    write_synced(Path(path or manifest_path(prefix)), content)
+
+
+def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
+    """Compare token files with their manifest: what differs, one sentence each; [] when every byte is good.
+
+    part, parts: read only this rank's share of the blocks. Raises DataError when there is no manifest to compare with.
+    """
+    manifest, problems = read_manifest(prefix), []
+    block = manifest["block"]
+    for suffix in SUFFIXES:
+        path, entry = prefix + suffix, manifest["files"][suffix]
+        try:
+            size = os.path.getsize(path)
+            if size != entry["bytes"]:
+                problems.append(f"{path} has {size:,} bytes instead of {entry['bytes']:,}")
+                continue
+            found = checksums(path, part, parts, block)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        for number, (got, wanted) in enumerate(zip(found, entry["sums"][part::parts])):
+            if got != wanted:
+                at = (part + number * parts) * block
+                problems.append(f"{path} is damaged between bytes {at:,} and {min(at + block, size):,}")
+    return problems
+
+
+def read_manifest(prefix: str) -> dict[str, Any]:
+    """The checked content of a manifest. Raises DataError when it is missing, damaged or something else."""
+    path = manifest_path(prefix)
+    if not os.path.exists(path):
+        do = f"python -m megatron.tools.verify_data {prefix} --write takes the files as they are now"
+        raise DataError(f"{path}: no such file, so {prefix}.bin cannot be verified", "preprocess_data.py writes it", do)
+    try:
+        _, content = read_sealed(Path(path))
+        block, files = content["block"], content["files"]
+        if content["format"] != _FORMAT or type(block) is not int or block < 4096:
+            raise ValueError("not a manifest")
+        for suffix in SUFFIXES:
+            if len(files[suffix]["sums"]) != -(-files[suffix]["bytes"] // block):
+                raise ValueError("checksums are missing")
+    except Damaged as problem:
+        raise DataError(problem.what) from None
+    except (KeyError, TypeError, ValueError) as problem:
+        raise DataError(f"{path} is not a manifest of token files: {problem}") from None
+    return content

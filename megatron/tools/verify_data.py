@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verify token files: every byte against the manifest beside them, and every number of the .idx against the others.
+
+    python -m megatron.tools.verify_data corpus_text_document other_text_document
+    python -m megatron.tools.verify_data corpus_text_document --write     make the manifest of files that have none
+
+Exit code 4: something is damaged, each damage on a line. Training does the first half with --verify-data.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+
+from megatron.config import setting
+from megatron.errors import DataError, UsageError, run_main
+from megatron.flags import parse
+
+PIECE = 1 << 20  # sequences checked at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to do besides reading."""
+
+    write: bool = setting("take the files as they are now, if their numbers agree, and write their manifest", False)
+
+
+def main(argv: list[str]) -> None:
+    """Verify the prefixes that stand before the flags."""
+    count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
+    prefixes, flags = argv[:count], argv[count:]
+    settings = parse(flags, dict(verify=Settings), prog="python -m megatron.tools.verify_data PREFIX ...",
+                     description=__doc__.splitlines()[0], common=("write",))["verify"]  # fmt: skip
+    if not prefixes:
+        raise UsageError("there is nothing to verify", do="python -m megatron.tools.verify_data corpus_text_document")
+
+    from megatron.data.indexed import bare_prefix
+
+    damaged = 0
+    for prefix in map(bare_prefix, prefixes):
+        start = time.perf_counter()
+        problems, size = examine(prefix, settings.write)
+        seconds = time.perf_counter() - start
+        print(
+            f"{prefix}: {size / 1e6:,.1f} MB in {seconds:.2f} s: "
+            + (f"{len(problems)} PROBLEMS" if problems else "good")
+        )
+        for problem in problems:
+            print(f"  {problem}", flush=True)
+        damaged += bool(problems)
+    if damaged:
+        raise DataError(f"{damaged} of {len(prefixes)} datasets are damaged", do="copy them again, or preprocess again")
+
+
+def examine(prefix: str, write: bool) -> tuple[list[str], int]:
+    """(problems, bytes) of one dataset; writes its manifest when asked to and nothing is wrong."""
+    import os
+
+    from megatron.data import manifest
+
+    problems = [] if write else manifest.verify(prefix)
+    try:
+        problems += contradictions(prefix)
+    except DataError as problem:
+        problems.append(problem.what)
+    if write and not problems:
+        manifest.write_manifest(prefix)
+        print(f"{prefix}: wrote {manifest.manifest_path(prefix)}", file=sys.stderr)
+    return problems, sum(os.path.getsize(prefix + s) for s in manifest.SUFFIXES if os.path.exists(prefix + s))
+
+
+def contradictions(prefix: str) -> list[str]:
+    """Numbers of an .idx that contradict each other, in bounded memory. Raises DataError as `IndexedDataset` does."""
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDataset
+
+    data, problems, at = IndexedDataset(prefix), [], 0
+    for start in range(0, len(data), PIECE):
+        lengths = data.sequence_lengths[start : start + PIECE].astype(np.int64) * data.dtype.itemsize
+        wanted = at + np.cumsum(lengths) - lengths
+        wrong = np.flatnonzero(data.sequence_pointers[start : start + PIECE] != wanted)
+        if len(wrong):
+            problems.append(
+                f"{prefix}.idx: the offset of sequence {start + wrong[0]} is not where the one before it ends"
+            )
+            break
+        at += int(lengths.sum())
+    for start in range(0, data.num_documents, PIECE):
+        boundaries = data.document_indices[start : start + PIECE + 1]
+        if (boundaries[1:] < boundaries[:-1]).any():
+            problems.append(f"{prefix}.idx: documents run backwards after document {start}")
+            break
+    return problems
+
+
+if __name__ == "__main__":
+    run_main(main)
