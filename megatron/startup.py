@@ -2,6 +2,7 @@
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,10 @@ from megatron import config as schema
 from megatron.batch import batch_size, total_iterations, total_samples
 from megatron.checkpoint.keeper import Keeper, exchange_through
 from megatron.checkpoint.state import alone, checkpoints, restore
-from megatron.data.loader import Batches
 from megatron.data import manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
@@ -63,11 +63,10 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
                              device=context.device, seed=config.logging.seed)  # fmt: skip
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
-    datasets = recipe.build_datasets(
-        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
-    refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
     if config.data.verify_data:
         verify_data(config.data, context, say)
+    datasets = recipe.build_datasets(
+        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
     )
     if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
@@ -151,16 +150,6 @@ def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 
-def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
-    """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
-    iterations = total_iterations(batch, dp)
-    evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
-def all_paths(data: schema.Data) -> list[str]:
-    """Every prefix that is read, weights between them."""
-    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return [word for words in lists for word in words or ()]
-
-
 def verify_data(data: schema.Data, context: Context, say) -> None:
     """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
     given = {f"--{name.replace('_', '-')}": getattr(data, name)
@@ -179,6 +168,10 @@ def verify_data(data: schema.Data, context: Context, say) -> None:
     say(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
 
 
+def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
+    """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
+    iterations = total_iterations(batch, dp)
+    evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
     each = batch.eval_iters * batch.global_batch_size
     return total_samples(batch, dp), evaluations * each, each
 
