@@ -68,6 +68,7 @@ def leave(context: Context) -> None:
     if dist.is_initialized() and context.joined:
         collectives.barrier(context.mesh.world)
         dist.destroy_process_group()
+        context.mesh.release()
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

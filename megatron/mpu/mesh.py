@@ -86,6 +86,14 @@ class Mesh:
                 mine = Axis(name, tuple(ranks), ranks.index(self.rank), group)
         return mine
 
+    def release(self) -> None:
+        """Let go of all process groups, which ends their threads.
+
+        A thread of gloo that is still putting away its last message when Python ends would abort the process.
+        """
+        for name in (*AXES, *JOINED, "tied"):
+            object.__setattr__(getattr(self, name), "group", None)
+
     @property
     def place(self) -> dict[str, int]:
         """This rank's coordinate on each axis, joined axes included."""
