@@ -76,6 +76,8 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         say(resumed(config, record, state, lengths, context.mesh.sizes))
+    if len(pipeline.stages) > 1 and context.first:
+        say(f" > {pipeline.describe(micros_of(config, context))}")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         say(f"note: {notice}")
     return Run(
@@ -283,9 +285,12 @@ def check_samples(config: schema.Config, record: dict[str, Any], batches: Batche
 
 def build_pipeline(config: schema.Config, context: Context) -> Pipeline:
     """Which layers lie where, and the order of passes."""
-    batch = config.batch
-    micros = batch.global_batch_size // batch.micro_batch_size // context.mesh.dp.size
-    return Pipeline.of(config.parallel, config.model.num_layers, micros)
+    return Pipeline.of(config.parallel, config.model.num_layers, micros_of(config, context))
+
+
+def micros_of(config: schema.Config, context: Context) -> int:
+    """Micro-batches of a step at the full batch size."""
+    return config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
 
 
 def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline) -> Wire:

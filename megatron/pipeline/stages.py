@@ -17,6 +17,7 @@ from megatron.errors import SettingsError
 from megatron.pipeline import schedule
 from megatron.pipeline.own_schedule import OwnSchedule, is_file, read_schedule
 from megatron.pipeline.schedule import Op, Stages
+from megatron.pipeline.simulate import report
 
 LAYERS_EACH = "--pipeline-stage-layers"
 
@@ -64,6 +65,18 @@ class Pipeline:
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
         return [self.stages.index((rank, chunk)) for chunk in range(self.chunks)]
+
+    def describe(self, micros: int) -> str:
+        """What lies where, and what a step wastes, in a line.
+
+        >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(micros=8)
+        'pipeline 1f1b: layers 0-1 | 2-3; bubble 11.1 %, activations of at most 2 of 8 micro-batches'
+        """
+        plan = [self.ops(rank, micros) for rank in range(self.pp)]
+        found = report(plan, self.stages)
+        layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
+        return (f"pipeline {self.name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
+                f"{max(found.live) / self.chunks:g} of {micros} micro-batches")  # fmt: skip
 
     def layers_of(self, rank: int) -> list[range]:
         """Layers of each chunk of a rank."""
@@ -229,6 +242,10 @@ def _cut(num_layers: int, counts: list[int]) -> tuple[range, ...]:
     ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     assert ends[-1] == num_layers, f"{counts} are not {num_layers} layers"
     return tuple(range(start, end) for start, end in zip(ends, ends[1:]))
+
+
+def _span(layers: range) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) if layers else "none"
 
 
 def _numbers(text: str) -> Optional[list[int]]:
