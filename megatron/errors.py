@@ -11,8 +11,10 @@ memory or a missing package can fail anywhere; `explain` puts such failures into
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -49,7 +51,7 @@ class DataError(Failure):
 
 
 class CheckpointError(Failure):
-    """A checkpoint is missing, damaged or belongs to another model."""
+    """A checkpoint is missing, damaged, or not what was asked for."""
 
     code = 5
 
@@ -154,25 +156,37 @@ def run_main(main, argv: list[str] | None = None) -> None:
             _say_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
         else:
             _say_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
-        sys.exit(failure.code if failure else 1)
+        _leave(failure.code if failure else 1)
 
 
 def _say_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:
     """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
 
-    torchrun gives the ranks of one attempt a common folder, where a file stands for what was said (`about`: the part
-    that counts as the same). Without it, each rank speaks for itself.
+    torchrun gives each rank a file for its last words, which it repeats in its own report, in a folder that the ranks
+    of one attempt have in common; there, a file stands for what was said (`about`: the part that counts as the same).
+    Without torchrun each rank speaks for itself.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        common = Path(error_file).parent.parent
+    last_words = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if last_words:
         with contextlib.suppress(OSError):
+            said = dict(message=text, extraInfo=dict(timestamp=str(int(time.time()) + quiet_after_others)))
+            Path(last_words).write_text(json.dumps(dict(message=said)), encoding="utf-8")
+            common = Path(last_words).parent.parent
             if quiet_after_others and any(common.glob("told-*")):
                 return
-            said = common / f"told-{hashlib.sha256((about or text).encode(errors='replace')).hexdigest()[:16]}"
+            mark = hashlib.sha256((about or text).encode(errors="replace")).hexdigest()[:16]
             try:
-                said.touch(exist_ok=False)
+                (common / f"told-{mark}").touch(exist_ok=False)
             except FileExistsError:
                 return
     sys.stderr.write(text)  # one write: ranks share the terminal
     sys.stderr.flush()
+
+
+def _leave(code: int) -> None:
+    """Exit. A rank that failed is not held up, or brought down with another code, by its connections to the others."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -20,6 +20,7 @@ from megatron.data import manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import Batches
+from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
@@ -53,6 +54,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
+    refuse_other_vocabulary(all_paths(config.data), tokenizer)
     dtype = DTYPES[config.precision.precision]
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
@@ -63,6 +65,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
                              device=context.device, seed=config.logging.seed)  # fmt: skip
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
+    refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
     if config.data.verify_data:
         verify_data(config.data, context, say)
     datasets = recipe.build_datasets(
@@ -73,11 +76,11 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     train, valid, test = build_batches(config, context, datasets, tokenizer)
     lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
     say(summary(config, context, recipe, vocab_size, state))
+    if len(pipeline.stages) > 1 and context.first:
+        say(f" > {pipeline.describe(micros_of(config, context))}")
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         say(resumed(config, record, state, lengths, context.mesh.sizes))
-    if len(pipeline.stages) > 1 and context.first:
-        say(f" > {pipeline.describe(micros_of(config, context))}")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         say(f"note: {notice}")
     return Run(
@@ -150,6 +153,12 @@ def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
         raise SettingsError(f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
                             do="leave --vocab-size out, or give at least the tokenizer's size")  # fmt: skip
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
+
+
+def all_paths(data: schema.Data) -> list[str]:
+    """Every prefix that is read, weights between them."""
+    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [word for words in lists for word in words or ()]
 
 
 def verify_data(data: schema.Data, context: Context, say) -> None:
@@ -255,6 +264,21 @@ def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
             raise CheckpointError(f"{restored.path} holds no optimizer state", do="add --no-load-optim or --finetune")
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+
+
+def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None:
+    """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
+
+    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number.
+    """
+    if settings.save is None or (settings.load and Path(settings.load).resolve() == Path(settings.save).resolve()):
+        return
+    newest = exchange(max(checkpoints(Path(settings.save)), default=0))[0]
+    if newest > iteration:
+        raise CheckpointError(f"--save {settings.save} holds checkpoints of another run, up to iteration {newest}",
+                              f"this run starts at iteration {iteration}: its own would lie between them",
+                              f"--load {settings.save} goes on from there; otherwise give another --save, or move "
+                              "them away")  # fmt: skip
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several token files into one, as if their texts had been preprocessed together. Memory does not grow with the size."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import numpy as np
 
 from megatron.data.indexed import IndexedDataset, bare_prefix, stream_index
 from megatron.data.preprocess_output import write_stats
+from megatron.data.vocabulary import identity_of, name_of
 from megatron.data.workspace import Workspace, append_file, publish, storage_error
 from megatron.errors import DataError
 
@@ -89,27 +89,14 @@ def _below(folder: Path) -> Iterator[str]:
 
 def common_identity(prefixes: list[str]) -> dict | None:
     """The vocabulary that all datasets were made with, as `<prefix>.stats.json` tells; None where none tells."""
-    known = {}
-    for prefix in prefixes:
-        path = Path(f"{prefix}.stats.json")
-        if path.exists():
-            try:
-                tokenizer = json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
-            except (ValueError, AttributeError):
-                raise DataError(f"{path}: damaged", do="remove it: it is not needed, only checked") from None
-            if tokenizer:
-                known[prefix] = tokenizer
+    known = {prefix: identity for prefix in prefixes if (identity := identity_of(prefix))}
     prints = {tokenizer.get("fingerprint") for tokenizer in known.values()}
     if len(prints) > 1:
         first = next(iter(known))
         other = next(prefix for prefix in known if known[prefix].get("fingerprint") != known[first].get("fingerprint"))
-        why = f"{first}: {_name(known[first])}; {other}: {_name(known[other])}"
+        why = f"{first}: {name_of(known[first])}; {other}: {name_of(known[other])}"
         raise DataError("the datasets were made with different vocabularies", why, "preprocess them with the same one")
     return next(iter(known.values()), None)
-
-
-def _name(tokenizer: dict) -> str:
-    return f"{tokenizer.get('type')} with {tokenizer.get('vocab_size')} ids ({str(tokenizer.get('fingerprint'))[:8]})"
 
 
 def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vocabulary token files were made with: `<prefix>.stats.json`, which preprocessing leaves beside them, tells.
+
+Ids of another vocabulary are numbers like any others: only this file can tell that they mean other words.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.data.indexed import bare_prefix
+from megatron.errors import DataError
+from megatron.tokenizer.base import Tokenizer
+
+
+def identity_of(prefix: str) -> dict | None:
+    """The tokenizer that made `<prefix>.bin`: type, vocab_size, eod, fingerprint. None where nothing tells."""
+    path = Path(f"{prefix}.stats.json")
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
+    except (ValueError, AttributeError):
+        raise DataError(f"{path}: damaged", do="remove it: it is not needed, only checked") from None
+
+
+def name_of(identity: dict) -> str:
+    return f"{identity.get('type')} with {identity.get('vocab_size')} ids ({str(identity.get('fingerprint'))[:8]})"
+
+
+def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> None:
+    """Raise DataError where a dataset was made with a vocabulary that is certainly not the tokenizer's.
+
+    paths: prefixes, weights between them. Two types of tokenizer may hold one vocabulary in different files, so only
+    their sizes and ends of documents are compared. Numbers without text (NullTokenizer) go with any data.
+    """
+    if tokenizer is None or tokenizer.name == "NullTokenizer":
+        return
+    own = dict(type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+               fingerprint=tokenizer.fingerprint)  # fmt: skip
+    for prefix in map(bare_prefix, paths):
+        made = identity_of(prefix)
+        if not made or made.get("type") == "NullTokenizer":
+            continue
+        compared = ("fingerprint",) if made.get("type") == own["type"] else ("vocab_size", "eod")
+        if any(made.get(name) != own[name] for name in compared):
+            raise DataError(f"{prefix} was made with another vocabulary",
+                            f"the data: {name_of(made)}; now: {name_of(own)}",
+                            "give the tokenizer that the data was preprocessed with, or preprocess it again; "
+                            f"{prefix}.stats.json says so: remove it if it is wrong")  # fmt: skip
