@@ -2,7 +2,7 @@
 """Which layers lie where; expectations of first/last counts and accounted weights are Megatron-LM's rules."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Parallel
@@ -94,6 +94,7 @@ def _fail(found):
     raise ValueError("; ".join(found))
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 8), st.integers(1, 40), st.sampled_from(TRAINING), st.sampled_from([None, 1, 2, 3]),
     st.booleans(), st.booleans(), st.sampled_from([None, 1, 2, 4]), st.sampled_from([None, 1, 2, 4]),
