@@ -25,7 +25,6 @@ from megatron.pipeline.execute import Wire
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
 
-
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
 

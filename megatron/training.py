@@ -8,6 +8,7 @@ checkpoint keeps: data order, batch size, learning rate and dropout are all comp
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Optional
 
 import torch
@@ -86,16 +87,8 @@ def train_step(run: Run) -> Optional[Step]:
     loss, tokens = watch.count(totals)
     factor = unscale(tokens)
     loss, norm = loss / max(tokens, 1), norm * factor
-
-    def explain() -> str:
-        def replay(see):
-            return run.optimizer.totals(passes(run, batches, loss_of, see))
-
-        with run.optimizer.present():
-            return watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
-
-    verdict = watch.judge(state.iteration + 1, state.recent, loss, norm, explain, scaling=state.scaler.dynamic,
-                          rollbacks=state.rollbacks)  # fmt: skip
+    verdict = watch.judge(state.iteration + 1, state.recent, loss, norm, partial(find_cause, run, batches, loss_of),
+                          scaling=state.scaler.dynamic, rollbacks=state.rollbacks)  # fmt: skip
     if verdict is Verdict.ROLLBACK:
         return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
@@ -127,6 +120,16 @@ def passes(run: Run, batches: Sequence[MicroBatch], loss_of, see) -> torch.Tenso
     if record is not None:
         run.recorder.write(record)
     return sums
+
+
+def find_cause(run: Run, batches: Sequence[MicroBatch], loss_of) -> str:
+    """Where the first value of this step that is not finite was made, in words; all ranks together."""
+
+    def replay(see):
+        return run.optimizer.totals(passes(run, batches, loss_of, see))
+
+    with run.optimizer.present():
+        return run.watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
 
 
 def pass_over(run: Run, size: int) -> Step:
@@ -201,7 +204,6 @@ def clip_coefficient(norm: float, limit: float) -> float:
 def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     """Mean loss over `--eval-iters` global batches of a split that were not seen before; all ranks get it."""
     started = time.perf_counter()
-    run.watch.heart.beat("evaluate")
     size = run.config.batch.global_batch_size
     num_micros = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
@@ -209,6 +211,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.context.device)
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
     for _ in range(run.config.batch.eval_iters):
+        run.watch.heart.beat("evaluate")
         ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
         sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
         consumed += size

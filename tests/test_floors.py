@@ -36,7 +36,7 @@ FLOORS = (
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (
     "preprocess_data merge_datasets tools.get_sample_data tools.train_tokenizer tools.flag_docs "
-    "tools.report pipeline.check"
+    "tools.report tools.supervise pipeline.check"
 ).split()
 
 

@@ -283,7 +283,7 @@ class Supervisor:
         attempt.cause, attempt.code = verdict.cause, verdict.code
         if beats:
             done = 0 if verdict.code in (0, 9) else 1
-            attempt.first_step, attempt.last_step = beats[0].since, max(0, beats[0].step - done)
+            attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
             attempt.phases = dict(beats[0].seconds)
         why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
         say(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))

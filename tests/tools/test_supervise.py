@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor against jobs that die, hang, and are told to stop: small ones without torch, and one real one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.guard.heartbeat import read_beats
+from megatron.guard.processes import descendants
+
+# A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
+# log. Faults come from the environment, as "what:rank:step", each happening once unless its name ends with "!".
+JOB = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, os.environ["ROOT"])
+from megatron.guard.command import value_of
+from megatron.guard.heartbeat import Heartbeat, read_beats
+
+flags = sys.argv[1:]
+save, ranks = Path(value_of(flags, "--save")), int(os.environ["RANKS"])
+steps = int(value_of(flags, "--train-iters"))
+
+def micro_batch():
+    time.sleep(600)
+
+def fault(heart, rank, step, stop):
+    for number, text in enumerate(filter(None, os.environ["FAULTS"].split())):
+        what, at_rank, at_step = text.split(":")
+        marker = save / f"fault-{number}"
+        if (rank, step) != (int(at_rank), int(at_step)) or (marker.exists() and not what.endswith("!")):
+            continue
+        marker.touch()
+        what = what.rstrip("!")
+        if what == "sleep":
+            micro_batch()
+        elif what.isdecimal():
+            heart.close(RuntimeError("as the test wants it"), int(what))
+            os._exit(int(what))
+        else:
+            os.kill(os.getpid(), getattr(signal, what))
+            time.sleep(0.5)
+
+def all_have_come_to(step):
+    beats = read_beats(value_of(flags, "--heartbeat-dir"))
+    return len(beats) == ranks and all(beat.step >= step for beat in beats)
+
+def work(rank):
+    os.setsid()
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    heart = Heartbeat(value_of(flags, "--heartbeat-dir"), rank)
+    start = max([int(p.name[5:]) for p in save.glob("iter_*")], default=0) if value_of(flags, "--load") else 0
+    for step in range(start + 1, steps + 1):
+        heart.beat("data", step=step)
+        fault(heart, rank, step, stop)
+        heart.beat("F", op="F0")
+        time.sleep(0.01)
+        heart.beat("reduce")
+        while not all_have_come_to(step) and not (stop and lost.exists()):
+            time.sleep(0.002)
+        if stop and lost.exists():
+            heart.close(RuntimeError("another rank is gone"), 7)
+            os._exit(7)
+        if rank == 0 and (step % 5 == 0 or stop):
+            folder = save / f"iter_{step:07d}"
+            folder.mkdir(exist_ok=True)
+            (folder / "index.json").touch()
+        if stop:
+            heart.close(RuntimeError("asked to stop"), 9)
+            os._exit(9)
+    heart.close()
+    os._exit(0)
+
+lost = save / "lost"
+lost.unlink(missing_ok=True)
+children = {}
+for rank in range(ranks):
+    pid = os.fork()
+    if pid == 0:
+        work(rank)
+    children[pid] = rank
+failed = False
+while children:
+    pid, status = os.wait()
+    rank = children.pop(pid)
+    code = os.waitstatus_to_exitcode(status)
+    if code:
+        failed = True
+        if code != 9:
+            lost.touch()
+        print(f"  exitcode  : {code} (pid: {pid})", flush=True)
+        for other in children:
+            os.kill(other, signal.SIGTERM)
+sys.exit(int(failed))
+"""
+FLAGS = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --vocab-size 9 --micro-batch-size 1 --lr 1 "
+         "--global-batch-size 4 --save-interval 5").split()  # fmt: skip
+
+
+class Supervised:
+    """A supervisor at work on the job above."""
+
+    def __init__(self, root, folder, faults, *settings, steps=30, ranks=2):
+        self.save, self.beats = folder / "save", folder / "beats"
+        self.save.mkdir()
+        script = folder / "pretrain_job.py"
+        script.write_text(JOB)
+        launcher = folder / "launch"
+        launcher.write_text('#!/bin/sh\nRANKS=${1#--nproc-per-node=}; export RANKS; shift\nexec "$@"\n')
+        launcher.chmod(0o755)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron.tools.supervise", "--backoff", "0.05", "--poll", "0.02", *settings,
+             "--hang-timeout", "1", "--start-timeout", "20", "--heartbeat-dir", str(self.beats), "--",
+             str(launcher), f"--nproc-per-node={ranks}", sys.executable, str(script), *FLAGS, "--save", str(self.save),
+             "--train-iters", str(steps)],
+            cwd=root, env={**os.environ, "ROOT": str(root), "FAULTS": faults}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def end(self, timeout=40):
+        """(exit code, what was said, the account). Nothing of the job is left."""
+        said, _ = self.process.communicate(timeout=timeout)
+        assert descendants(self.process.pid) == []
+        assert not [beat for beat in read_beats(self.beats) if Path(f"/proc/{beat.pid}").exists()], said
+        account = self.beats / "goodput.json"
+        return self.process.returncode, said, json.loads(account.read_text()) if account.exists() else None
+
+
+def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, tmp_path):
+    job = Supervised(root, tmp_path, "SIGKILL:1:8 SIGSTOP:0:13 sleep:1:18 SIGSEGV:0:23")
+    code, said, account = job.end()
+    assert code == 0, said
+    causes = [attempt["cause"] for attempt in account["attempts"]]
+    assert causes == ["rank killed by SIGKILL", "hung", "hung", "rank killed by SIGSEGV", "finished"], said
+    assert "is stopped by a signal (SIGSTOP), in the data loader" in said
+    assert "in the data loader for" in said and "in micro_batch)" in said
+    assert [attempt["first_step"] for attempt in account["attempts"]] == [1, 6, 11, 16, 21]
+    assert account["steps"] == 30 and account["restarts"] == 4 and account["repeated_steps"] >= 4
+    assert account["lost"]["standing still before it was noticed"] > 1.5
+
+
+@pytest.mark.parametrize(
+    "code, cause", [(2, "not understood"), (3, "settings"), (4, "data"), (5, "checkpoint"), (8, "not")]
+)
+def test_what_would_come_again_is_not_tried_again(code, cause, root, tmp_path):
+    returned, said, account = Supervised(root, tmp_path, f"{code}!:1:3").end()
+    assert returned == code and account["restarts"] == 0 and cause in account["outcome"], said
+    assert "as the test wants it" in said
+
+
+def test_the_same_crash_three_times_stops(root, tmp_path):
+    returned, said, account = Supervised(root, tmp_path, "SIGKILL!:1:8").end()
+    assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end behind step 7" in said
+
+
+def test_the_budget_of_restarts_ends(root, tmp_path):
+    faults = " ".join(f"7:0:{step}" for step in (7, 12, 17, 22))
+    returned, _, account = Supervised(root, tmp_path, faults, "--max-restarts", "2").end()
+    assert returned == 7 and account["restarts"] == 2 and "--max-restarts" in account["outcome"]
+
+
+def test_a_job_that_loses_a_rank_again_and_again_goes_on_with_fewer(root, tmp_path):
+    """4 samples a step cannot be shared by 3 ranks: 4 -> 2."""
+    job = Supervised(root, tmp_path, "SIGKILL!:3:8", "--min-world-size", "2", ranks=4)
+    returned, said, account = job.end()
+    assert returned == 0 and "going on with 2 ranks instead of 4, at the same global batch" in said, said
+    assert [attempt["ranks"] for attempt in account["attempts"]] == [4, 4, 2]
+
+
+def test_sigterm_to_the_supervisor_saves_and_exits_with_9(root, tmp_path):
+    job = Supervised(root, tmp_path, "", steps=5000)
+    while not (job.save / "iter_0000010").exists():
+        time.sleep(0.02)
+    job.process.send_signal(signal.SIGTERM)
+    returned, said, account = job.end()
+    assert returned == 9 and account["outcome"] == "preempted" and account["attempts"][0]["last_step"] >= 10, said
+    assert (job.save / f"iter_{account['attempts'][0]['last_step']:07d}").exists()
+
+
+def test_mistakes_of_the_command_are_told(root):
+    command = [sys.executable, "-m", "megatron.tools.supervise"]
+    for words, code, text in (([], 2, "is missing"), (["--"], 2, "no command"), (["--", "ls"], 3, "no training script"),
+                              (["--hang-timeot", "3", "--", "ls"], 2, "did you mean --hang-timeout")):  # fmt: skip
+        found = subprocess.run([*command, *words], cwd=root, capture_output=True, text=True)
+        assert found.returncode == code and text in found.stderr
+
+
+def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, run_ranks, tmp_path):
+    import torch
+
+    import pretrain_gpt
+    from megatron.checkpoint.reader import Reader
+
+    flags = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "
+             "--lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --train-iters 120 "
+             "--save-interval 20 --keep-last 2").split()  # fmt: skip
+    beats, save = tmp_path / "beats", tmp_path / "a"
+    command = [sys.executable, "-m", "megatron.tools.supervise", "--hang-timeout", "5", "--backoff", "0.1",
+               "--heartbeat-dir", str(beats), "--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+               "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *flags,
+               "--save", str(save)]  # fmt: skip
+    job = subprocess.Popen(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    while not any(beat.rank == 1 and beat.step > 30 for beat in read_beats(beats)):
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    [stopped] = [beat.pid for beat in read_beats(beats) if beat.rank == 1]
+    os.kill(stopped, signal.SIGSTOP)
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert f"rank 1 on {read_beats(beats)[0].host}, pid {stopped}: is stopped by a signal (SIGSTOP)" in said
+    assert "waits in all_reduce" in said or "waits in" in said, said
+    run_ranks(2, lambda rank: pretrain_gpt.main([*flags, "--save", str(tmp_path / "b")]))
+    tensors = []
+    for folder in (save, tmp_path / "b"):
+        with Reader(folder / "iter_0000120") as reader:
+            tensors.append({name: reader.read(name) for name in reader.tensors})
+    assert [name for name in tensors[1] if not torch.equal(tensors[0][name], tensors[1][name])] == []
