@@ -4,9 +4,13 @@
 import errno
 import math
 import os
+import random
 import re
+import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,8 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.state import TRACKER, checkpoints
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, PeerLost, StorageError
+from megatron.flags import parse_pretrain
+from megatron.rules import check
 
 
 @pytest.fixture(autouse=True)
@@ -346,3 +352,59 @@ def test_a_fixed_interval(tmp_path):
     keeper = Keeper(settings(tmp_path))
     assert not any(keeper.due(step) for step in range(1, 5))
     keeper.close()
+
+
+# ---------------------------------------------------------------------------------------------------- settings, kills
+
+
+BASE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 9 --train-iters 1 --lr 1"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--save s --save-interval -3", "--save-interval -3 must be at least 1, or auto"),
+        ("--save s --save-interval 0", "must be at least 1, or auto"),
+        ("--save s --save-mirror s", "is --save itself"),
+        ("--save-mirror m", "--save-mirror needs --save"),
+        ("--async-save", "--async-save needs --save"),
+        ("--save s --save-retain-interval 0", "--save-retain-interval 0 must be at least 1"),
+        ("--save s --max-failed-saves 0", "--max-failed-saves 0 must be at least 1"),
+        ("--save s --save-retries -1", "--save-retries -1 must be at least 0"),
+        ("--save s --mean-time-to-interruption 0", "must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work(line, words):
+    violations = check(parse_pretrain(f"{BASE} {line}".split()), 1)
+    assert len(violations) == 1 and words in violations[0]
+
+
+def test_megatrons_spellings():
+    made = parse_pretrain(f"{BASE} --save s --save-interval auto --dist-ckpt-strictness log_all".split()).checkpoint
+    assert made.save_interval == config.AUTO and made.load_strictness == "warn-all"
+
+
+def test_kill_9_while_the_thread_writes(tmp_path):
+    """Whatever moment it hits, the newest checkpoint that is there is whole."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    chance = random.Random(3)
+    for _ in range(15):
+        with tempfile.TemporaryDirectory(dir=memory) as name:
+            folder = Path(name)
+            child = os.fork()
+            if child == 0:
+                try:
+                    keeper = Keeper(settings(folder, async_save=True, keep_last=2), say=lambda text: None)
+                    for iteration in range(1, 10_000):
+                        keeper.save(iteration, pieces_of(iteration), {})
+                finally:
+                    os._exit(0)
+            while not (folder / TRACKER).exists():
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.05)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            wanted = pieces_of(-1)
+            found = state.restore(folder, wanted)
+            assert found.state["iteration"] >= (state.read_tracker(folder) or 0)
+            assert set(wanted[0].tensor.flatten().tolist()) == {float(found.state["iteration"])}
