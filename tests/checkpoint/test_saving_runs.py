@@ -61,7 +61,7 @@ def test_a_run_outlives_failed_saves_and_goes_on_from_the_mirror(tmp_path, monke
     with Reader(mirror / "iter_0000006") as one, Reader(tmp_path / "whole" / "iter_0000006") as two:
         assert not list(differences(one, two))
     with pytest.raises(StorageError, match="2 saves in a row failed"):
-        _pretrain(0, f"--train-iters 20 --save-interval 3 --save {home} --save-retries 0 --max-failed-saves 2")
+        _pretrain(0, f"--train-iters 20 --save-interval 3 --save {home / 'b'} --save-retries 0 --max-failed-saves 2")
 
 
 def test_auto_interval_in_a_run(run_ranks, tmp_path):
