@@ -204,7 +204,7 @@ class Optimizer:
     optimizer: Literal["adam"] = setting(
         "adam is AdamW, as in Megatron-LM", "adam", also=dict(adamw="adam", fused_adam="adam")
     )
-    lr: Optional[float] = setting("highest learning rate", None, "--max-lr")
+    lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
     min_lr: float = setting("lowest learning rate", 0.0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
         "curve after warm-up", "linear", also=dict(none="constant")

@@ -91,6 +91,7 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
             for name, group in groups.items()}  # fmt: skip
 
 
+TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
 OWN = ("-h", "--help", "--help-all", "--config", "--print-config")
 
 
@@ -100,7 +101,7 @@ def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
     Every flag takes any number of words here; what it may take is judged later, together with everything else.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    argv = [_with_dashes(word) for word in argv]
+    argv = [_with_dashes(word) for word in argv if not reader.refuse_word(word)]
     parser._negative_number_matcher = re.compile(r"-[.\d]")  # -1e-4 is a value, which argparse doubts before 3.14
     met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *reader.spellings, *met]):
@@ -132,6 +133,17 @@ class Reader:
         self.given: list[Given] = []
         self.problems: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> flags
+
+    def refuse_word(self, word: str) -> bool:
+        """Whether a word is what a copy from a web page or a broken line leaves; the user hears of it."""
+        flag = "--" + re.sub(r"^\W+", "", word)
+        if word and not word.strip():
+            self.problems.append("a blank word: is there a space after a backslash at the end of a line?")
+        elif word.strip("-")[:1] in TYPOGRAPHIC_DASHES and _with_dashes(flag).partition("=")[0] in self.spellings:
+            self.problems.append(f"'{word}' begins with a typographic dash, as web pages make them; type {flag}")
+        else:
+            return False
+        return True
 
     def give(self, flag: str, words: list[str], origin: str, level: int) -> None:
         """Take one `flag words` of a command line, or one `key: words` of a file."""

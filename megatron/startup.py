@@ -81,6 +81,8 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         say(resumed(config, record, state, lengths, context.mesh.sizes))
+        if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
+            notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         say(f"note: {notice}")
     return Run(

@@ -111,8 +111,8 @@ def storage(path: Path, needed: Optional[int] = None):
             free = f"{shutil.disk_usage(at).free:,} bytes free in {at}"
         except OSError:
             free = f"free space of {at} unknown"
-        why = f"{needed:,} bytes needed, {free}" if needed is not None else free
         space = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = f"{needed:,} bytes needed, {free}" if needed is not None else free if space else None
         do = (
             "free some space, or lower --keep-last"
             if space

@@ -88,6 +88,9 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = Fals
     if not found:
         if allow_empty:
             return Choice(())
+        if (folder / "config.json").exists():
+            raise CheckpointError(f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+                                  do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT")  # fmt: skip
         why = None if folder.is_dir() else "there is no such folder"
         raise CheckpointError(f"{folder} holds no checkpoint", why, "check --load, or start anew with --auto-resume")
     named, notices = read_tracker(folder), []
@@ -114,7 +117,12 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = Fals
 
 def _visible_damage(path: Path) -> Optional[str]:
     if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
-        return f"{path} is in Megatron-LM's own format, which is not read here"
+        return (
+            f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
+            f"from-megatron {path.parent} OUT"
+        )
+    if not (path / "index.json").exists() and any(path.glob("*.distcp")):
+        return f"{path} is in torch's distributed format, which is not read here; save it with --ckpt-format torch"
     try:
         with Reader(path) as reader:
             reader.check_files()

@@ -71,8 +71,9 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
     output = os.path.abspath(output_prefix)
     prefixes = sorted(prefix for prefix in found if os.path.abspath(prefix) != output)
     if not prefixes:
+        why = "it is the --output-prefix itself" if found else None
         do = "--input takes folders with .bin/.idx files, or prefixes"
-        raise DataError(f"nothing to merge in {', '.join(inputs)}", do=do)
+        raise DataError(f"nothing to merge in {', '.join(inputs)}", why, do)
     return prefixes
 
 

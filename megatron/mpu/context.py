@@ -36,13 +36,17 @@ class Context:
 def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
     """Initialise the process group of a job of more than one rank and create the mesh.
 
-    Raises SettingsError when CUDA is asked for and absent, PeerLost when the other ranks do not come.
+    Raises SettingsError when the ranks make no sense or CUDA is asked for and absent, PeerLost when the other ranks
+    do not come.
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
     joined = not dist.is_initialized()
     if not joined:  # by the program that this is a part of
         rank, world = dist.get_rank(), dist.get_world_size()
+    if not 0 <= rank < world:
+        raise SettingsError(f"RANK={rank} is not one of WORLD_SIZE={world} ranks", "both are in the environment",
+                            "let torchrun set them, or unset them for a single process")  # fmt: skip
     device = pick_device(kernels.device, local_rank)
     if device.type == "cpu":
         _share_cores()

@@ -65,6 +65,8 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     seconds = time.perf_counter() - start
     show(prompts, answers, tokenizer, as_json=settings.json)
+    if any(len(tokenizer.encode(p)) + sampling.tokens_to_generate > loaded.longest for p in prompts):
+        print(f"note: the model ends at {loaded.longest} tokens, prompt included", file=sys.stderr)
     count = sum(map(len, answers))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
