@@ -74,8 +74,8 @@ def alive_here(beat: Beat) -> bool:
     return beat.ended is None and beat.host == socket.gethostname() and not is_gone(beat)
 
 
-def end_descendants(of: int, grace: float = 3.0, deadline: float = 10.0) -> list[int]:
-    """End all processes below one; returns those that would not go.
+def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: float = 10.0) -> list[int]:
+    """End all processes below one; returns those that would not go. `waited_for`: a child whose exit code is wanted.
 
     SIGTERM first, for those that clean up; after `grace` seconds SIGKILL, which reaches stopped ones as well. Children
     that a dying process leaves behind are found again.
@@ -83,7 +83,7 @@ def end_descendants(of: int, grace: float = 3.0, deadline: float = 10.0) -> list
     start = time.monotonic()
     asked: set[int] = set()
     while True:
-        collect(of)
+        collect(of, waited_for)
         left = descendants(of)
         passed = time.monotonic() - start
         if not left or passed > grace + deadline:
@@ -97,7 +97,7 @@ def end_descendants(of: int, grace: float = 3.0, deadline: float = 10.0) -> list
         time.sleep(0.05)
 
 
-def collect(of: int, but: int = 0) -> None:
+def collect(of: int, but: int) -> None:
     """Take note of the death of adopted children, whose exit codes nobody waits for; `but`: one that somebody does."""
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))

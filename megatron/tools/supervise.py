@@ -56,7 +56,7 @@ class Supervise:
     heartbeat_dir: Optional[str] = setting("folder of the ranks' heartbeats (default: a temporary one)", None)
     log_dir: Optional[str] = setting("folder for the job's output, an attempt a file, and the account (default: the "
                                      "heartbeats')", None)  # fmt: skip
-    poll: float = setting("seconds between two looks at the job", 0.25)
+    poll: float = setting("seconds between two looks at the job", 0.5)
 
 
 def main(argv: list[str]) -> None:
@@ -129,7 +129,9 @@ class Supervisor:
             return f"given up after {settings.max_restarts} restarts (--max-restarts)"
         crashes = 0
         for earlier in reversed(self.attempts):
-            if (earlier.last_step, earlier.code) != (attempt.last_step, attempt.code):
+            if (
+                earlier.code != attempt.code or abs(earlier.last_step - attempt.last_step) > 1
+            ):  # ranks may be a step apart
                 break
             crashes += 1
         if crashes >= 2 and settings.min_world_size and self.shrink():
@@ -205,7 +207,6 @@ class Supervisor:
         while job.poll() is None:
             time.sleep(self.settings.poll)
             self.copy_log()
-            processes.collect(os.getpid(), but=job.pid)
             now, beats = time.monotonic(), read_beats(self.beats)
             for beat in beats:
                 if seen.get(beat.rank, (None,))[0] != beat.count:
@@ -265,7 +266,7 @@ class Supervisor:
         start = time.monotonic()
         if job.poll() is None:
             processes.send(job.pid, signal.SIGTERM)
-        left = processes.end_descendants(os.getpid())
+        left = processes.end_descendants(os.getpid(), waited_for=job.pid)
         job.poll()
         say(f"the job's processes were ended in {time.monotonic() - start:.1f} s"
             + (f"; these would not go: {left}" if left else ""))  # fmt: skip

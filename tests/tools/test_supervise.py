@@ -157,7 +157,7 @@ def test_what_would_come_again_is_not_tried_again(code, cause, root, tmp_path):
 
 def test_the_same_crash_three_times_stops(root, tmp_path):
     returned, said, account = Supervised(root, tmp_path, "SIGKILL!:1:8").end()
-    assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end behind step 7" in said
+    assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end behind step" in said
 
 
 def test_the_budget_of_restarts_ends(root, tmp_path):
@@ -223,3 +223,23 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
         with Reader(folder / "iter_0000120") as reader:
             tensors.append({name: reader.read(name) for name in reader.tensors})
     assert [name for name in tensors[1] if not torch.equal(tensors[0][name], tensors[1][name])] == []
+
+
+def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
+    """Its own end is no sign of success: the rank's death is what counts."""
+    script = tmp_path / "pretrain_deaf.py"
+    script.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(root)!r})\n"
+        "from megatron.guard.command import value_of\nfrom megatron.guard.heartbeat import Heartbeat\n"
+        "if os.fork() == 0:\n"
+        "    Heartbeat(value_of(sys.argv, '--heartbeat-dir')).beat('F', step=1)\n"
+        "    time.sleep(0.3)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "megatron.tools.supervise", "--max-restarts", "0", "--log-dir", str(tmp_path), "--",
+               sys.executable, str(script)]  # fmt: skip
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    account = json.loads((tmp_path / "goodput.json").read_text())
+    assert found.returncode not in (0, None) and account["attempts"][0]["cause"] != "finished", found.stdout
+    assert account["wall"] < 20
