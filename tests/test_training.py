@@ -96,8 +96,8 @@ def test_data_parallel_and_accumulation_give_the_same_training(run_ranks, tmp_pa
         assert two["lm loss"] == pytest.approx(one["lm loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     expected, found = _tensors(tmp_path / "one" / "iter_0000005"), _tensors(tmp_path / "two" / "iter_0000005")
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    for name in expected:  # softmax ignores a key's bias, so its gradient is rounding, which Adam makes steps of
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4 if name.endswith("bias") else 1e-5)
 
 
 def test_the_loss_falls(tmp_path):

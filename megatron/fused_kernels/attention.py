@@ -8,10 +8,12 @@ query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.dropout import Keep, numbers
 
-def block_causal(query, key, value, *, scale: float, **_) -> torch.Tensor:
-    """Explicit attention on CPUs: blocks of queries against the keys up to them, so half of the scores never exist."""
-    return _BlockCausal.apply(query, key, value, scale)
+
+def block_causal(query, key, value, *, scale: float, allowed=None, dropout=None, **_) -> torch.Tensor:
+    """Explicit attention: blocks of queries against the keys up to them, so half of the scores never exist."""
+    return _BlockCausal.apply(query, key, value, allowed, dropout, scale)
 
 
 class _BlockCausal(torch.autograd.Function):
@@ -21,40 +23,55 @@ class _BlockCausal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, scale):
+    def forward(ctx, query, key, value, allowed, dropout, scale):
         s, b, g, q, d = query.shape
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         keys, values = (x.reshape(s, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
         attended, nothing = torch.empty_like(rows), rows.new_empty(1)
-        weights = []  # of each block: [b g, block q, stop]
+        weights, masks = [], []  # of each block: [b g, block q, stop]
         for start, stop in _blocks(s, q):
             block = rows[:, start * q : stop * q]
             block = torch.baddbmm(nothing, block, keys[:, :stop].transpose(1, 2), beta=0, alpha=scale)
-            block[:, :, start:] += _causal_bias(stop - start, q, block.dtype)
+            if allowed is None:
+                block[:, :, start:] += _causal_bias(stop - start, q, block)
+            else:
+                block.view(b, g, -1, q, stop).add_(_bias(allowed[:, start:stop, :stop], block))
             weights.append(torch.softmax(block, -1))
-            attended[:, start * q : stop * q] = torch.bmm(weights[-1], values[:, :stop])
-        ctx.save_for_backward(rows, keys, values, *weights)
-        ctx.shape, ctx.scale = query.shape, scale
+            if dropout is not None:
+                masks.append(_mask(dropout, query.shape, start, stop))
+            dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
+            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, :stop])
+        ctx.save_for_backward(rows, keys, values, *weights, *masks)
+        ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
+        if dropout is not None:  # of the weights, here applied to what they add up to
+            attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
 
     @staticmethod
     def backward(ctx, gradient):
         rows, keys, values, *weights = ctx.saved_tensors
         s, b, g, q, d = ctx.shape
+        blocks = _blocks(s, q)
+        weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
+        gradient = gradient if ctx.factor is None else gradient * ctx.factor
         d_rows, d_keys, d_values = torch.empty_like(rows), torch.empty_like(keys), torch.empty_like(values)
         # From the last block, which touches every key and so writes where the others add.
-        for (start, stop), weight in zip(reversed(_blocks(s, q)), reversed(weights)):
-            mine = slice(start * q, stop * q)
+        for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks)):
+            mine, dropped = slice(start * q, stop * q), weight
             d_scores = torch.bmm(gradient[:, mine], values[:, :stop].transpose(1, 2))
+            if mask is not None:
+                kept = numbers(mask, weight.dtype)
+                d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
             d_scores = torch._softmax_backward_data(d_scores, weight, -1, weight.dtype)
             d_rows[:, mine] = torch.bmm(d_scores, keys[:, :stop])
-            for total, left, right in ((d_keys, d_scores, rows), (d_values, weight, gradient)):
+            for total, left, right in ((d_keys, d_scores, rows), (d_values, dropped, gradient)):
                 part = torch.bmm(left.transpose(1, 2), right[:, mine])
                 total[:, :stop] = part if stop == s else part.add_(total[:, :stop])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
-        return d_query, *(x.view(b, g, s, d).permute(2, 0, 1, 3) for x in (d_keys, d_values)), None
+        d_key, d_value = (x.view(b, g, s, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
+        return d_query, d_key, d_value, None, None, None
 
 
 def _blocks(s: int, q: int) -> list[tuple[int, int]]:
@@ -63,9 +80,22 @@ def _blocks(s: int, q: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, s)) for start in range(0, s, size)]
 
 
-def _causal_bias(size: int, q: int, dtype: torch.dtype) -> torch.Tensor:
+def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:
     """[size q, size]: 0 where the key is not after the query, else -inf; q rows for each position."""
-    return torch.full((size, size), float("-inf"), dtype=dtype).triu(1).repeat_interleave(q, 0)
+    return like.new_full((size, size), float("-inf")).triu(1).repeat_interleave(q, 0)
+
+
+def _bias(allowed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[b, n, t] bool -> [b, 1, n, 1, t]: 0 where allowed, else -inf."""
+    b, n, t = allowed.shape
+    return like.new_zeros(b, 1, n, 1, t).masked_fill_(~allowed.view(b, 1, n, 1, t), float("-inf"))
+
+
+def _mask(dropout: Keep, shape, start: int, stop: int) -> torch.Tensor:
+    """Which weights [b g, n q, stop] of the positions from start to stop stay, bool."""
+    s, b, g, q, _ = shape
+    words = dropout.words.view(b, g, q, s, s)[:, :, :, start:stop, :stop].transpose(2, 3)  # [b, g, n, q, stop]
+    return (words >= dropout.threshold).contiguous().view(b * g, -1, stop)
 
 
 def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
@@ -76,9 +106,13 @@ def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
 def sdpa(query, key, value, *, scale: float, allowed=None, **_) -> torch.Tensor:
     """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs."""
     s, b, g, q, d = query.shape
-    query = query.permute(1, 2, 3, 0, 4).reshape(b, g * q, s, d)
+    heads = g * q
+    query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
     t = key.shape[2]
+    if q > 1 and query.is_cuda and (allowed is not None or s != t):  # no kernel takes both a mask and groups
+        key, value = (x.repeat_interleave(q, 1) for x in (key, value))
+        q = 1
     if allowed is not None:
         how = dict(attn_mask=allowed.unsqueeze(1))
     elif s == t:
@@ -86,7 +120,7 @@ def sdpa(query, key, value, *, scale: float, allowed=None, **_) -> torch.Tensor:
     else:  # the queries are the last of the tokens
         how = dict(attn_mask=torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s))
     attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **how)
-    return attended.permute(2, 0, 1, 3).reshape(s, b, g * q * d)
+    return attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
 
 
 def flash_attn(query, key, value, *, scale: float, **_) -> torch.Tensor:

@@ -4,21 +4,22 @@
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 """
 
-from collections.abc import Callable
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.dropout import Keep
+
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float,
               allowed: torch.Tensor | None = None, score_divisor: float = 1.0, softmax_in_fp32: bool = False,
-              dropout: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:  # fmt: skip
+              dropout: Keep | None = None) -> torch.Tensor:  # fmt: skip
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
     Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each
-    other. `dropout` is applied to the weights as [b, g q, s, t]. `score_divisor` keeps half-precision scores in
-    range: they are divided by it and multiplied again inside the softmax.
+    other (none with a key after its query). `dropout` says which weights stay, [b, g q, s, t]. `score_divisor` keeps
+    scores in the range of fp16: they are divided by it and multiplied again inside the softmax.
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
@@ -33,7 +34,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, sc
         scores = scores + torch.full((s, t), float("-inf"), dtype=scores.dtype, device=scores.device).triu(t - s + 1)
     weights = scores.softmax(-1).to(value.dtype)
     if dropout is not None:
-        weights = dropout(weights)
+        weights = weights * dropout.mask() * dropout.factor
     attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
     return attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
 
@@ -46,3 +47,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] =
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
     """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, in fp32 inside."""
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in fp32 inside."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)

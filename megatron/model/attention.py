@@ -97,11 +97,14 @@ class Attention(nn.Module):
         """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
         case = Case(
             query.device.type, query.dtype, query.shape[0], key.shape[0], masked=context.allowed is not None,
-            dropout=self.dropout.p > 0 and self.training, scaled_softmax=self.softmax_in_fp32,
+            dropout=self.dropout.p > 0 and self.training,
+            scaled_softmax=self.score_divisor != 1.0 and query.dtype == torch.float16,
         )  # fmt: skip
-        kernel = choose("attention", case, self.backend).run
-        return kernel(
+        dropout = None
+        if case.dropout:
+            (s, b, g, q, _), t = query.shape, key.shape[0]
+            dropout = self.dropout.keep((b, g * q, s, t), context.samples, query.device)
+        return choose("attention", case, self.backend).run(
             query, key, value, scale=self.head_dim**-0.5, allowed=context.allowed, score_divisor=self.score_divisor,
-            softmax_in_fp32=self.softmax_in_fp32,
-            dropout=(lambda weights: self.dropout(weights, context.samples)) if case.dropout else None,
+            softmax_in_fp32=self.softmax_in_fp32, dropout=dropout,
         )  # fmt: skip

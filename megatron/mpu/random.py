@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from megatron.fused_kernels.dropout import Keep, drop
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Placement
 
@@ -56,23 +57,21 @@ def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, pla
         own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
 
 
-def keep_mask(shape: tuple[int, ...], drop: float, seed: int, device: torch.device) -> torch.Tensor:
-    """Boolean mask of `shape`, False with probability `drop` (in steps of 1/65536), from `seed` alone."""
+def random_words(shape: tuple[int, ...], seeds: list[int], device: torch.device) -> torch.Tensor:
+    """[len(seeds), *shape] int16, all values alike probable; each entry along the first dim from its seed alone."""
     count = math.prod(shape)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
-    return (words.view(torch.int16)[:count] >= _threshold(drop)).view(shape)
-
-
-def _threshold(drop: float) -> int:
-    return round(drop * 65536) - 32768
+    words = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device)
+    for row, seed in zip(words, seeds):
+        row.random_(-(2**63), None, generator=generator.manual_seed(seed))
+    return words.view(torch.int16)[:, :count].view(-1, *shape)
 
 
 class Dropout(torch.nn.Module):
-    """Dropout whose mask depends on (seed, sample, layer, site) alone.
+    """Dropout whose mask depends on (seed, sample, layer, site) alone, with probability `p` in steps of 1/65536.
 
     x is [s, b, ...] with the batch at `batch_dim`. When an axis cuts dim `cut` of the per-sample tensor (the sequence
-    under sequence parallelism, the heads in attention), every rank draws the mask of the whole and takes its piece.
+    under sequence parallelism, the heads in attention), every rank draws the words of the whole and takes its piece.
     """
 
     def __init__(
@@ -81,17 +80,22 @@ class Dropout(torch.nn.Module):
         super().__init__()
         self.p, self.key, self.batch_dim = p, (seed, layer, site), batch_dim
         self.cut, self.axis = cut, axis
+        self.threshold = round(p * 65536) - 32768
+        self.factor = 1.0 / (1.0 - round(p * 65536) / 65536)  # of what is kept
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         """`samples`: [b] numbers of the samples in training order, on the CPU. Identity in evaluation or at p = 0."""
         if not self.training or self.p == 0.0:
             return x
-        shape = list(x.shape)
+        return drop(x, self.keep(x.shape, samples, x.device))
+
+    def keep(self, shape: tuple[int, ...], samples: torch.Tensor, device: torch.device) -> Keep:
+        """What to keep of a tensor of this (local) shape, which has the batch at `batch_dim`."""
+        shape = list(shape)
         del shape[self.batch_dim]
         pieces, rank = (self.axis.size, self.axis.rank) if self.axis else (1, 0)
         shape[self.cut] *= pieces
-        masks = [keep_mask(shape, self.p, seed_of(*self.key, n), x.device) for n in samples.tolist()]
+        words = random_words(shape, [seed_of(*self.key, n) for n in samples.tolist()], device)
         if pieces > 1:
-            masks = [mask.chunk(pieces, self.cut)[rank] for mask in masks]
-        keep = 1.0 - round(self.p * 65536) / 65536
-        return x * torch.stack(masks, self.batch_dim) * (1.0 / keep)
+            words = words.chunk(pieces, self.cut + 1)[rank]
+        return Keep(words.movedim(0, self.batch_dim), self.threshold, self.factor)

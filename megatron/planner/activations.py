@@ -180,10 +180,7 @@ def _norm(job: Job, elements: int, width: int, shared_input: bool = False) -> in
     if job.model.normalization == "LayerNorm":
         stats = 2 * rows * (4 if job.device == "cuda" else job.element)
         return stats + (0 if shared_input else elements * job.element)
-    if job.device == "cuda":
-        return 4 * rows + (0 if shared_input else elements * job.element)
-    # torch's RMSNorm is made of several ops on a CPU: the input in fp32, its statistics, and the normalised input.
-    return 4 * rows + 4 * elements + (0 if shared_input and job.element == 4 else 4 * elements)
+    return 4 * rows + (0 if shared_input else elements * job.element)
 
 
 def _core(job: Job, tp: int, micro: int) -> tuple[int, int]:
@@ -202,11 +199,14 @@ def _core(job: Job, tp: int, micro: int) -> tuple[int, int]:
     weights = n * heads * e
     s = m.seq_length
     if job.attention_kernel == "flash":
-        queries = q if grouped else 0
+        queries = q if grouped and not own else 0  # a copy, in place of queries that nobody else keeps
         return again + queries + 4 * n * heads, again
     if job.attention_kernel == "block-causal":
         rows = q if own or grouped else fused
-        return turned + rows + 2 * kv + weights * _causal_pairs(s, m.num_attention_heads // m.query_groups) // s, again
+        pairs = n * heads * _causal_pairs(s, m.num_attention_heads // m.query_groups) // s
+        return turned + rows + 2 * kv + pairs * (
+            e + (m.attention_dropout > 0)
+        ), again  # weights, and what dropout keeps
     wide = weights * s // e * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
     dropped = (
         (weights * s + weights * s // e) if m.attention_dropout > 0 else (weights * s if wide != weights * s else 0)

@@ -58,11 +58,13 @@ class Job:
     def attention_kernel(self) -> str:
         """The kernel that `fused_kernels.choose` will take: flash, block-causal, or reference, which stores scores."""
         m = self.model
-        scaled = m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling
-        if m.attention_dropout > 0 or scaled or (self.documents and self.device == "cpu"):
+        drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and self.precision == "fp16"
+        if scaled and (drops or self.device == "cpu"):
             return "reference"
+        if drops:
+            return "block-causal"
         if self.device == "cuda":
-            return "reference" if self.backend == "explicit" else "flash"
+            return "block-causal" if self.backend == "explicit" and not scaled else "flash"
         return "flash" if self.backend == "sdpa" or m.seq_length > 4096 else "block-causal"
 
 
@@ -123,7 +125,9 @@ class Layout:
 
     def pipeline(self, num_layers: int) -> Pipeline:
         """Which layers lie where."""
-        return _pipeline(self.parallel or self._parallel(), num_layers)
+        if self.parallel:
+            return Pipeline.of(self.parallel, num_layers)
+        return _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
 
     def _parallel(self) -> Parallel:
         told = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
@@ -194,5 +198,6 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def _pipeline(parallel: Parallel, num_layers: int) -> Pipeline:
-    return Pipeline.of(parallel, num_layers)
+def _pipeline(pp: int, chunks: int, schedule: str, stage_layers: Optional[str], num_layers: int) -> Pipeline:
+    layout = Layout(pp=pp, chunks=chunks, schedule=schedule, stage_layers=stage_layers)
+    return Pipeline.of(layout._parallel(), num_layers)

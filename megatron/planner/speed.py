@@ -15,7 +15,7 @@ from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import span
-from megatron.planner.parameters import padded, padded_vocabulary, rank_units
+from megatron.planner.parameters import padded_vocabulary, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 
 
@@ -106,8 +106,9 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
     )
     message = _message(job, layout, cluster)
     forward, backward = slow.forward + message, slow.backward + message
-    units = span(layout.schedule, layout.pp, micros, layout.chunks, backward=round(backward / forward, 2))
+    units = span(layout.schedule, layout.pp, micros, layout.chunks, backward=round(4 * backward / forward) / 4)
     useful = micros * layout.chunks * (forward + backward)
+    units *= (forward + backward) / (forward * (1 + round(4 * backward / forward) / 4))
     length = max(useful, units * forward)
     parts = {
         "compute": micros * layout.chunks * (slow.both - slow.waiting),
@@ -181,12 +182,13 @@ def _core(job: Job, tp: int, micro: int, device: Device) -> float:
     reached = device.attention.get(job.precision) or min(device.attention.values())
     if job.attention_kernel == "flash":
         return work / 2 / reached
-    if job.attention_kernel == "block-causal":
+    half = job.attention_kernel == "block-causal"  # of the scores never exists
+    if half and job.device == "cpu" and not m.attention_dropout:
         return work / 2 / reached * 1.2
     scores = n * m.seq_length * (m.num_attention_heads // tp)
     passes = 4 + 2 * (m.attention_dropout > 0)
     speed = device.reached(job.precision, m.head_dim)
-    return work / speed + device.unfused * scores * job.element * passes / device.bandwidth
+    return (work / speed + device.unfused * scores * job.element * passes / device.bandwidth) / (2 if half else 1)
 
 
 def _attention_half(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> float:
@@ -213,7 +215,7 @@ def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, f
         units = rank_units(job, layout, rank)
         moving = sum(_seconds(t, layout, cluster) for t in once_a_step(job, layout, rank))
         hidden = 0.7 * moving if layout.overlap else 0.0
-        own = padded(units, layout.shard) // layout.shard
+        own = units.padded(layout.shard) // layout.shard
         device = cluster.device
         update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
         update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory

@@ -3,7 +3,7 @@ import torch
 
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
-from megatron.mpu.random import BLOCK, Dropout, init_parameter, keep_mask, seed_of
+from megatron.mpu.random import BLOCK, Dropout, init_parameter, seed_of
 
 
 def _filled(shape, placement, place=None, name="w", seed=1):
@@ -48,7 +48,14 @@ def test_seeds_are_the_same_for_ever():
 
 def test_share_of_dropped_elements():
     for drop in (0.1, 0.5, 0.9):
-        kept = keep_mask((1000, 1000), drop, 7, torch.device("cpu")).float().mean().item()
+        kept = (
+            Dropout(drop, "mlp", 0, seed=1)
+            .keep((1000, 1, 1000), torch.tensor([7]), torch.device("cpu"))
+            .mask()
+            .float()
+            .mean()
+            .item()
+        )
         assert abs(kept - (1 - drop)) < 2e-3
 
 
