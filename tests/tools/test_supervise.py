@@ -49,7 +49,7 @@ def fault(heart, rank, step, stop):
 
 def all_have_come_to(step):
     beats = read_beats(value_of(flags, "--heartbeat-dir"))
-    return len(beats) == ranks and all(beat.step >= step for beat in beats)
+    return len(beats) == ranks and all(beat.step >= step or beat.ended is not None for beat in beats)
 
 def work(rank):
     os.setsid()
