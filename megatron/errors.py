@@ -115,6 +115,9 @@ _REMEDIES = {
     errno.EROFS: "give a folder that can be written",
     errno.EACCES: "give a path that this user may read and write",
     errno.EPERM: "give a path that this user may read and write",
+    errno.EEXIST: "a file is where a folder is wanted: give another path",
+    errno.ENOTDIR: "a file is where a folder is wanted: give another path",
+    errno.EISDIR: "a folder is where a file is wanted: give another path",
     errno.EIO: "check the disk",
     errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
 }

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users get wrong, and what they read then: one message that says what, where and what to do, and an exit code.
+
+The table is the test. Each row runs a command as `run_main` does, in this process for speed, in a folder with good and
+bad files (see `messy`); further down, a few real processes show that a shell sees the same.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import merge_datasets
+import preprocess_data
+import pretrain_gpt
+from megatron import errors
+from megatron.data.indexed import write_index
+from megatron.errors import run_main
+from megatron.tools import (
+    checkpoint,
+    dump_samples,
+    evaluate,
+    generate,
+    get_sample_data,
+    report,
+    supervise,
+    train_tokenizer,
+    verify_layout,
+)
+
+VOC = "--vocab-file vocab.json --merge-file merges.txt"
+NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 1000"
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --device cpu"
+STEPS = f"{MODEL} --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 0 --num-workers 0"
+MOCK = f"{STEPS} --mock-data --vocab-size 100"
+REAL = f"{STEPS} {VOC} --split 100"
+PRE = f"--input corpus.jsonl --output-prefix out/x {VOC}"
+COMMANDS = {
+    "pretrain_gpt": pretrain_gpt.main,
+    "preprocess_data": preprocess_data.main,
+    "merge_datasets": merge_datasets.main,
+    **{tool.__name__.rpartition(".")[2]: tool.main
+       for tool in (checkpoint, dump_samples, evaluate, generate, get_sample_data, report, supervise, train_tokenizer,
+                    verify_layout)},
+}  # fmt: skip
+
+USAGE = [  # exit code 2: the command line cannot be understood
+    ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),
+    ("pretrain_gpt", f"{MOCK} --num-layer 2", "unknown flag --num-layer; did you mean --num-layers?"),
+    ("pretrain_gpt", f"{MOCK} --num-layers", "--num-layers takes one value (a whole number), got none"),
+    ("pretrain_gpt", f"{MOCK} --num-layers two", "--num-layers 'two' is not a whole number"),
+    ("pretrain_gpt", f"{MOCK} --lr nan", "--lr 'nan' is not a finite number"),
+    ("pretrain_gpt", f"{MOCK} --clip-grad inf", "--clip-grad 'inf' is not a finite number"),
+    ("pretrain_gpt", f"{MOCK} --lr 1e-3x", "--lr '1e-3x' is not a number"),
+    ("pretrain_gpt", f"{MOCK} --hidden-size=", "--hidden-size is empty (a shell variable that is not set?)"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} \u2014lr 3",
+        "'\u2014lr' begins with a typographic dash, as web pages make them; type --lr",
+    ),
+    ("pretrain_gpt", f"{MOCK} ' '", "a blank word: is there a space after a backslash at the end of a line?"),
+    ("pretrain_gpt", f"{MOCK} '--lr 3'", "unknown flag --lr 3; did you mean --lr?"),
+    ("pretrain_gpt", f"{MOCK} --bf16 --fp16", "--bf16 and --fp16 contradict each other (both set --precision)"),
+    ("pretrain_gpt", f"{MOCK} --precision fp8", "--precision 'fp8' is none of auto, fp32, bf16, fp16"),
+    ("pretrain_gpt", f"{MOCK} --device gpu:0", "--device 'gpu:0' is none of auto, cpu, cuda"),
+    ("pretrain_gpt", f"{MOCK} --model-name-or-path gpt5", "gpt5: neither a folder nor a known shape (gpt2-small,"),
+    ("pretrain_gpt", f"{MOCK} --config nope.yaml", "--config nope.yaml: No such file or directory"),
+    ("pretrain_gpt", f"{MOCK} --config indented.yaml", "indented.yaml:2: not YAML: mapping values are not allowed"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --config misspelled.yaml",
+        "misspelled.yaml:1: unknown key num_layer; did you mean num_la",
+    ),
+    ("pretrain_gpt", f"{MOCK} --config twice.yaml", "twice.yaml:2: num_layers is given twice (also in line 1)"),
+    ("pretrain_gpt", f"{MOCK} --config list.yaml", "list.yaml: a list of `key: value` lines is wanted"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --override colour --load ck",
+        "--override colour: this setting needs none, or there is no",
+    ),
+    ("preprocess_data", "", "missing: --input, --output-prefix"),
+    ("preprocess_data", f"{PRE} --worker 3", "unknown flag --worker; did you mean --workers?"),
+    ("preprocess_data", f"{PRE} --num-layers 3", "--num-layers is a setting of pretraining; this command has no use"),
+    ("preprocess_data", f"{PRE} --tokenizer-type BertWordPieceLowerCase", "is none of GPT2BPETokenizer, HuggingFace"),
+    ("preprocess_data", f"{PRE} --input ''", "--input is empty (a shell variable that is not set?)"),
+    ("merge_datasets", "", "missing: --input, --output-prefix"),
+    ("dump_samples", "--data-path tokens --seq-length 16", "missing: --train-samples"),
+    ("evaluate", "", "missing: --load"),
+    ("generate", "--load ck", "there is no text to continue"),
+    ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),
+    ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, diff, reshard, prune"),
+    ("checkpoint", "inspect", "inspect takes PATH; got nothing"),
+    ("checkpoint", "reshard ck new", "say what the new files are"),
+    ("supervise", "", "the command to supervise is missing"),
+]
+SETTINGS = [  # exit code 3: understood, and cannot work
+    (
+        "pretrain_gpt",
+        MODEL + " --mock-data --vocab-size 9",
+        "2 settings cannot work:|the length of training is missing",
+    ),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --hidden-size 30",
+        "--hidden-size 30 is not a multiple of --num-attention-heads 4; nearest",
+    ),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --global-batch-size 5",
+        "--global-batch-size 5 is not a multiple of --micro-batch-size 2",
+    ),
+    ("pretrain_gpt", f"{MOCK} --tp 2", "1 ranks cannot be divided by tensor x pipeline x context parallel size 2"),
+    ("pretrain_gpt", f"{MOCK} --lr 0", "--lr 0.0 must be above 0"),
+    ("pretrain_gpt", f"{MOCK} --min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.01"),
+    ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2 must lie in [0, 1)"),
+    ("pretrain_gpt", f"{MOCK} --lr-warmup-iters 10", "warm-up of 10 iters is not shorter than the decay length of 4"),
+    ("pretrain_gpt", f"{MOCK} --train-samples 100", "--train-iters 4 and --train-samples 100: give one of them"),
+    ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2", "expected START INCREMENT SAMPLES, three numbers above zero"),
+    ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2 100", "needs --train-samples instead of --train-iters"),
+    ("pretrain_gpt", f"{MOCK} --rampup-batch-size 8 2 100", "start 8 is above --global-batch-size 4"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --seq-length 32 --max-position-embeddings 16",
+        "--seq-length 32 is longer than --max-pos",
+    ),
+    ("pretrain_gpt", f"{MOCK} --save-interval 2", "--save-interval needs --save: there is no folder to save into"),
+    ("pretrain_gpt", f"{MOCK} --data-path tokens", "--mock-data reads no files, and files are given (--data-path)"),
+    ("pretrain_gpt", STEPS, "no data is given; --data-path PREFIX"),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --data-path tokens",
+        "no vocabulary is given; --vocab-file vocab.json --merge-file merg",
+    ),
+    ("pretrain_gpt", f"{REAL} --data-path 0.5 tokens 0.5", "weights and prefixes must alternate (0.3 a 0.7 b), one is"),
+    ("pretrain_gpt", f"{REAL} --data-path -1 tokens", "'-1' stands for a weight, which must be a number above 0"),
+    (
+        "pretrain_gpt",
+        f"{REAL} --data-path tokens --split 0,1",
+        "--split 0,1 leaves nothing to train on; raise its first",
+    ),
+    ("pretrain_gpt", f"{REAL} --data-path tokens --vocab-size 9", "--vocab-size 9 is smaller than the tokenizer's 300"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --load ck --hidden-size 64",
+        "the checkpoint is of another model than the settings|--hidden",
+    ),
+    ("pretrain_gpt", f"{MOCK} --load ck --seed 5", "--seed: 1234 in the checkpoint, 5 now|--override seed"),
+    ("preprocess_data", "--input corpus.jsonl --output-prefix out/x", "no tokenizer is given"),
+    ("preprocess_data", f"{PRE} --workers 0", "--workers 0: at least 1 is needed"),
+    ("train_tokenizer", "--input corpus.jsonl --vocab-size 10 --output out", "--vocab-size 10 is too small|258"),
+    ("get_sample_data", "--output out/s.jsonl --kinds poems", "--kinds poems: unknown"),
+    ("dump_samples", "--data-path tokens --seq-length 16 --train-samples 9 --text", "--text needs a tokenizer"),
+    ("generate", "--load ck --prompt 5 --temperature 0", "--temperature 0.0: has to be above 0 (for always the most"),
+    ("generate", "--load ck --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0: has to be at least 1"),
+]
+DATA = [  # exit code 4: data or vocabulary missing or damaged
+    ("preprocess_data", f"{PRE} --input nope.jsonl", "--input nope.jsonl: no such file"),
+    ("preprocess_data", f"{PRE} --input 'nope*.jsonl'", "--input nope*.jsonl: no such file"),
+    ("preprocess_data", f"{PRE} --input empty.jsonl", "no text in empty.jsonl|0 lines, 0 rejected"),
+    ("preprocess_data", f"{PRE} --input folder", "--input folder: the folder holds no JSON lines"),
+    ("preprocess_data", f"{PRE} --json-keys content", "the first: corpus.jsonl, line 1: no key 'content' (keys: text)"),
+    ("preprocess_data", f"{PRE} --input merges.txt", "44 rejected; the first: merges.txt, line 1: not JSON"),
+    ("preprocess_data", f"{PRE} --input cut.jsonl.gz", "cut.jsonl.gz: the compressed data is damaged or cut short"),
+    (
+        "preprocess_data",
+        f"{PRE} --input bad.jsonl --on-bad-line stop",
+        "bad.jsonl, line 2: not JSON|nothing was written",
+    ),
+    ("preprocess_data", f"{PRE} --vocab-file nope", "--vocab-file nope: no such file"),
+    ("preprocess_data", f"{PRE} --vocab-file merges.txt", "--vocab-file merges.txt: not JSON"),
+    ("preprocess_data", f"{PRE} --merge-file vocab.json", "--merge-file vocab.json: not a list of merges|line 1 is"),
+    ("preprocess_data", f"{PRE} --vocab-file other.json", "merges.txt does not belong to other.json"),
+    (
+        "preprocess_data",
+        "--input corpus.jsonl --output-prefix x --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2",
+        "--tokenizer-model gpt2: no such file|hub names are not looked up",
+    ),
+    ("train_tokenizer", "--input empty.jsonl --vocab-size 300 --output out", "no pair of bytes occurs 2 times"),
+    ("merge_datasets", "--input nope --output-prefix out/m", "nope.idx: no such file"),
+    ("merge_datasets", "--input folder --output-prefix out/m", "nothing to merge in folder"),
+    ("merge_datasets", "--input tokens --output-prefix tokens", "nothing to merge in tokens|it is the --output-prefix"),
+    ("merge_datasets", "--input alone --output-prefix out/m", "alone/b.bin has no b.idx beside it"),
+    ("pretrain_gpt", f"{REAL} --data-path nope", "nope.idx: no such file|a prefix is the path without .bin/.idx"),
+    ("pretrain_gpt", f"{REAL} --data-path far/away", "far/away.idx: no such file|there is no folder far"),
+    (
+        "pretrain_gpt",
+        f"{REAL} --data-path corpus.jsonl",
+        "corpus.jsonl is a file, not a prefix|preprocess_data.py --input",
+    ),
+    ("pretrain_gpt", f"{REAL} --data-path tok", "tok.idx: no such file|there is: tokens"),
+    ("pretrain_gpt", f"{REAL} --data-path cut", "cut.bin holds 20 tokens, its .idx describes 400"),
+    ("pretrain_gpt", f"{REAL} --data-path swapped", "swapped.bin holds 400 tokens, its .idx describes 3"),
+    ("pretrain_gpt", f"{REAL} --data-path text", "text.idx: not a Megatron .idx file"),
+    ("pretrain_gpt", f"{REAL} --data-path tokens --split 969,30,1 --eval-iters 1", "--split leaves nothing for"),
+    (
+        "pretrain_gpt",
+        f"{REAL} --data-path foreign",
+        "foreign was made with another vocabulary|GPT2BPETokenizer with 7 ids",
+    ),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --split 100 --tokenizer-type NullTokenizer --vocab-size 50 --data-path tokens",
+        "tokens.bin holds token|outside of the vocabulary of 51|which starts in document",
+    ),
+    ("pretrain_gpt", f"{STEPS} {NUMBERS} --split 100 --data-path empty", "empty: has no tokens"),
+    ("dump_samples", "--data-path nope --seq-length 16 --train-samples 10", "nope.idx: no such file"),
+    ("evaluate", "--load ck --data-path nope", "nope.idx: no such file"),
+    ("evaluate", "--load ck --data-path tokens", "tokens holds token|the model knows ids below 101"),
+    ("evaluate", "--load ck --task WIKITEXT103 --valid-data nope", "--valid-data nope: no such file"),
+    ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
+    ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
+    ("report", "--run nope --output out/r.html", "nope: no such file"),
+    ("report", "--run empty.jsonl --output out/r.html", "empty.jsonl: holds no training step yet"),
+]
+CHECKPOINTS = [  # exit code 5
+    ("pretrain_gpt", f"{MOCK} --load nope", "nope holds no checkpoint|there is no such folder|--auto-resume"),
+    ("pretrain_gpt", f"{MOCK} --load folder", "folder holds no checkpoint|check --load"),
+    ("pretrain_gpt", f"{MOCK} --load ck --ckpt-step 3", "ck has no checkpoint of iteration 3|it has: 2, 4"),
+    ("pretrain_gpt", f"{MOCK} --load ck-damaged", "holds no valid checkpoint|has 1,000 bytes instead of"),
+    ("pretrain_gpt", f"{MOCK} --load ck-no-index", "holds no valid checkpoint|index.json cannot be read"),
+    ("pretrain_gpt", f"{MOCK} --load ck-megatron", "is in Megatron-LM's own format|checkpoint from-megatron"),
+    ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format, which is not read here"),
+    ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --save ck --train-iters 3",
+        "--save ck holds checkpoints of another run, up to iteration 4",
+    ),
+    ("evaluate", "--load nope --data-path tokens", "nope holds no checkpoint"),
+    ("generate", "--load nope --prompt hello", "nope holds no checkpoint"),
+    ("checkpoint", "inspect nope", "nope holds no checkpoint"),
+    ("checkpoint", "verify ck-flipped", "1 problems in 2 checkpoints of ck-flipped"),
+]
+STORAGE = [  # exit code 6; a path below a file cannot be written, not by root either
+    ("preprocess_data", f"{PRE} --output-prefix empty.jsonl/x", "cannot write empty.jsonl/x.partial: Not a directory"),
+    ("merge_datasets", "--input tokens --output-prefix empty.jsonl/x", "cannot write empty.jsonl/x.partial"),
+    ("get_sample_data", "--output empty.jsonl/s --kinds topics", "empty.jsonl"),
+    (
+        "train_tokenizer",
+        "--input corpus.jsonl --vocab-size 300 --output empty.jsonl/v",
+        "empty.jsonl/v: Not a directory",
+    ),
+    ("pretrain_gpt", f"{MOCK} --save empty.jsonl", "empty.jsonl: cannot be written"),
+    ("pretrain_gpt", f"{MOCK} --metrics-file empty.jsonl/m", "empty.jsonl"),
+    ("pretrain_gpt", f"{MOCK} --metrics-file /dev/full", "No space left on device|free some space"),
+    ("pretrain_gpt", f"{REAL} --data-path tokens --data-cache-path empty.jsonl", "empty.jsonl: cannot keep index maps"),
+    ("evaluate", "--load ck --data-path numbers --output empty.jsonl/e", "a file is where a folder is wanted"),
+    ("report", "--run ck/metrics.jsonl --output empty.jsonl/r.html", "empty.jsonl"),
+]
+TABLE = [
+    pytest.param(command, flags, code, words, id=f"{code}-{command}-{number}")
+    for code, rows in ((2, USAGE), (3, SETTINGS), (4, DATA), (5, CHECKPOINTS), (6, STORAGE))
+    for number, (command, flags, words) in enumerate(rows, 1)
+]
+
+
+@pytest.mark.parametrize("command, flags, code, words", TABLE)
+def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
+    monkeypatch.chdir(messy)
+    before = contents(messy)
+    with pytest.raises(SystemExit) as left:
+        run_main(COMMANDS[command], shlex.split(flags))
+    said = capfd.readouterr().err
+    assert [part for part in words.split("|") if part not in said] == [], said
+    assert left.value.code == code
+    assert is_one_message(said), said
+    assert {path: found for path, found in contents(messy).items() if path in before} == before  # nothing is lost
+
+
+def is_one_message(text: str) -> bool:
+    """Notes, then one error of a few lines."""
+    lines = [line for line in text.splitlines() if not line.startswith("note: ")]
+    return lines[0].startswith("error: ") and all(line.startswith("  ") for line in lines[1:]) and len(lines) <= 12
+
+
+def contents(folder) -> dict:
+    """Size of every file that a mistake must not touch: all but logs, and lists of lines that were set aside."""
+    said = ("metrics.jsonl", "x.rejected.jsonl")
+    return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name not in said}
+
+
+@pytest.fixture(scope="module")
+def messy(tmp_path_factory):
+    """A folder as it looks after a long week: a corpus, a vocabulary, tokens, checkpoints, and damaged ones of each."""
+    folder = tmp_path_factory.mktemp("messy")
+    handlers = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_texts(folder)
+        train_tokenizer.main("--input corpus.jsonl --vocab-size 300 --output .".split())
+        make_tokens(folder)
+        make_checkpoints(folder)
+    signal.signal(signal.SIGTERM, handlers)
+    return folder
+
+
+def make_texts(folder):
+    sentences = ["the quick brown fox jumps over the lazy dog", "a stitch in time saves nine", "to be or not to be"]
+    lines = [json.dumps(dict(text=" ".join(sentences[n % 3 :] + [str(n)] * 5))) for n in range(30)]
+    files = {
+        "corpus.jsonl": "\n".join(lines) + "\n",
+        "empty.jsonl": "",
+        "bad.jsonl": '{"text": "good"}\n{bad\n{"text": 5}\n',
+        "other.json": '{"a": 0, "b": 1, "<|endoftext|>": 2}',
+        "indented.yaml": "num_layers: 2\n  hidden_size: 3\n",
+        "misspelled.yaml": "num_layer: 2\n",
+        "twice.yaml": "num_layers: 2\nnum_layers: 3\n",
+        "list.yaml": "- num_layers\n",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    packed = subprocess.run(["gzip", "-c", "corpus.jsonl"], cwd=folder, capture_output=True, check=True).stdout
+    (folder / "cut.jsonl.gz").write_bytes(packed[:100])
+    (folder / "folder").mkdir()
+
+
+def make_tokens(folder):
+    import numpy as np
+
+    def write(prefix, tokens, lengths):
+        np.asarray(tokens, np.uint16).tofile(f"{prefix}.bin")
+        write_index(f"{prefix}.idx", np.uint16, np.asarray(lengths), np.arange(len(lengths) + 1))
+
+    write("tokens", np.arange(400) % 290, [40] * 10)
+    write("numbers", np.arange(400) % 90, [40] * 10)
+    write("empty", [], [])
+    write("foreign", np.arange(400) % 290, [40] * 10)
+    identity = dict(type="GPT2BPETokenizer", vocab_size=7, eod=6, fingerprint="0" * 32)
+    (folder / "foreign.stats.json").write_text(json.dumps(dict(tokenizer=identity)))
+    write("three", [1, 2, 3], [3])
+    for prefix, binary, index in (("swapped", "tokens", "three"), ("cut", "tokens", "tokens")):
+        shutil.copy(f"{binary}.bin", f"{prefix}.bin")
+        shutil.copy(f"{index}.idx", f"{prefix}.idx")
+    os.truncate("cut.bin", 40)
+    for kind in ("bin", "idx"):
+        shutil.copy("corpus.jsonl", f"text.{kind}")
+    (folder / "alone").mkdir()
+    shutil.copy("tokens.bin", "alone/b.bin")
+
+
+def make_checkpoints(folder):
+    pretrain_gpt.main(f"{MOCK} --save ck --save-interval 2".split())
+    for name in ("damaged", "no-index", "flipped"):
+        shutil.copytree("ck", f"ck-{name}")
+    for step in ("iter_0000002", "iter_0000004"):
+        os.truncate(f"ck-damaged/{step}/shard_00000.safetensors", 1000)
+        os.remove(f"ck-no-index/{step}/index.json")
+    with open("ck-flipped/iter_0000004/shard_00000.safetensors", "r+b") as file:
+        file.seek(-5000, os.SEEK_END)
+        file.write(b"flip")
+    for name, file in (
+        ("ck-megatron", "iter_0000100/mp_rank_00/model_optim_rng.pt"),
+        ("ck-dcp", "iter_0000100/__0_0.distcp"),
+        ("ck-hf", "config.json"),
+    ):
+        path = folder / name / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+
+
+# ---- what a shell sees ---------------------------------------------------------------------------------------------
+
+
+def shell(root, folder, *command, **environment):
+    """A real process in the messy folder."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("flags, code", [(f"{MOCK} --hidden-size 30", 3), (f"{MOCK} --num-layer 2", 2)])
+def test_a_process_ends_with_the_code_and_says_nothing_else(flags, code, root, messy):
+    done = shell(root, messy, root / "pretrain_gpt.py", *flags.split())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert is_one_message(done.stderr)
+
+
+def test_a_python_without_the_packages(root, messy):
+    done = shell(root, messy, "-S", root / "pretrain_gpt.py", *MOCK.split())
+    assert done.returncode == 1
+    assert "the package torch is missing in" in done.stderr and ".venv/bin/activate" in done.stderr
+    assert is_one_message(done.stderr)
+
+
+def test_a_rank_that_does_not_exist(root, messy):
+    done = shell(root, messy, root / "pretrain_gpt.py", *MOCK.split(), RANK="5", WORLD_SIZE="2")
+    assert (done.returncode, is_one_message(done.stderr)) == (3, True)
+    assert "RANK=5 is not one of WORLD_SIZE=2 ranks" in done.stderr
+
+
+def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):
+    """All ranks meet the same mistake after they have joined. torchrun's own report repeats it, with the exit codes."""
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    done = shell(root, messy, *command, root / "pretrain_gpt.py", *f"{MOCK} --load nope".split())
+    said, _, report = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
+    assert re.findall("^error: .*", said, re.M) == ["error: nope holds no checkpoint (rank 0)"], done.stderr
+    assert said.count("Traceback") == 1  # torchrun's own
+    assert set(re.findall(r"exitcode +: (-?\d+)", report)) <= {"5", "-15"}
+    assert "nope holds no checkpoint" in report and "To enable traceback" not in report
+
+
+def test_every_exit_code_is_documented(root):
+    listed = re.findall(r"^\| (\d+) \|", (root / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert {str(kind.code) for kind in errors.Failure.__subclasses__()} <= set(listed)
