@@ -4,6 +4,8 @@
     python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
+    torchrun --nproc-per-node 8 pretrain_gpt.py --auto-parallel --max-global-batch-size 64 ...
+    python pretrain_gpt.py --dry-run --world-size 128 ...
 """
 
 import os
@@ -15,7 +17,16 @@ from megatron.rules import resolve
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    config = resolve(parse_pretrain(argv), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    config, world_size = parse_pretrain(argv), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.planner.dry_run:
+        from megatron.planner.dry_run import dry_run
+
+        return dry_run(config)
+    if config.planner.auto_parallel:
+        from megatron.tuning import tuned
+
+        config = tuned(config, recipe(), world_size)
+    config = resolve(config, world_size)
 
     from megatron.training import pretrain
 
@@ -31,11 +42,12 @@ def recipe():
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):
     """A GPT, or what a rank of the mesh holds of it: the layers of a pipeline stage (default: all)."""
+    from megatron.fused_kernels.autocast import autocast_of
     from megatron.model.gpt import GPT
 
     return GPT(config.model, mesh, vocab_size, layers=layers, first=first, last=last,
                sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels, recompute=config.recompute,
-               seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
+               autocast=autocast_of(config.precision), seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, say):

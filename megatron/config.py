@@ -251,6 +251,12 @@ class Precision:
         "--fp16=fp16",
         "--use-amp~=fp16",
     )
+    amp_level: Literal["O1", "O2"] = setting(
+        "O2: weights in bf16 or fp16, with fp32 ones beside them; O1: weights in fp32, and formats chosen op by op",
+        "O2",
+    )
+    amp_custom_black_list: Optional[list[str]] = setting("O1: ops to compute in fp32, by torch's or Paddle's names", None)
+    amp_custom_white_list: Optional[list[str]] = setting("O1: ops to compute in half precision", None)
     loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
     initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
     min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)

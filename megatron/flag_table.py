@@ -222,8 +222,6 @@ every iteration is of one phase
     --phase-transition-iterations
 to start counting anew from loaded weights, use --finetune
     --reset-iteration --no-load-lr-state
-use --amp-level's meaning directly: --bf16 or --fp16, weights kept in fp32 beside
-    --amp-level --amp-*
 
 # Evaluation.
 to evaluate without training: python -m megatron.tools.evaluate

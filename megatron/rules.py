@@ -231,6 +231,8 @@ RULES = (
     # Number formats.
     Rule(lambda s: s.precision == "fp16" and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale,
          lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}"),
+    Rule(lambda s: s.torch_compile and s.amp_level == "O1" and s.precision != "fp32",
+         lambda s: "--amp-level O1 casts op by op, which --torch-compile does not see; drop one of them"),
     # Recomputation.
     Rule(lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
          lambda s: "--recompute-method and --recompute-num-layers go with --recompute-granularity full, not with "
@@ -286,6 +288,8 @@ REMARKS = (
          lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,
          lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16"),
+    Rule(lambda s: (s.amp_custom_black_list or s.amp_custom_white_list) and s.amp_level != "O1",
+         lambda s: "--amp-custom-black-list and --amp-custom-white-list have no effect without --amp-level O1"),
     Rule(lambda s: s.no_recompute_layers and not s.recompute_granularity,
          lambda s: "--no-recompute-layers has no effect without --recompute-granularity"),
     Rule(lambda s: not s.save,

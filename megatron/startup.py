@@ -29,7 +29,7 @@ from megatron.guard.watch import Watch
 from megatron.metrics import Metrics
 from megatron.metrics import Run as Rates
 from megatron.mpu import context as ranks
-from megatron.mpu.context import DTYPES, Context
+from megatron.mpu.context import DTYPES, Context, weight_format
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.schedule import Lengths, learning_rate
 from megatron.optimizer.zero import ShardedAdamW
@@ -55,7 +55,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
     refuse_other_vocabulary(all_paths(config.data), tokenizer)
-    dtype = DTYPES[config.precision.precision]
+    dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)

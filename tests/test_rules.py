@@ -105,6 +105,8 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", 1, "--min-loss-scale 4 is above --initial-loss-scale 2"),
+        ("--bf16 --amp-level O1 --torch-compile", 1, "--amp-level O1 casts op by op, which --torch-compile does not see"),
+        ("--label-smoothing 1", 1, "--label-smoothing 1.0 must be at least 0 and below 1"),
         # recomputation
         ("--recompute-num-layers 2", 1, "go with --recompute-granularity full, not with none"),
         ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),

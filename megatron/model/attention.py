@@ -5,6 +5,8 @@ Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hid
 of a group, d channels of a head, tp ranks that divide the groups.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Optional
 
@@ -13,6 +15,7 @@ from torch import nn
 
 from megatron.config import Kernels, Model
 from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels.autocast import op
 from megatron.model import recompute
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
@@ -30,12 +33,14 @@ class Context:
     angles    cos and sin of RoPE, or None
     allowed   [b, s, t] bool: query may see key; None for plain causal attention
     cache     keys and values of earlier tokens, or None
+    region    makes the context that recomputation happens in
     """
 
     samples: Optional[torch.Tensor] = None
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
     allowed: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
+    region: Callable = nullcontext
 
 
 def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
@@ -88,23 +93,27 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         if self.again:
-            attended = recompute.again(self._attend, query, key, value, context)
+            attended = recompute.again(
+                scaled_dot_product_attention, query, key, value, self, context, inside=context.region
+            )
         else:
-            attended = self._attend(query, key, value, context)
+            attended = scaled_dot_product_attention(query, key, value, self, context)
         return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]
 
-    def _attend(self, query, key, value, context: Context) -> torch.Tensor:
-        """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
-        case = Case(
-            query.device.type, query.dtype, query.shape[0], key.shape[0], masked=context.allowed is not None,
-            dropout=self.dropout.p > 0 and self.training,
-            scaled_softmax=self.score_divisor != 1.0 and query.dtype == torch.float16,
-        )  # fmt: skip
-        dropout = None
-        if case.dropout:
-            (s, b, g, q, _), t = query.shape, key.shape[0]
-            dropout = self.dropout.keep((b, g * q, s, t), context.samples, query.device)
-        return choose("attention", case, self.backend).run(
-            query, key, value, scale=self.head_dim**-0.5, allowed=context.allowed, score_divisor=self.score_divisor,
-            softmax_in_fp32=self.softmax_in_fp32, dropout=dropout,
-        )  # fmt: skip
+
+@op
+def scaled_dot_product_attention(query, key, value, layer: Attention, context: Context) -> torch.Tensor:
+    """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
+    case = Case(
+        query.device.type, query.dtype, query.shape[0], key.shape[0], masked=context.allowed is not None,
+        dropout=layer.dropout.p > 0 and layer.training,
+        scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
+    )  # fmt: skip
+    dropout = None
+    if case.dropout:
+        (s, b, g, q, _), t = query.shape, key.shape[0]
+        dropout = layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
+    return choose("attention", case, layer.backend).run(
+        query, key, value, scale=layer.head_dim**-0.5, allowed=context.allowed, score_divisor=layer.score_divisor,
+        softmax_in_fp32=layer.softmax_in_fp32, dropout=dropout,
+    )  # fmt: skip

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         if self.attention_again:
-            attended = recompute.again(self._attention_half, x, context)
+            attended = recompute.again(self._attention_half, x, context, inside=context.region)
         else:
             attended = self._attention_half(x, context)
         x = x + self.attention_dropout(attended, context.samples)

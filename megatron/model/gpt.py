@@ -5,12 +5,14 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide 
 or [s/tp, b, h] between layers under sequence parallelism.
 """
 
+from contextlib import nullcontext
 from typing import Optional
 
 import torch
 from torch import nn
 
 from megatron.config import Kernels, Model, Recompute
+from megatron.fused_kernels.autocast import Autocast
 from megatron.model import recompute as recomputation
 from megatron.model.attention import Context, allowed_pairs
 from megatron.model.block import Block
@@ -30,13 +32,16 @@ class GPT(nn.Module):
     Parameters are created empty: `mpu.random.init_parameter` fills them as `mpu.placement.placements(model)` says.
     They are named by logical, global names (`blocks.17.attention.qkv.weight`), so a stage of any layout names them
     alike. A last stage that is not the first holds a copy of a tied `embedding.word.weight`.
+
+    dtype: the format of weights and of what goes from stage to stage. autocast: other formats inside, op by op.
     """
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, layers: Optional[range] = None, first: bool = True,
                  last: bool = True, sequence_parallel: bool = False, kernels: Optional[Kernels] = None,
-                 recompute: Optional[Recompute] = None, seed: int = 1234, dtype: torch.dtype = torch.float32,
-                 device=None):  # fmt: skip
+                 recompute: Optional[Recompute] = None, autocast: Optional[Autocast] = None, seed: int = 1234,
+                 dtype: torch.dtype = torch.float32, device=None):  # fmt: skip
         super().__init__()
+        self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
         self.first, self.last, self.tp, self.vocab_size = first, last, mesh.tp, vocab_size
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         sequence_parallel = sequence_parallel and mesh.tp.size > 1
@@ -72,27 +77,29 @@ class GPT(nn.Module):
         x: None on the first stage, else what the stage before returned, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (sum of masked losses, number of tokens that count), fp32 scalars.
         """
-        x = self._hidden(x, batch)
-        if not self.last:
-            return x
-        mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
-        loss = linear_cross_entropy(
-            x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), mask=mask,
-            vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
-            chunk=self.kernels.cross_entropy_chunk,
-        )  # fmt: skip
+        with self.region():
+            x = self._hidden(x, batch)
+            if not self.last:
+                return x
+            mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
+            loss = linear_cross_entropy(
+                x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), mask=mask,
+                vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
+                chunk=self.kernels.cross_entropy_chunk,
+            )  # fmt: skip
         return loss, loss.new_tensor(batch.labels.numel()) if mask is None else mask.sum()
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
         """As `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
-        x = self._hidden(x, batch)
-        if not self.last:
-            return x
-        losses = token_losses(
-            x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), vocab_size=self.vocab_size, tp=self.tp,
-            chunk=self.kernels.cross_entropy_chunk,
-        )  # fmt: skip
+        with self.region():
+            x = self._hidden(x, batch)
+            if not self.last:
+                return x
+            losses = token_losses(
+                x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), vocab_size=self.vocab_size, tp=self.tp,
+                chunk=self.kernels.cross_entropy_chunk,
+            )  # fmt: skip
         return losses.view(batch.labels.shape)
 
     def logits(self, tokens: torch.Tensor, *, cache: Optional[Cache] = None, position_ids=None, document_ids=None,
@@ -105,20 +112,21 @@ class GPT(nn.Module):
         Call `eval()` first: there is no sample to draw dropout for.
         """
         assert self.first and self.last, "logits need a whole model"
-        x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
-        x = self._run(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
-        if cache is not None:
-            cache.length += tokens.shape[0]
-        x = self.enter_output(self.final_norm(x), self.tp)
-        x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
-        return mappings.join_last(linear(x, self._output_weight()), self.tp)[..., : self.vocab_size].float()
+        with self.region():
+            x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
+            x = self._run(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
+            if cache is not None:
+                cache.length += tokens.shape[0]
+            x = self.enter_output(self.final_norm(x), self.tp)
+            x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
+            return mappings.join_last(linear(x, self._output_weight()), self.tp)[..., : self.vocab_size].float()
 
     def _hidden(self, x, batch) -> torch.Tensor:
         """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage."""
         if self.first:
             x = self.embedding(batch.tokens, self._positions(len(batch.tokens), batch.position_ids), batch.samples)
         x = self._run(x, self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples))
-        return self.enter_output(self.final_norm(x), self.tp) if self.last else x
+        return self.enter_output(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)
 
     def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
         """[s, b] as given, or [s, 1] counted on from the cache's length."""
@@ -134,12 +142,12 @@ class GPT(nn.Module):
         keys = document_ids if cache is None else cache.extend_documents(document_ids, shape[0])
         if keys is not None:
             allowed = allowed_pairs(keys[-shape[0] :], keys)
-        return Context(samples, angles, allowed, cache)
+        return Context(samples, angles, allowed, cache, self.region)
 
     def _run(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         for group in self.layer_groups:
             if group.again == "full":
-                x = recomputation.again(self._layers, group.layers, x, context)
+                x = recomputation.again(self._layers, group.layers, x, context, inside=self.region)
             else:
                 x = self._layers(group.layers, x, context)
         return x

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels.autocast import op
 from megatron.mpu.placement import Constant, Placement
 
 
@@ -26,8 +27,7 @@ class LayerNorm(nn.Module):
         }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kernel = choose("layer_norm", Case(x.device.type, x.dtype)).run
-        return kernel(x, self.weight, self.bias, self.epsilon)
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -40,8 +40,19 @@ class RMSNorm(nn.Module):
         self.placements = {"weight": Placement((width,), Constant(1.0), partial=partial, decay=False)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kernel = choose("rms_norm", Case(x.device.type, x.dtype)).run
-        return kernel(x, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+@op
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`reference.layer_norm` by the best kernel."""
+    return choose("layer_norm", Case(x.device.type, x.dtype)).run(x, weight, bias, epsilon)
+
+
+@op
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`reference.rms_norm` by the best kernel."""
+    return choose("rms_norm", Case(x.device.type, x.dtype)).run(x, weight, epsilon)
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

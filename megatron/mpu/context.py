@@ -124,4 +124,9 @@ def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 768) ->
     return 2 * size**3 / min(times)
 
 
+def weight_format(precision: config.Precision) -> torch.dtype:
+    """The format of the model's weights, and of what goes from stage to stage."""
+    return torch.float32 if precision.amp_level == "O1" else DTYPES[precision.precision]
+
+
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)

@@ -21,6 +21,7 @@ from typing import Optional
 
 import torch
 
+from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
@@ -31,6 +32,7 @@ FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and
 BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 
+@op
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
                          mask: Optional[torch.Tensor] = None, label_smoothing: float = 0.0,
                          chunk: Optional[int] = None) -> torch.Tensor:  # fmt: skip
@@ -48,6 +50,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     return _Precomputed.apply(loss, hidden, weight, gradients) if wanted else loss
 
 
+@op
 @torch.no_grad()
 def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Optional[int] = None) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""

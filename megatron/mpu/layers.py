@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.fused_kernels import Case, choose, reference
+from megatron.fused_kernels.autocast import op
 from megatron.mpu import mappings
 from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.mesh import Axis
@@ -27,6 +28,7 @@ def matmul(x: torch.Tensor):
     return choose("matmul", Case(x.device.type, x.dtype)).run
 
 
+@op
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
            later: WeightGradients | None = None) -> torch.Tensor:  # fmt: skip
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
