@@ -15,7 +15,11 @@ flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --fresh) rm -rf "$RUN" ;;
-        --train-iters) ITERATIONS=${2:?--train-iters needs a number}; shift ;;
+        --train-iters)
+            [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--train-iters '${2:-}' is not a number of steps"
+            ITERATIONS=$2
+            shift
+            ;;
         -h | --help) sed -n '3,9s/^# \{0,1\}//p' scripts/quickstart.sh; exit ;;
         *) flags+=("$1") ;;
     esac
