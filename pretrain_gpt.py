@@ -4,8 +4,6 @@
     python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
-    torchrun --nproc-per-node 8 pretrain_gpt.py --auto-parallel --max-global-batch-size 64 ...
-    python pretrain_gpt.py --dry-run --world-size 128 ...
 """
 
 import os
@@ -17,16 +15,7 @@ from megatron.rules import resolve
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    config, world_size = parse_pretrain(argv), int(os.environ.get("WORLD_SIZE", "1"))
-    if config.planner.dry_run:
-        from megatron.planner.dry_run import dry_run
-
-        return dry_run(config)
-    if config.planner.auto_parallel:
-        from megatron.tuning import tuned
-
-        config = tuned(config, recipe(), world_size)
-    config = resolve(config, world_size)
+    config = resolve(parse_pretrain(argv), world_size=int(os.environ.get("WORLD_SIZE", "1")))
 
     from megatron.training import pretrain
 
