@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 import torch
 
 from megatron.mpu.mesh import Axis
@@ -85,3 +86,15 @@ def test_ranks_cut_one_mask():
         cut = Dropout(0.5, "mlp", 0, seed=1, cut=0, axis=Axis("tp", (0, 1), rank))
         pieces.append(cut(x[:4], torch.tensor([1, 2])))
     assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_ranks_cut_heads_of_attention_weights():
+    """[b, heads, s, s]: whole heads go to each rank, and every sample has the mask that it has alone."""
+    make = lambda axis=None: Dropout(0.5, "attention", 0, seed=1, batch_dim=0, axis=axis)  # noqa: E731
+    device, samples = torch.device("cpu"), torch.tensor([5, 2, 9])
+    whole = make().keep((3, 6, 5, 5), samples, device).mask()
+    parts = [make(Axis("tp", (0, 1, 2), n)).keep((3, 2, 5, 5), samples, device).mask() for n in range(3)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    for n, sample in enumerate(samples):
+        assert torch.equal(make().keep((1, 6, 5, 5), sample.view(1), device).mask()[0], whole[n])
+    assert whole.float().mean().item() == pytest.approx(0.5, abs=0.1)
