@@ -177,7 +177,9 @@ def verify_data(data: schema.Data, context: Context, say) -> None:
         problems.append(str(missing))
     problems = sorted({problem for found in exchange_over(context)(problems) for problem in found})
     if problems:
-        raise DataError("token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again")
+        raise DataError(
+            "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
+        )
     say(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for all tests: above all `run_ranks`, which runs a function on several ranks in a fraction of a second.
 
-    def test_sum(run_ranks):
-        def body(rank):
-            x = torch.tensor([rank])
-            dist.all_reduce(x)
-            return x.item()
+def test_sum(run_ranks):
+    def body(rank):
+        x = torch.tensor([rank])
+        dist.all_reduce(x)
+        return x.item()
 
-        assert run_ranks(2, body) == [1, 1]
+    assert run_ranks(2, body) == [1, 1]
 """
 
 import os

@@ -57,7 +57,9 @@ class MicroBatch:
         """Apply to all but `samples`, which is read on the CPU: reading it from a device would wait for the device."""
         names = [field.name for field in fields(self) if field.name not in ("samples", "hash")]
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()})
+        return replace(
+            self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
+        )
 
 
 class Batches:

@@ -106,9 +106,7 @@ def test_equals_the_slow_twin(vocab, corpus, tmp_path, append_eod):
         assert written(tmp_path / f"out_{key}_document") == slow_twin(vocab, DOCUMENTS, key, append_eod)
     leftovers = {path.name for path in tmp_path.iterdir()} - {"corpus.jsonl"}
     assert leftovers == {
-        f"out_{key}_document{end}"
-        for key in ("text", "title")
-        for end in (".bin", ".idx", ".stats.json", ".sums.json")
+        f"out_{key}_document{end}" for key in ("text", "title") for end in (".bin", ".idx", ".stats.json", ".sums.json")
     }
 
 
