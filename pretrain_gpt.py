@@ -4,6 +4,8 @@
     python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
+    torchrun --nproc-per-node 8 pretrain_gpt.py --auto-parallel --max-global-batch-size 64 ...
+    python pretrain_gpt.py --dry-run --world-size 128 ...
 """
 
 import os
@@ -15,7 +17,22 @@ from megatron.rules import resolve
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    config = resolve(parse_pretrain(argv), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    config = parse_pretrain(argv)
+    if config.planner.dry_run:
+        from megatron.planner.dry_run import dry_run
+
+        return dry_run(config)
+    if not config.planner.auto_parallel:
+        return train(config)
+    from megatron.tuning import tuned
+
+    with tuned(config, recipe()) as config:
+        train(config)
+
+
+def train(config) -> None:
+    """Train with these settings on the ranks that there are."""
+    config = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
 
     from megatron.training import pretrain
 

@@ -11,14 +11,11 @@ wherever Megatron-LM has the setting. A bool that is true by default becomes `--
 Nothing here imports torch, reads the command line or the environment: `flags.py` does.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, Optional
 
-
-def setting(help: str, default=MISSING, *alias: str, **metadata):
-    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
-    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value."""
-    return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
+from megatron.planning import Planner
+from megatron.setting import setting
 
 
 @dataclass(frozen=True)
@@ -255,7 +252,9 @@ class Precision:
         "O2: weights in bf16 or fp16, with fp32 ones beside them; O1: weights in fp32, and formats chosen op by op",
         "O2",
     )
-    amp_custom_black_list: Optional[list[str]] = setting("O1: ops to compute in fp32, by torch's or Paddle's names", None)
+    amp_custom_black_list: Optional[list[str]] = setting(
+        "O1: ops to compute in fp32, by torch's or Paddle's names", None
+    )
     amp_custom_white_list: Optional[list[str]] = setting("O1: ops to compute in half precision", None)
     loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
     initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
@@ -379,7 +378,8 @@ class Guard:
     max_rollbacks: int = setting("a further spike stops the run", 3)
     iterations_to_skip: Optional[list[int]] = setting("steps whose samples are passed over without training", None)
     override: Optional[str] = setting(
-        "settings (names with commas) that may differ from those of the checkpoint although results depend on them", None
+        "settings (names with commas) that may differ from those of the checkpoint although results depend on them",
+        None,
     )
 
 
@@ -403,7 +403,7 @@ class Logging:
 GROUPS = dict(
     model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
     recompute=Recompute,
-    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging,
+    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging, planner=Planner,
 )  # fmt: skip
 
 
@@ -423,6 +423,7 @@ class Config:
     checkpoint: Checkpoint
     guard: Guard
     logging: Logging
+    planner: Planner = Planner()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
 
 

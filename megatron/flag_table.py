@@ -177,8 +177,6 @@ profiling is not built yet
     --profile* --use-pytorch-profiler --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
 --exit-signal-handler catches SIGTERM and SIGUSR1
     --exit-signal*
-choosing the layout by itself is not built yet: say --tensor-model-parallel-size, --pipeline-model-parallel-size ...
-    --auto-parallel --max-global-batch-size
 training ends by --train-iters or --train-samples
     --train-epochs --iter-per-epoch
 say --global-batch-size; steps are split into micro-batches by themselves

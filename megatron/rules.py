@@ -27,7 +27,7 @@ def resolve(settings: config.Config, world_size: int) -> config.Config:
     if found:
         lines = "".join(f"\n  {number}. {text}" for number, text in enumerate(found, 1))
         raise SettingsError(f"{len(found)} settings cannot work:{lines}")
-    return _filled(settings, world_size)
+    return filled(settings, world_size)
 
 
 def check(settings: config.Config, world_size: int) -> list[str]:
@@ -47,8 +47,8 @@ def remarks(settings: config.Config, world_size: int) -> list[str]:
     return [rule.say(s) for rule in REMARKS if rule.broken(s)]
 
 
-def _filled(c: config.Config, world: int) -> config.Config:
-    """Derived values. Each field gets here what its help calls its default."""
+def filled(c: config.Config, world: int) -> config.Config:
+    """Derived values of settings in which nothing is wrong. Each field gets here what its help calls its default."""
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None
@@ -74,11 +74,11 @@ def _filled(c: config.Config, world: int) -> config.Config:
             lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
             lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
         ),
-        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or _tokenizer_type(t, c.data.mock_data)),
+        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data.mock_data)),
     )
 
 
-def _tokenizer_type(t: config.Tokenizer, mock_data: bool) -> str | None:
+def tokenizer_type(t: config.Tokenizer, mock_data: bool) -> str | None:
     """The type that the given files can only mean, as in Megatron-LM; numbers for mock data. None: not clear."""
     if t.vocab_file and t.merge_file:
         return "GPT2BPETokenizer"
@@ -94,15 +94,18 @@ RANGES = {  # what a value must be -> test, fields
         context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
-        save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis spike_window spike_skip_steps recompute_num_layers"""),
+        save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
+        spike_window spike_skip_steps recompute_num_layers
+        max_global_batch_size world_size local_world_size"""),
     "at least 0": (lambda v: v >= 0, """
-        train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr lr_warmup_iters
-        lr_warmup_samples max_rollbacks"""),
+        train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
+        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps"""),
     "above 0": (lambda v: v > 0, """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
         mean_time_to_interruption
-        initial_loss_scale min_loss_scale spike_threshold"""),
-    "at least 0 and below 1": (lambda v: 0 <= v < 1, "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"),
+        initial_loss_scale min_loss_scale spike_threshold device_memory_gb"""),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, """
+        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"""),
     "at least 0 and at most 1": (lambda v: 0 <= v <= 1, "optimizer_offload_fraction"),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
@@ -145,7 +148,7 @@ def _record(settings: config.Config, world: int) -> SimpleNamespace:
     s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
     s.rotary = int(s.head * s.rotary_percent)
     s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
-    s.tokenizer = s.tokenizer_type or _tokenizer_type(settings.tokenizer, s.mock_data)
+    s.tokenizer = s.tokenizer_type or tokenizer_type(settings.tokenizer, s.mock_data)
     return s
 
 

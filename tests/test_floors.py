@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
-    ("errors config flags flag_* spelling presets rules batch flops records", 0),  # settings and plain arithmetic
+    ("errors setting planning config flags flag_* spelling presets rules batch flops records", 0),  # settings and plain arithmetic
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
     ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),
@@ -26,7 +26,7 @@ FLOORS = (
     ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
-    ("run startup training parity", 5),  # where everything meets
+    ("run startup training tuning parity", 5),  # where everything meets
     ("tools.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
         "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress",

@@ -55,6 +55,11 @@ class Device:
         return int(self.memory_gb * 1e9)
 
     @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill: drivers take some of what a data sheet promises, and no estimate is exact."""
+        return int(0.97 * self.memory_bytes)
+
+    @property
     def context_bytes(self) -> int:
         return int(self.context_gb * GIB)
 

@@ -60,21 +60,32 @@ def starts(schedule: str, pp: int, micros: int, chunks: int, rank: int, among: t
     return found if found == 1 or is_file(schedule) else found + micros - short
 
 
-def span(schedule: str, pp: int, micros: int, chunks: int, *, backward: float, split: float = 0.5) -> float:
+def span(
+    schedule: str, pp: int, micros: int, chunks: int, *, backward: float, split: float = 0.5, exact=False
+) -> float:
     """Time from the first op to the last, where a chunk's forward pass takes 1 and its backward pass `backward`, of which
-    `split` is the gradient of the inputs. Messages take no time.
+    `split` is the gradient of the inputs. Messages take no time. exact: simulate as many ranks as there are.
     """
     whole = 1.0 + backward
     if pp == 1:
         return micros * chunks * whole
     if schedule in ("1f1b", "gpipe", "interleaved") and (chunks == 1 or micros % pp == 0):
         return (micros * chunks + pp - 1) * whole
-    if is_file(schedule) or micros <= 4 * pp:
+    if is_file(schedule) or exact and micros <= 4 * pp:
+        return _span(schedule, pp, micros, chunks, backward, split)
+    if not exact and pp > SMALL:  # gaps grow with the number of ranks, and with nothing else
+        fewer = max(1, round(micros * SMALL / pp))
+        small = span(schedule, SMALL, fewer, chunks, backward=backward, split=split)
+        return micros * chunks * whole + (small - fewer * chunks * whole) * (pp - 1) / (SMALL - 1)
+    if micros <= 4 * pp:
         return _span(schedule, pp, micros, chunks, backward, split)
     # A round is pp micro-batches: what one more of them adds is what each further one adds.
     near = 2 * pp + micros % pp
     short, longer = (_span(schedule, pp, m, chunks, backward, split) for m in (near, near + pp))
     return short + (longer - short) * (micros - near) / pp
+
+
+SMALL = 6  # ranks that a search simulates instead of more
 
 
 @lru_cache(maxsize=8192)

@@ -7,13 +7,12 @@ what autograd keeps. Workspaces, buffers and the allowance for fragmentation are
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
-from megatron.planner.parameters import Unit, padded, rank_units
+from megatron.planner.parameters import Units, rank_units
 
 FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffers
 
@@ -38,11 +37,9 @@ def state(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str
                   layout.param_offload, job.device == "cuda")  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
-def _state(
-    units: tuple[Unit, ...], element: int, zero: int, shard: int, offload: float, param_offload: bool, cuda: bool
-):
-    whole, own = padded(units, shard), padded(units, shard) // shard
+def _state(units: Units, element: int, zero: int, shard: int, offload: float, param_offload: bool, cuda: bool):
+    whole = units.padded(shard)
+    own = whole // shard
     away = _offloaded(units, shard, offload)
     here = own - away
     keeps_all = zero < 3
@@ -65,9 +62,11 @@ def _state(
     return device, dict(host)
 
 
-def _offloaded(units: tuple[Unit, ...], shard: int, fraction: float) -> int:
+def _offloaded(units: Units, shard: int, fraction: float) -> int:
     """Elements of the first units that are together at least `fraction` of a rank's shard."""
-    total, found = padded(units, shard) // shard, 0
+    total, found = units.padded(shard) // shard, 0
+    if fraction in (0.0, 1.0):
+        return int(fraction * total)
     for unit in units:
         if found >= fraction * total:
             break
@@ -89,7 +88,7 @@ def moving(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[st
     last = rank == layout.pipeline(job.model.num_layers).stages[-1][0]
     most = activations.loss_workspace(job, layout) if last else 0
     units = rank_units(job, layout, rank)
-    layer = activations.workspace(job, layout) + max(s.size for u in units for s in u.slots) * job.element
+    layer = activations.workspace(job, layout) + units.largest * job.element
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
@@ -134,22 +133,20 @@ def _product(a: int, b: int) -> int:
     return a * b
 
 
-def _gathered(units: tuple[Unit, ...], job: Job, layout: Layout) -> int:
+def _gathered(units: Units, job: Job, layout: Layout) -> int:
     """ZeRO 3: the units that are used all over a chunk, and one layer, or two when the next is on its way."""
     if layout.zero < 3:
         return 0
-    blocks = [unit for unit in units if unit.name == "blocks"]
-    others = padded([unit for unit in units if unit.name != "blocks"], layout.shard)
-    return (others + (1 + layout.overlap) * padded(blocks[:1], layout.shard)) * job.element
+    others = units.others.padded(layout.shard)
+    return (others + (1 + layout.overlap) * units.block.padded(layout.shard)) * job.element
 
 
-def _buffers(units: tuple[Unit, ...], layout: Layout) -> int:
+def _buffers(units: Units, layout: Layout) -> int:
     """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the piece that comes back."""
     if layout.zero < 2:
         return 0
-    blocks = [unit for unit in units if unit.name == "blocks"]
-    others = padded([unit for unit in units if unit.name != "blocks"], layout.shard)
-    block = padded(blocks[:1], layout.shard)
+    others = units.others.padded(layout.shard)
+    block = units.block.padded(layout.shard)
     return 4 * (others + (1 + layout.overlap) * (block + block // layout.shard))
 
 

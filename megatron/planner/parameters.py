@@ -7,8 +7,8 @@ allocates.
 """
 
 import math
-from collections.abc import Iterable
-from functools import lru_cache
+from collections import Counter
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.config import Model
@@ -51,6 +51,40 @@ class Unit(NamedTuple):
         return found
 
 
+class Units(tuple):
+    """The units of a rank, in order; figures of the whole are computed once."""
+
+    @cached_property
+    def others(self) -> "Units":
+        """Those that are no layers."""
+        return Units(unit for unit in self if unit.name != "blocks")
+
+    @cached_property
+    def block(self) -> "Units":
+        """A layer, or nothing where there is none."""
+        return Units([unit for unit in self if unit.name == "blocks"][:1])
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(slot.size for unit in self for slot in unit.slots)
+
+    @cached_property
+    def counts(self) -> Counter:
+        """Unit -> how many there are of it."""
+        return Counter(self)
+
+    @cached_property
+    def _sizes(self) -> dict[int, int]:
+        return {}
+
+    def padded(self, pieces: int) -> int:
+        """Elements of the buffer that holds all of them when `pieces` ranks shard it."""
+        if pieces not in self._sizes:
+            self._sizes[pieces] = sum(count * unit.padded(pieces) for unit, count in self.counts.items())
+        return self._sizes[pieces]
+
+
 def padded_vocabulary(model: Model, vocab_size: int, tp: int) -> int:
     """Rows of the embedding over all tp ranks."""
     return _up(vocab_size, model.make_vocab_size_divisible_by * tp)
@@ -73,16 +107,17 @@ def layer(model: Model, tp: int, sp: bool) -> Unit:
     return _unit("blocks", slots)
 
 
-def rank_units(job: Job, layout: Layout, rank: int) -> tuple[Unit, ...]:
+def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     """The units of a pipeline rank's chunks, on one tp rank."""
-    pipeline, last = layout.pipeline(job.model.num_layers), len(layout.pipeline(job.model.num_layers).stages) - 1
+    pipeline = layout.pipeline(job.model.num_layers)
+    last = len(pipeline.stages) - 1
     stages = pipeline.stages_of(rank)
     chunks = tuple((len(pipeline.layers[stage]), stage == 0, stage == last) for stage in stages)
     return _units(job.model, job.vocab_size, layout.tp, layout.sp, chunks)
 
 
 @lru_cache(maxsize=4096)
-def _units(model: Model, vocab_size: int, tp: int, sp: bool, chunks: tuple[tuple[int, bool, bool], ...]):
+def _units(model: Model, vocab_size: int, tp: int, sp: bool, chunks: tuple[tuple[int, bool, bool], ...]) -> Units:
     h, over = model.hidden_size, "tp" if sp else ""
     rows = padded_vocabulary(model, vocab_size, tp) // tp
     tied = not model.untie_embeddings_and_output_weights
@@ -97,12 +132,7 @@ def _units(model: Model, vocab_size: int, tp: int, sp: bool, chunks: tuple[tuple
         units.append(Unit("final_norm", (Slot(h, False, over),) * (1 if model.normalization == "RMSNorm" else 2)))
         if not tied:
             units.append(Unit("output", (Slot(rows * h),)))
-    return tuple(units)
-
-
-def padded(units: Iterable[Unit], pieces: int) -> int:
-    """Elements of the buffer that holds these units."""
-    return sum(unit.padded(pieces) for unit in units)
+    return Units(units)
 
 
 def _unit(name: str, slots: list[Slot]) -> Unit:

@@ -9,6 +9,7 @@ thousand layouts take seconds. The best ones are then refined: layers that need 
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Optional
 
 from megatron.config import Recompute
@@ -68,7 +69,7 @@ class Rejected:
 
     def why(self) -> str:
         where = "in the host's memory" if self.host else f"on pipeline rank {self.rank}"
-        return f"out of memory by {self.over / 1e9:.1f} GB {where}"
+        return f"out of memory by {self.over / 1e9:.{1 if self.over > 1e8 else 3}f} GB {where}"
 
 
 @dataclass
@@ -84,24 +85,41 @@ class Found:
 
 def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
     """All plans of `job` (whose global batch `space` decides) on `cluster`; `keep` best and closest ones are told."""
-    found, best, close = Found(), [], []
-    for number, (base, sized) in enumerate(_bases(job, cluster, space, found)):
-        for plan in _shardings(base, sized, cluster, space):
-            found.looked_at += 1
-            if isinstance(plan, Plan):
-                best.append(plan)
-            else:
-                found.too_large += 1
-                heapq.heappush(close, (-plan.over, number, found.looked_at, plan))
-                if len(close) > keep:
-                    heapq.heappop(close)
-        if len(best) > 20 * keep:
-            best = sorted(best, key=lambda plan: plan.order)[:keep]
-    best = sorted(best, key=lambda plan: plan.order)[:keep]
+    found = Found()
+    good, close = _Shortlist(keep), _Shortlist(keep)
+    for base, sized in _bases(job, cluster, space, found):
+        _try_shardings(base, sized, cluster, space, found, good, close)
+    best = sorted((_plan(*entry, cluster) for entry in good.entries()), key=lambda plan: plan.order)
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster)]
-    found.plans = sorted(best + refined, key=lambda plan: plan.order)[:keep]
-    found.rejected = [entry[-1] for entry in sorted(close, key=lambda entry: entry[:3], reverse=True)]
+    found.plans = _different(sorted(best + refined, key=lambda plan: plan.order))
+    found.rejected = [Rejected(*entry) for entry in close.entries()]
     return found
+
+
+def _different(plans: list[Plan]) -> list[Plan]:
+    """The best of those that only differ in how many share state, or in what is computed again."""
+    seen: dict[tuple, Plan] = {}
+    for plan in plans:
+        lay = plan.layout
+        seen.setdefault((lay.tp, lay.pp, lay.sp, lay.micro, lay.chunks, lay.schedule, lay.zero, lay.offload), plan)
+    return list(seen.values())
+
+
+class _Shortlist:
+    """The `size` entries with the lowest costs. Entries are what it takes to make a plan: making one takes longer."""
+
+    def __init__(self, size: int):
+        self.size, self.heap, self.limit, self.count = size, [], float("inf"), 0
+
+    def offer(self, cost: float, *entry) -> None:
+        self.count += 1
+        heapq.heappush(self.heap, (-cost, self.count, entry))
+        if len(self.heap) > self.size:
+            heapq.heappop(self.heap)
+            self.limit = -self.heap[0][0]
+
+    def entries(self) -> list[tuple]:
+        return [entry for _, _, entry in sorted(self.heap, reverse=True)]
 
 
 # The grid -------------------------------------------------------------------------------------------------------------
@@ -184,25 +202,50 @@ def _arrangements(job: Job, pp: int, micros: int, space: Space) -> Iterator[tupl
                 yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
 
 
-def _shardings(base: Layout, job: Job, cluster: Cluster, space: Space) -> Iterator[object]:
-    """The base with each way to share or offload its state: a Plan, or Rejected."""
+def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: Found, good, close) -> None:
+    """The base with each way to share or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
-    rest = [sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
-    length, parts, bubble = speed.passes(job, base, cluster)
-    for zero, shard, offload in _state_choices(base.dp, space):
-        layout = replace(base, zero=zero, shard=shard, offload=offload, overlap=base.dp > 1 and device.kind == "cuda")
+    room = [device.usable_bytes - sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
+    length = speed.passes(job, base, cluster)[0]
+    for (zero, shard, offload), held, host, behind in _options(base, job, cluster, space, tuple(ranks)):
+        found.looked_at += 1
+        over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
+        away = host - space.host_bytes if space.host_bytes else 0
+        if over > 0 or away > 0:
+            found.too_large += 1
+            if max(over, away) < close.limit:
+                close.offer(
+                    max(over, away), _shared(base, zero, shard, offload, device), max(over, away), rank, away > over
+                )
+        elif (length + behind) / job.global_batch < good.limit:
+            cost = (length + behind) / job.global_batch
+            good.offer(cost, _shared(base, zero, shard, offload, device), job, over + device.usable_bytes, rank)
+
+
+def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
+    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, seconds behind the passes)."""
+    key = replace(base, micro=base.micros(job), recompute=Recompute())  # what these figures depend on
+    return _options_of(key, replace(job, global_batch=key.micro * key.micro * base.dp), cluster, space, ranks)
+
+
+@lru_cache(maxsize=4096)
+def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
+    found = []
+    for choice in _state_choices(base.dp, space):
+        layout = _shared(base, *choice, cluster.device)
         held = [memory.resident(job, layout, rank) for rank in ranks]
-        totals = [more + sum(own.values()) for more, (own, _) in zip(rest, held)]
-        worst = max(range(len(ranks)), key=totals.__getitem__)
-        host = max(sum(away.values()) for _, away in held)
-        if totals[worst] > device.memory_bytes:
-            yield Rejected(layout, totals[worst] - device.memory_bytes, ranks[worst])
-        elif space.host_bytes and host > space.host_bytes:
-            yield Rejected(layout, host - space.host_bytes, ranks[worst], host=True)
-        else:
-            behind, more = speed.once(job, layout, cluster)
-            whole = speed.useful_flops(job)
-            yield Plan(layout, job, Step(length + behind, parts | more, bubble, whole), totals[worst], ranks[worst])
+        found.append((choice, [sum(own.values()) for own, _ in held], max(sum(away.values()) for _, away in held),
+                      speed.once(job, layout, cluster)[0]))  # fmt: skip
+    return found
+
+
+def _shared(base: Layout, zero: int, shard: int, offload: float, device) -> Layout:
+    overlap = base.dp > 1 and device.kind == "cuda"
+    return replace(base, zero=zero, shard=shard, offload=offload, overlap=overlap)
+
+
+def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> Plan:
+    return Plan(layout, job, speed.step(job, layout, cluster), size, rank)
 
 
 def _state_choices(dp: int, space: Space) -> Iterator[tuple[int, int, float]]:
@@ -228,7 +271,7 @@ def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan]
     """One layout by itself: its plan, or what it lacks."""
     totals = [memory.ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
     worst = max(range(layout.pp), key=totals.__getitem__)
-    over = totals[worst] - cluster.device.memory_bytes
+    over = totals[worst] - cluster.device.usable_bytes
     plan = Plan(layout, job, speed.step(job, layout, cluster), totals[worst], worst)
     return (None, Rejected(layout, over, worst)) if over > 0 else (plan, None)
 
@@ -246,7 +289,7 @@ def _spared(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     if layout.recompute.recompute_granularity is None:
         return None
     stages = layout.pipeline(plan.job.model.num_layers).layers
-    low, high, best = 0, max(map(len, stages)), None
+    low, high, best = 0, max(map(len, stages)) - 1, None  # with all of them spared it is another plan
     while low < high:
         count = (low + high + 1) // 2
         exempt = ",".join(str(n) for layers in stages for n in layers[:count])

@@ -152,6 +152,12 @@ def _stage(
     return Pass(forward, backward, waiting) + ends
 
 
+def layer_seconds(job: Job, cluster: Cluster) -> float:
+    """The forward pass of one layer on one rank, for a micro-batch of one."""
+    core, rest, _ = _layer(job, 1, False, 1, cluster)
+    return core + rest
+
+
 @lru_cache(maxsize=65536)
 def _layer(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of a forward pass of a layer: attention core, all else, and one tensor parallel collective."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.planner import activations
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
-from megatron.planner.parameters import padded, rank_units
+from megatron.planner.parameters import rank_units
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 
 def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     units = rank_units(job, layout, rank)
-    whole, e, micros = padded(units, layout.shard), job.element, layout.micros(job)
+    whole, e, micros = units.padded(layout.shard), job.element, layout.micros(job)
     count, beside = len(units), layout.overlap
     found = []
     if layout.shard > 1:
@@ -125,9 +125,9 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 def _reduced(job: Job, layout: Layout, rank: int) -> int:
     """Bytes of gradients of one round; a table that two chunks of a rank share comes twice in stages 2 and 3."""
     units = rank_units(job, layout, rank)
-    size = 4 * padded(units, layout.shard)
+    size = 4 * units.padded(layout.shard)
     if layout.zero >= 2 and _shares_table(job, layout, rank):
-        size += 4 * padded([unit for unit in units if unit.name == "embedding.word"], layout.shard)
+        size += 4 * next(unit.padded(layout.shard) for unit in units.others if unit.name == "embedding.word")
     return size
 
 
@@ -135,7 +135,7 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     """(elements, calls) of a step of stage 3: layers before each pass, the rest when work on its chunk begins."""
     pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
     units, stages = rank_units(job, layout, rank), pipeline.stages_of(rank)
-    block = next((unit.padded(layout.shard) for unit in units if unit.name == "blocks"), 0)
+    block = units.block.padded(layout.shard)
     passes = elements = calls = 0
     for stage in stages:
         layers = pipeline.layers[stage]
@@ -144,8 +144,8 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
             passes += (
                 members - 1 if name == "full" else 0
             )  # all of a group but its last layer are gathered to run again
-    for unit in units:
-        if unit.name != "blocks":
+    for unit in units.others:
+        if unit.name:
             among = tuple(
                 chunk for chunk, stage in enumerate(stages) if _used(unit.name, stage, len(pipeline.stages), job)
             )
@@ -173,6 +173,6 @@ def _partial(job: Job, layout: Layout, rank: int, shard_rank: int) -> list[Trans
     """Gradients that are partial sums: of norms and biases over tp, of a tied table over first and last stage."""
     units, found = rank_units(job, layout, rank), []
     for axis, what in (("tp", "gradients of norms and biases"), ("tied", "gradients of the tied table")):
-        size = 4 * sum(unit.partial(axis, shard_rank, layout.shard) for unit in units)
+        size = 4 * sum(count * unit.partial(axis, shard_rank, layout.shard) for unit, count in units.counts.items())
         found.append(Transfer(what, "all_reduce", axis, size, 1))
     return found

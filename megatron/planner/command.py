@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as something to run: the command line that asks for it, and a script around that."""
+
+import shlex
+from dataclasses import fields
+
+from megatron import config as schema
+from megatron.planner.search import Plan
+from megatron.planner.speed import Cluster
+from megatron.planner.text import duration
+from megatron.presets import preset
+from megatron.spelling import Setting, dashed, negated, settings_of
+
+
+def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
+    """The flags of every setting that is not at its default, apart from those of the planner."""
+    words = []
+    for setting in settings_of({name: group for name, group in schema.GROUPS.items() if name != "planner"}):
+        value = getattr(getattr(config, setting.group), setting.name)
+        if setting.name not in leave_out and value != setting.default:
+            words += _words(setting, value)
+    return words
+
+
+def _words(setting: Setting, value) -> list[str]:
+    if setting.name == "model_name_or_path" and preset(str(value)):
+        return []  # what it stands for is said flag by flag
+    if value is True:
+        return [dashed(setting.name)]
+    if value is False:
+        return [negated(setting.name)]
+    if isinstance(value, list):
+        return [dashed(setting.name), *map(str, value)]
+    return [] if value is None else [dashed(setting.name), f"{value:g}" if isinstance(value, float) else str(value)]
+
+
+def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
+    """The command line of a training in a plan's layout."""
+    own = {f.name for f in fields(schema.Parallel)} | {f.name for f in fields(schema.Recompute)}
+    own |= {
+        "micro_batch_size",
+        "global_batch_size",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "param_cpu_offload",
+    }
+    words = training_flags(config, frozenset(own - {"distributed_backend", "distributed_timeout_minutes"}))
+    return words + plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
+
+
+def launcher(cluster: Cluster) -> list[str]:
+    """What starts the ranks."""
+    nodes = max(1, cluster.world_size // cluster.local_size)
+    if cluster.world_size == 1:
+        return ["python"]
+    if nodes == 1:
+        return ["torchrun", "--nproc-per-node", str(cluster.local_size)]
+    return ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(cluster.local_size),
+            "--node-rank", "$NODE_RANK", "--master-addr", "$MASTER_ADDR", "--master-port", "$MASTER_PORT"]  # fmt: skip
+
+
+def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
+    """Ready for the shell, a flag a line."""
+    start = " ".join(f'"{word}"' if word.startswith("$") else word for word in launcher(cluster))
+    lines, words = [f"{start} pretrain_gpt.py"], planned_flags(config, plan)
+    for word in words:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    packed = [lines[0]]
+    for line in lines[1:]:
+        if len(packed) > 1 and len(packed[-1]) + len(line) < 100:
+            packed[-1] += f" {line}"
+        else:
+            packed.append(line)
+    return " \\\n    ".join(packed)
+
+
+def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
+    """A bash script that trains in a plan's layout and passes further flags on."""
+    nodes = max(1, cluster.world_size // cluster.local_size)
+    tokens = plan.step.tokens_per_second(plan.job)
+    head = [
+        "#!/usr/bin/env bash",
+        f"# {cluster.world_size} x {cluster.device.name} on {nodes} node{'s' * (nodes > 1)}: {plan.layout.short()}",
+        f"# expected: {duration(plan.step.seconds)} a step, {tokens:,.0f} tokens/s, {plan.bytes / 2**30:.1f} GiB on the "
+        "fullest rank (written by megatron.tools.plan)",
+    ]  # fmt: skip
+    if nodes > 1:
+        head.append("# On every node: NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT of the first node.")
+        head.append(': "${NODE_RANK:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:=29500}"')
+    return "\n".join([*head[:3], "set -euo pipefail", *head[3:], "", command_line(config, plan, cluster) + ' "$@"', ""])

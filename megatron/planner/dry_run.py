@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--dry-run`: everything that can be known of a training before a device is touched, and every problem at once."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from megatron import batch, flops, rules
+from megatron import config as schema
+from megatron.errors import Failure, SettingsError
+from megatron.mpu.mesh import JOINED, ranks_along
+from megatron.pipeline import stages
+from megatron.pipeline.draw import diagram
+from megatron.pipeline.simulate import make_plan, simulate
+from megatron.planner import target, text
+from megatron.planner.choose import memory_violations
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import ledger
+from megatron.planner.search import Plan
+from megatron.planner.speed import Cluster, step
+from megatron.planner.traffic import transfers
+
+
+def dry_run(config: schema.Config, say=print) -> None:
+    """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
+    cluster, source = target.cluster_of(config)
+    violations = rules.check(config, cluster.world_size) + missing_files(config.data)
+    shaped = not _shape_problems(config, cluster.world_size)
+    if shaped:
+        resolved = rules.filled(config, cluster.world_size)
+        layout = Layout.of(resolved, cluster.world_size)
+        job, remark = target.job_of(resolved, cluster, layout.dp)
+        violations += memory_violations(job, layout, cluster)
+        for section in _sections(resolved, job, layout, cluster, [source, remark]):
+            say(section + "\n")
+    if violations:
+        if len(violations) == 1:
+            raise SettingsError(violations[0])
+        lines = "".join(f"\n  {number}. {one}" for number, one in enumerate(violations, 1))
+        raise SettingsError(f"{len(violations)} things cannot work:{lines}")
+    say("dry run: nothing was found that cannot work")
+
+
+def _shape_problems(config: schema.Config, world: int) -> bool:
+    """Whether the settings do not even describe a layout whose memory could be told."""
+    m, p, b = config.model, config.parallel, config.batch
+    tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    if min(tp, ranks, m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, b.micro_batch_size) < 1:
+        return True
+    if world % ranks:
+        return True
+    dp = world // ranks
+    widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
+    own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
+    shard = p.sharding_degree or 1
+    return bool(own or dp % shard or any(width % tp for width in widths) or m.hidden_size % m.num_attention_heads)
+
+
+def missing_files(data: schema.Data) -> list[str]:
+    """Data that the settings name and that is not here."""
+    found = []
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in _prefixes(getattr(data, name) or []):
+            lacking = [ending for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").exists()]
+            if lacking:
+                found.append(f"--{name.replace('_', '-')}: there is no {' and no '.join(prefix + e for e in lacking)}; "
+                             "preprocess_data.py writes them")  # fmt: skip
+    return found
+
+
+def _prefixes(words: list[str]) -> list[str]:
+    """The prefixes of a blend: weights are left out."""
+    if len(words) % 2 == 0 and all(word.replace(".", "", 1).isdigit() for word in words[::2]):
+        words = words[1::2]
+    return [word.removesuffix(".bin").removesuffix(".idx") for word in words]
+
+
+def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[str]) -> Iterator[str]:
+    found = step(job, layout, cluster)
+    needed = [ledger(job, layout, cluster.device, rank) for rank in range(layout.pp)]
+    worst = max(needed, key=lambda one: one.total)
+    plan = Plan(layout, job, found, worst.total, worst.rank)
+    count = flops.parameters(job.model, job.vocab_size)
+    yield "\n".join(
+        [text.described(job, count), *_changed(config), *(f"note: {remark}" for remark in remarks if remark)]
+    )
+    yield _topology(layout, cluster)
+    yield _stages(job, layout, needed, cluster)
+    shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, worst.rank, layout.pp - 1})]
+    head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB)"
+    yield f"{head}\n{text.ledgers(shown, cluster.device.memory_bytes)}"
+    if layout.pp > 1:
+        yield _schedule(job, layout)
+    if cluster.world_size > 1:
+        yield text.traffic(transfers(job, layout, 0))
+    yield "\n".join(_data(config, job, layout))
+    yield "\n".join(_checkpoints(config, count, cluster, layout))
+    yield "\n".join(_time(config, plan, cluster))
+
+
+def _changed(config: schema.Config) -> list[str]:
+    """The settings that are not at their defaults, a group a line."""
+    lines = []
+    for name, group in schema.GROUPS.items():
+        own = getattr(config, name)
+        told = [
+            f"{f.name}={getattr(own, f.name)}" for f in fields(group) if getattr(own, f.name) not in (f.default, None)
+        ]
+        lines += [f"  {name}: {', '.join(told)}"] if told and name not in ("planner",) else []
+    return ["settings that are not defaults:", *lines]
+
+
+def _topology(layout: Layout, cluster: Cluster) -> str:
+    sizes = dict(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, cp=1, tp=layout.tp)
+    lines = [f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
+             f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x tensor {layout.tp}"]  # fmt: skip
+    for name in ("tp", "dp", "pp"):
+        groups = ranks_along(sizes, JOINED.get(name, (name,)))
+        if len(groups[0]) > 1:
+            first = groups[0] if len(groups[0]) <= 8 else [*groups[0][:3], "...", groups[0][-1]]
+            lines.append(f"  {name}: {len(groups)} groups of {len(groups[0])}, the first: {', '.join(map(str, first))}")
+    return "\n".join(lines)
+
+
+def _stages(job: Job, layout: Layout, needed, cluster: Cluster) -> str:
+    """Which layers lie where, and how full that makes the rank."""
+    from megatron.planner.parameters import rank_units
+
+    pipeline, rows = layout.pipeline(job.model.num_layers), []
+    for rank in range(layout.pp):
+        own = [_range(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
+        ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
+        count = sum(unit.exact for unit in rank_units(job, layout, rank))
+        total = needed[rank].total
+        rows.append([rank, " ".join(own), ", ".join(ends) or "-", f"{count:,}", f"{total / 2**30:.2f}",
+                     f"{total / cluster.device.memory_bytes:.0%}"])  # fmt: skip
+    if len(rows) > 20:
+        rows = [*rows[:8], ["..."] + [""] * 5, *rows[-4:]]
+    return text.table(
+        rows, ["pipeline rank", "layers", "and", "parameters of a rank", "GiB", "of the device"], left=(1, 2)
+    )
+
+
+def _range(layers: range) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else (str(layers[0]) if layers else "none")
+
+
+def _schedule(job: Job, layout: Layout) -> str:
+    """A diagram of a short step, and the gaps of the real one."""
+    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    short = pipeline.own.micros if pipeline.own else min(micros, 2 * layout.pp)
+    head = f"schedule {layout.schedule}, {micros} micro-batches a step"
+    if layout.pp > 16:
+        return head
+    plan = pipeline.own.plan if pipeline.own else make_plan(layout.schedule, layout.pp, short, layout.chunks)
+    picture = diagram(simulate(plan, pipeline.stages), width=110)
+    return f"{head}{f', of which {short} are drawn' if short < micros else ''}\n{picture}"
+
+
+def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
+    samples = batch.total_samples(config.batch, layout.dp)
+    wanted = samples * job.model.seq_length
+    yield (f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
+           "billion tokens")  # fmt: skip
+    prefixes = _prefixes(config.data.train_data_path or config.data.data_path or [])
+    if not prefixes:
+        yield "  synthetic samples" if config.data.mock_data else "  no data is given"
+        return
+    held = 0
+    for prefix in prefixes:
+        size = _tokens(prefix)
+        held += size or 0
+        yield f"  {prefix}: {'not here' if size is None else f'{size:,} tokens'}"
+    if held:
+        yield f"  {wanted / held:.2f} epochs of all of it, before --split takes its part"
+
+
+def _tokens(prefix: str) -> int | None:
+    from megatron.data.indexed import IndexedDataset
+
+    try:
+        return int(IndexedDataset(prefix).sequence_lengths.sum())
+    except (Failure, OSError):
+        return None
+
+
+def _checkpoints(config: schema.Config, count: int, cluster: Cluster, layout: Layout) -> Iterator[str]:
+    size = count * (4 if config.checkpoint.no_save_optim else 12)
+    yield f"a checkpoint: {text.gib(size)} ({size / 1e9:,.1f} GB), {text.gib(size / cluster.world_size)} from each rank"
+    c = config.checkpoint
+    if c.save and c.save_interval and c.save_interval > 0:
+        saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval
+        kept = min(saves, c.keep_last or saves)
+        yield f"  {saves:,} checkpoints are written, {kept:,} stay: {text.gib(kept * size)} on the disk of {c.save}"
+
+
+def _time(config: schema.Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    found = plan.step
+    steps = batch.total_iterations(config.batch, plan.layout.dp)
+    assumed = " (speeds are assumed; --calibration makes them real)" if cluster.device.assumed else ""
+    yield f"expected: {text.duration(found.seconds)} a step{assumed}: {text.parts(found)}"
+    yield f"  bubble {found.bubble:.1%} of the passes; {found.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
+    yield from (f"  {line}" for line in text.pace(plan, cluster, None))
+    yield f"  {steps:,} steps: {text.duration(steps * found.seconds)}"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is planned for: the cluster, the job and the vocabulary that settings, environment and this machine describe."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Optional
+
+from megatron.config import Config
+from megatron.errors import Failure, SettingsError, UsageError
+from megatron.planner import device as devices
+from megatron.planner.device import Device
+from megatron.planner.layout import Job
+from megatron.planner.speed import Cluster
+
+GPT2_VOCABULARY = 50257
+
+
+def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Cluster, str]:
+    """(the cluster, a sentence that says where its figures come from)."""
+    asked = config.planner
+    world = asked.world_size or int(env.get("WORLD_SIZE", "1"))
+    local = asked.local_world_size or int(env.get("LOCAL_WORLD_SIZE") or min(world, 8))
+    if world % min(local, world):
+        raise SettingsError(f"--world-size {world} is not a multiple of --local-world-size {local}")
+    memory = asked.device_memory_gb or _number(env.get("DEVICE_MEMORY_GB"))
+    device, source = _device(config, memory, elsewhere=asked.world_size is not None, local=min(local, world))
+    return Cluster(device, world, min(local, world)), source
+
+
+def _number(text: Optional[str]) -> Optional[float]:
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"DEVICE_MEMORY_GB={text} in the environment is not a number") from None
+
+
+def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: int) -> tuple[Device, str]:
+    """elsewhere: the ranks are not those of this machine."""
+    asked, wanted = config.planner, config.kernels.device
+    if asked.calibration:
+        return devices.choose(None, memory, asked.calibration), f"measured: {asked.calibration}"
+    if asked.device_name and asked.device_name.lower() != "cpu":
+        return devices.choose(asked.device_name, memory), "from the table of devices"
+    if asked.device_name or wanted == "cpu":
+        return this_cpu(memory, local), "this CPU, with assumed speeds"
+    here = installed_gpu()
+    if here:
+        return replace(here, memory_gb=memory or here.memory_gb), "the GPU of this machine"
+    if memory or elsewhere or wanted == "cuda":
+        return devices.choose(None, memory), "no --device-name: the speeds of an A100 are assumed"
+    return this_cpu(memory, local), "this CPU, with assumed speeds"
+
+
+def this_cpu(memory: Optional[float], local: int) -> Device:
+    """A rank's share of this machine's cores and memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return devices.cpu(max(1, cores // local), memory or available_memory() / local / 1e9)
+
+
+def available_memory() -> float:
+    """Bytes of memory that processes could take now."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 8e9
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 8e9)
+
+
+def installed_gpu() -> Optional[Device]:
+    """The first GPU that the driver's own tool tells of; None without one."""
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return None
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if not lines:
+        return None
+    name, _, mebibytes = lines[0].rpartition(",")
+    memory = float(mebibytes) * 2**20 / 1e9
+    words = name.replace("-", " ").split()
+    known = [key for key in devices.TABLE if set(key.rpartition("-")[0].split()) <= set(words)]
+    nearest = min(known, key=lambda key: abs(devices.TABLE[key][0] * 1.074 - memory), default="A100-80GB")
+    return replace(devices.find(nearest), name=name, memory_gb=memory)
+
+
+def vocabulary_of(config: Config) -> tuple[int, str]:
+    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else what the flags say."""
+    t = config.tokenizer
+    numbers = t.tokenizer_type == "NullTokenizer" or (
+        t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model)
+    )
+    if numbers and t.vocab_size:
+        return t.vocab_size + 1, ""
+    files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
+    if files and all(Path(path).exists() for path in files):
+        from megatron.rules import tokenizer_type
+        from megatron.tokenizer import build_tokenizer
+
+        try:
+            built = build_tokenizer(
+                replace(t, tokenizer_type=tokenizer_type(t, config.data.mock_data)), lambda text: None
+            )
+            return max(t.vocab_size or 0, built.vocab_size), ""
+        except (Failure, ImportError) as error:
+            return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
+    if t.vocab_size:
+        return t.vocab_size, ""
+    missing = next((path for path in files if not Path(path).exists()), None)
+    why = f"{missing} is not here" if missing else "no vocabulary is given"
+    return GPT2_VOCABULARY, f"{why}: GPT-2's {GPT2_VOCABULARY} tokens are assumed"
+
+
+def job_of(config: Config, cluster: Cluster, dp: int = 1) -> tuple[Job, str]:
+    """(the job, a remark on its vocabulary)."""
+    size, remark = vocabulary_of(config)
+    return Job.of(config, size, dp=dp, device=cluster.device.kind), remark

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the machine at hand for the planner: matrix products, attention, memory, ops, collectives.
+
+`python -m megatron.tools.plan --calibrate FILE` calls it and writes what it finds; `--calibration FILE` uses that.
+"""
+
+import os
+import time
+from statistics import median
+
+import torch
+
+from megatron.config import Kernels, Model
+from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels.cpu import keep_memory
+from megatron.model.attention import Context
+from megatron.model.block import Block
+from megatron.mpu import collectives
+from megatron.mpu.context import DTYPES
+from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import Mesh
+from megatron.planner import target
+from megatron.planner.device import Device
+from megatron.planner.layout import Job
+from megatron.planner.speed import Cluster, layer_seconds
+
+SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is taken as the best
+SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured
+
+
+def measure(say, ranks: int = 1) -> Device:
+    """Figures of one rank's device: the GPU, or this machine's cores divided by `ranks`."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    found = target.installed_gpu() if kind == "cuda" else None
+    figures: dict = vars(found or target.this_cpu(None, ranks)).copy()
+    if kind == "cpu":
+        links = run_ranks(2, _links)[0]  # before threads start: they would not survive a fork
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)))
+        keep_memory()  # as training does
+        figures |= dict(inner=links["bandwidth"], outer=links["bandwidth"], latency=links["latency"])
+        say(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")
+    figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
+    say(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
+    for precision in ("fp32", "bf16"):
+        best, rows = _products(kind, DTYPES[precision])
+        figures["flops"][precision], figures["rows"] = best, rows
+        figures["attention"][precision] = _attention(kind, DTYPES[precision])
+        say(f"{precision}: products {best / 1e9:,.0f} GFLOP/s (half of it at {rows:.0f} rows), attention "
+            f"{figures['attention'][precision] / 1e9:,.0f} GFLOP/s")  # fmt: skip
+    figures["flops"]["fp16"] = figures["flops"]["bf16"] if kind == "cuda" else figures["flops"]["fp32"] / 90
+    figures["attention"]["fp16"] = figures["attention"]["bf16"]
+    figures |= _ops(kind, figures)
+    say(
+        f"ops: {1e6 * figures['launch']:.1f} us each, elementwise work {figures['unfused']:.2f} x that of fused kernels"
+    )
+    return Device(**figures)
+
+
+def seconds_of(work, kind: str, least: float = 0.1) -> float:
+    """The fastest of several runs of `work()`, over at least `least` seconds."""
+    times, started = [], time.perf_counter()
+    work()
+    while len(times) < 5 or time.perf_counter() - started < least:
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _products(kind: str, dtype: torch.dtype) -> tuple[float, float]:
+    """(FLOP/s of large products, rows at which half of it is reached)."""
+    speeds = {}
+    large = SIZES[kind][-1]
+    for size in SIZES[kind]:
+        a, b = (torch.randn(n, large, dtype=dtype, device=kind) for n in (size, large))
+        product = choose("matmul", Case(kind, dtype)).run
+        speeds[size] = (
+            2 * size * large * large / seconds_of(lambda a=a, b=b, product=product: product(a, b, None), kind)
+        )
+    best = speeds[large]
+    rows = median(max(0.0, size * (best / speed - 1)) for size, speed in speeds.items() if size < large)
+    return best * (large + rows) / large, rows
+
+
+def _attention(kind: str, dtype: torch.dtype) -> float:
+    """FLOP/s of causal attention as `planner.speed` counts them."""
+    s, h, heads = SHAPE[kind]
+    query, key, value = (torch.randn(s, 1, heads, h // heads, dtype=dtype, device=kind) for _ in range(3))
+    kernel = choose("attention", Case(kind, dtype, s, s)).run
+    took = seconds_of(lambda: kernel(query.unsqueeze(3), key, value, scale=0.1), kind)
+    return 4 * s * s * h / 2 * (1.2 if kind == "cpu" else 1.0) / took
+
+
+def _bandwidth(kind: str) -> float:
+    """Bytes read and written by a copy, a second."""
+    source = torch.ones(1 << (24 if kind == "cpu" else 28), device=kind)
+    into = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: into.copy_(source), kind)
+
+
+def _ops(kind: str, figures: dict) -> dict:
+    """Time of starting an op, from a tiny layer; elementwise work, from what is left of a real layer's time."""
+    tiny = _block_seconds(kind, 8, 32, 2)
+    launch = tiny / 3 / 30  # of a layer's thirty ops, of which the backward pass has twice as many
+    s, h, heads = SHAPE[kind]
+    took = _block_seconds(kind, s, h, heads)
+    model = Model(1, h, heads, s, hidden_dropout=0.0, attention_dropout=0.0)
+    job = Job(model, 1, 1, "fp32", kind)
+
+    def predicted(unfused: float) -> float:
+        device = Device(**figures | dict(launch=launch, unfused=unfused))
+        return 3 * layer_seconds(job, Cluster(device, 1, 1))
+
+    none, one = predicted(0.0), predicted(1.0)
+    return dict(launch=launch, unfused=min(50.0, max(1.0, (took - none) / (one - none))))
+
+
+def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
+    """Forward and backward pass of one layer in fp32, without dropout."""
+    model = Model(1, h, heads, s, hidden_dropout=0.0, attention_dropout=0.0)
+    block = Block(
+        model, 0, Mesh().tp, seed=1, kernels=Kernels(), sequence_parallel=False, dtype=torch.float32, device=kind
+    )
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.02)
+    x = torch.randn(s, 1, h, device=kind, requires_grad=True)
+    upstream = torch.randn(s, 1, h, device=kind)
+
+    def work():
+        block(x, Context()).backward(upstream)
+        for parameter in (x, *block.parameters()):
+            parameter.grad = None
+
+    return seconds_of(work, kind, 0.3)
+
+
+def _links(rank: int) -> dict[str, float]:
+    """What two ranks of this machine reach: bytes/s of a link as `Cluster.seconds` means it, and the time of nothing."""
+    axis = Mesh(rank, replicate=2).dp
+    small, large = torch.zeros(16), torch.zeros(1 << 21)
+    times = []
+    for tensor in (small, large):
+        for _ in range(3):
+            collectives.all_reduce(tensor, axis)
+        start = time.perf_counter()
+        for _ in range(10):
+            collectives.all_reduce(tensor, axis)
+        times.append((time.perf_counter() - start) / 10)
+    return dict(latency=times[0], bandwidth=large.nbytes / max(1e-9, times[1] - times[0]))

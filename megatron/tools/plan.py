@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look before you launch: which layout of a training fits a cluster, how fast it is, and the command line for it.
+
+    python -m megatron.tools.plan --world-size 64 --local-world-size 8 --device-name A100-80GB --global-batch-size 1536 \\
+        --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16
+    python -m megatron.tools.plan --params 100e9 --device-memory-gb 31
+    python -m megatron.tools.plan --calibrate this_machine.json
+
+Takes the flags of a training. Parallel sizes, micro-batch, ZeRO stage and schedule that are given narrow the search.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Optional
+
+from megatron import config as schema
+from megatron.config import setting
+from megatron.errors import SettingsError, StorageError, UsageError, run_main
+from megatron.flags import parse, parse_pretrain
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to show."""
+
+    top: int = setting("plans in the table", 10)
+    rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
+    tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
+    emit: Optional[str] = setting("write the best plan as a script", None)
+    json: bool = setting("everything as JSON", False)
+    params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
+    calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
+    task_type: Optional[str] = setting("accepted for other advisors' command lines; GPT is what there is", None)
+
+
+COMMON = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size", "max_global_batch_size",
+          "precision", "world_size", "local_world_size", "device_name", "device_memory_gb", "calibration",
+          *Plan.__dataclass_fields__)  # fmt: skip
+PROG = "python -m megatron.tools.plan"
+
+
+def main(argv: list[str]) -> None:
+    """Arithmetic, a measurement, or a search."""
+    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    if words & {"--params", "--calibrate"} and not words & {"--num-layers", "--model-name-or-path", "--preset"}:
+        groups = parse(argv, dict(planner=schema.Planner, plan=Plan), prog=PROG, description=_what(), common=COMMON)
+        return _without_model(groups["planner"], groups["plan"])
+    if words & {"-h", "--help"}:
+        parse(argv, schema.GROUPS | dict(plan=Plan), prog=PROG, description=_what(), common=COMMON)
+    config = parse_pretrain(argv, dict(plan=Plan), description=_what())
+    asked: Plan = config.extra["plan"]
+    if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
+        raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
+    if asked.calibrate:
+        _calibrate(asked.calibrate)
+        config = replace(config, planner=replace(config.planner, calibration=asked.calibrate))
+    _search(config, asked)
+
+
+def _what() -> str:
+    return __doc__.splitlines()[0]
+
+
+def _without_model(planner: schema.Planner, asked: Plan) -> None:
+    from megatron.planner import arithmetic
+    from megatron.planner.device import choose
+
+    if asked.calibrate:
+        _calibrate(asked.calibrate)
+    if asked.params:
+        import os
+
+        memory = planner.device_memory_gb or float(os.environ.get("DEVICE_MEMORY_GB") or 0) or None
+        device = choose(planner.device_name, memory, planner.calibration)
+        print(arithmetic.states(asked.params, device.memory_bytes))
+        if asked.tokens:
+            ranks = planner.world_size or 1
+            took = arithmetic.days(asked.params, asked.tokens, device.peak("bf16"), 0.4, ranks)
+            print(
+                f"{asked.tokens / 1e9:g} billion tokens on {ranks} x {device.name} at 40 % of the peak: {took:,.1f} days"
+            )
+
+
+def _calibrate(path: str) -> None:
+    from megatron.tools.calibrate import measure
+
+    device = measure(print)
+    try:
+        Path(path).write_text(json.dumps(dict(device=asdict(device)), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write --calibrate {path}", error.strerror) from error
+    print(f"written: {path}")
+
+
+def _search(config: schema.Config, asked: Plan) -> None:
+    from megatron.planner import text
+    from megatron.planner.choose import find, nothing_fits, plan_problems
+    from megatron.planner.command import command_line, script
+
+    outcome = find(config)
+    found, cluster, job = outcome.found, outcome.cluster, outcome.job
+    if not asked.json:
+        print(text.described(job, outcome.parameters))
+        print(f"{cluster.world_size} x {cluster.device.name} of {cluster.device.memory_gb:.1f} GB, "
+              f"{cluster.local_size} a node ({outcome.source})")  # fmt: skip
+        for remark in outcome.remarks:
+            print(f"note: {remark}")
+        print(f"{found.looked_at:,} layouts looked at in {outcome.seconds:.1f} s, {found.too_large:,} do not fit\n")
+    if not found.plans:
+        if not asked.json:
+            print(text.rejected(found, asked.rejected))
+        raise nothing_fits(outcome)
+    best = found.plans[0]
+    for problem in plan_problems(config, best, cluster):
+        raise SettingsError(problem)
+    if asked.json:
+        from megatron.planner.record import record
+
+        print(json.dumps(record(outcome, asked.top, asked.rejected, command_line(config, best, cluster)), indent=1))
+    else:
+        _show(outcome, best, asked)
+        print(f"\n{command_line(config, best, cluster)}")
+    if asked.emit:
+        try:
+            Path(asked.emit).write_text(script(config, best, cluster), encoding="utf-8")
+            Path(asked.emit).chmod(0o755)
+        except OSError as error:
+            raise StorageError(f"cannot write --emit {asked.emit}", error.strerror) from error
+        if not asked.json:
+            print(f"\nwritten: {asked.emit}")
+
+
+def _show(outcome, best, asked: Plan) -> None:
+    from megatron.planner import text
+    from megatron.planner.memory import ledger
+    from megatron.planner.traffic import transfers
+
+    found, cluster = outcome.found, outcome.cluster
+    print(text.plans(found, cluster, asked.top))
+    if asked.rejected and (found.rejected or found.impossible):
+        print(f"\nout of the question, the closest first:\n{text.rejected(found, asked.rejected)}")
+    print(f"\nthe best: {best.layout.short()}, {text.duration(best.step.seconds)} a step: {text.parts(best.step)}")
+    print("\n".join(text.pace(best, cluster, asked.tokens)))
+    ranks = sorted({0, best.rank, best.layout.pp - 1})
+    print(
+        f"\n{text.ledgers([ledger(best.job, best.layout, cluster.device, r) for r in ranks], cluster.device.memory_bytes)}"
+    )
+    print(f"\n{text.traffic(transfers(best.job, best.layout, 0))}" if cluster.world_size > 1 else "")
+
+
+if __name__ == "__main__":
+    run_main(main)
