@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
-    ("errors setting planning config flags flag_* spelling presets rules batch flops records", 0),  # settings and plain arithmetic
+    # Settings and plain arithmetic.
+    ("errors setting planning config flags flag_* spelling presets rules batch flops records", 0),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
     ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),
