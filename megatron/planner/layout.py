@@ -38,6 +38,7 @@ class Job:
     device: str = "cuda"
     backend: str = "auto"
     documents: bool = False  # --reset-attention-mask
+    mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which is a little too many
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, *, dp: int, device: str) -> "Job":
@@ -47,17 +48,23 @@ class Job:
             config.model, vocab_size, batch.full_size(config.batch, dp),
             ("bf16" if device == "cuda" else "fp32") if precision == "auto" else precision,
             device, config.kernels.attention_backend, config.data.reset_attention_mask,
+            config.precision.amp_level == "O1",
         )  # fmt: skip
 
     @property
     def element(self) -> int:
         """Bytes of a weight and of an activation."""
-        return ELEMENT[self.precision]
+        return 4 if self.mixed else ELEMENT[self.precision]
 
     @cached_property
     def attention_kernel(self) -> str:
-        """The kernel that `fused_kernels.choose` will take: flash, block-causal, or reference, which stores scores."""
+        """The kernel that `fused_kernels.choose` will take: flash, block-causal, or reference, which stores scores.
+
+        backend "stored" is for comparisons: attention whose scores are whole, as other suites have it.
+        """
         m = self.model
+        if self.backend == "stored":
+            return "reference"
         drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and self.precision == "fp16"
         if scaled and (drops or self.device == "cpu"):
             return "reference"

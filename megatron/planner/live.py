@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron.pipeline.own_schedule import is_file, read_schedule
-from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map
+from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
 from megatron.pipeline.simulate import make_plan, simulate
+
+LARGE = 16  # ranks of a V; what more of them hold is read off so many
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # of each chunk: passes between F and B (or I), and between I and W
 
@@ -19,7 +21,13 @@ def most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tu
     """The counts of what a rank holds at its fullest moments; none of them is below another in every place."""
     if schedule == "gpipe":
         return (((micros,) * chunks, (0,) * chunks),)
-    return _most_held(schedule, pp, micros if is_file(schedule) else min(micros, 3 * pp + 3), chunks, rank)
+    if is_file(schedule):
+        return _most_held(schedule, pp, micros, chunks, rank)
+    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # which are found by playing them: that takes long
+        place = min(LARGE - 1, rank * LARGE // pp)
+        few = _most_held(schedule, LARGE, min(max(1, micros * LARGE // pp), 3 * LARGE + 3), chunks, place)
+        return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
+    return _most_held(schedule, pp, min(micros, 3 * pp + 3), chunks, rank)
 
 
 @lru_cache(maxsize=8192)
@@ -51,6 +59,10 @@ def starts(schedule: str, pp: int, micros: int, chunks: int, rank: int, among: t
     """How often in a step the rank begins to work on some of its chunks while it holds nothing of any of them."""
     if schedule == "gpipe" or pp == 1:
         return 1 if schedule == "gpipe" else micros
+    if pp > LARGE and not is_file(schedule) and SCHEDULES[schedule].stages is v_shaped:
+        few = max(1, micros * LARGE // pp)
+        found = starts(schedule, LARGE, few, chunks, min(LARGE - 1, rank * LARGE // pp), among)
+        return found if found == 1 else found + micros - few
     short = min(micros, 3 * pp + 3)
     held = found = 0
     for op in ops_of(schedule, pp, short, chunks, rank):

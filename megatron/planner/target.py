@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is planned for: the cluster, the job and the vocabulary that settings, environment and this machine describe."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Clu
     """(the cluster, a sentence that says where its figures come from)."""
     asked = config.planner
     world = asked.world_size or int(env.get("WORLD_SIZE", "1"))
-    local = asked.local_world_size or int(env.get("LOCAL_WORLD_SIZE") or min(world, 8))
+    local = asked.local_world_size or int(env.get("LOCAL_WORLD_SIZE") or math.gcd(world, 8))
     if world % min(local, world):
         raise SettingsError(f"--world-size {world} is not a multiple of --local-world-size {local}")
     memory = asked.device_memory_gb or _number(env.get("DEVICE_MEMORY_GB"))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's commands as users give them: plan, --dry-run, --auto-parallel."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pretrain_gpt
+from megatron.errors import SettingsError, UsageError
+from megatron.flags import parse_pretrain
+from megatron.planner.layout import Layout
+from megatron.rules import resolve
+from megatron.tools import plan
+
+GPT_22B = """--num-layers 48 --num-attention-heads 64 --hidden-size 6144 --seq-length 2048 --max-position-embeddings 2048
+    --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --bf16
+    --data-path /mnt/data/enwiki_text_document --log-interval 10""".split()
+TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
+    --train-iters 3 --eval-iters 1 --device cpu""".split()
+
+
+def test_the_advisors_command_line(capsys, tmp_path):
+    script = tmp_path / "best.sh"
+    plan.main([*GPT_22B, "--task-type", "llmacc.megatron.GPT", "--world-size", "64", "--local-world-size", "8",
+               "--max-global-batch-size", "64", "--device-memory-gb", "80", "--tokens", "300e9",
+               "--emit", str(script)])  # fmt: skip
+    told = capsys.readouterr().out
+    for words in ("22.068 B", "tokens/s", "TFLOP/s a rank", "out of memory by", "300.0 billion tokens", "optimizer moments",
+                  "torchrun --nnodes 8", "GPT-2's 50257 tokens are assumed"):  # fmt: skip
+        assert words in told
+    text = script.read_text()
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0 and '"$@"' in text
+    flags = text[text.index("pretrain_gpt.py") + 15 : text.index('"$@"')].replace("\\\n", " ").split()
+    config = resolve(parse_pretrain(flags), 64)
+    assert config.model.num_layers == 48 and config.data.data_path == ["/mnt/data/enwiki_text_document"]
+    assert config.batch.global_batch_size <= 64
+
+
+def test_json(capsys):
+    plan.main([*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 22_068_480_000 and found["plans"][0]["seconds"] > 0
+    best = found["plans"][0]
+    assert best["bytes"] == max(rank["total"] for rank in best["memory"])
+    assert found["rejected"][0]["bytes_over"] > 0 and found["command"].startswith("torchrun")
+
+
+def test_memory_from_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "31")
+    plan.main(["--params", "100e9"])
+    told = capsys.readouterr().out
+    assert "372.5" in told and "devices of 31 GB" in told and " 39 " in told
+    with pytest.raises(SettingsError, match="none of .* layouts fits 2 x 31 GB"):
+        plan.main([*GPT_22B, "--world-size", "2", "--global-batch-size", "8", "--device-name", "a100"])
+
+
+@pytest.mark.parametrize("words, error", [("--task-type BERT", UsageError), ("--device-name abacus", UsageError),
+                                          ("", SettingsError), ("--rampup-batch-size 8 8 100", SettingsError)])  # fmt: skip
+def test_what_cannot_be_planned(words, error):
+    batch = [] if not words else ["--max-global-batch-size", "32"]
+    with pytest.raises(error):
+        plan.main([*GPT_22B, "--world-size", "16", *batch, *words.split()])
+
+
+@pytest.mark.parametrize("tp, pp, more", [(1, 1, ""), (2, 2, "--sequence-parallel"), (1, 4, "--pipeline-schedule zb-v"),
+                                          (2, 2, "--num-virtual-stages-per-pipeline-rank 2 --sharding-stage 2"),
+                                          (1, 2, "--recompute-granularity full --no-recompute-layers 0,2")])  # fmt: skip
+def test_a_layout_is_what_its_flags_say(tp, pp, more):
+    line = [*TINY, "--num-layers", "8", "--tp", str(tp), "--pp", str(pp), "--global-batch-size", "8", *more.split()]
+    layout = Layout.of(resolve(parse_pretrain(line), 8), 8)
+    again = Layout.of(
+        resolve(parse_pretrain([*TINY, "--num-layers", "8", "--global-batch-size", "8", *layout.flags()]), 8), 8
+    )
+    assert (again.short(), again.recompute, again.stage_layers) == (
+        layout.short(),
+        layout.recompute,
+        layout.stage_layers,
+    )
+
+
+def test_dry_run_tells_everything(capsys, tmp_path):
+    pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "8", "--tp", "2", "--pp", "2", "--global-batch-size", "16",
+                       "--save", str(tmp_path), "--save-interval", "1"])  # fmt: skip
+    told = capsys.readouterr().out
+    for words in ("8 ranks on 1 node(s) = pipeline 2 x data 2", "tp: 4 groups of 2", "embedding", "optimizer moments",
+                  "schedule 1f1b, 8 micro-batches", "rank  1 |", "all_reduce", "3 steps, 48 samples", "a checkpoint:",
+                  "expected:", "nothing was found that cannot work"):  # fmt: skip
+        assert words in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_tells_every_problem_at_once(capsys):
+    with pytest.raises(SettingsError) as caught:
+        pretrain_gpt.main([*GPT_22B, "--dry-run", "--world-size", "12", "--tp", "4", "--global-batch-size", "13",
+                           "--device-name", "a100-40", "--wandb-exp-name", "x"])  # fmt: skip
+    for words in (
+        "not a multiple of --micro-batch-size",
+        "there is no /mnt/data/enwiki_text_document.idx",
+        "--wandb-project",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(SettingsError, match=r"out of memory by [\d.]+ GB on pipeline rank 0"):
+        pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "1", "--device-memory-gb", "0.001"])
+    assert "memory of a rank" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_175b_needs_neither_torch_nor_time(tmp_path, root):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    words = f"""{root}/pretrain_gpt.py --dry-run --world-size 128 --num-layers 96 --hidden-size 12288 --seq-length 2048
+        --num-attention-heads 96 --tp 8 --pp 16 --sequence-parallel --recompute-granularity selective --bf16 --mock-data
+        --vocab-size 51200 --micro-batch-size 1 --global-batch-size 1536 --train-iters 10 --lr 1e-4""".split()
+    import os
+
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60,
+                          env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{root}"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "174.616 B" in done.stdout and "16 x data 1" in done.stdout
+
+
+def test_auto_parallel_trains(capfd, run_ranks):
+    def body(rank):
+        pretrain_gpt.main([*TINY, "--auto-parallel", "--max-global-batch-size", "8", "--tune-steps", "1",
+                           "--local-world-size", "2", "--world-size", "2", "--log-interval", "1"])  # fmt: skip
+        return True
+
+    assert run_ranks(2, body, timeout=120) == [True, True]
+    told = capfd.readouterr().out
+    for words in ("--auto-parallel:", "the best 3 for real", "chosen on 2 ranks:", "iteration        3/       3"):
+        assert words in told

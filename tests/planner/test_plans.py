@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's figures against published ones: sizes, memory, layouts, times, and what a search finds."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import Model, Recompute
+from megatron.errors import UsageError
+from megatron.flops import parameters
+from megatron.planner.arithmetic import least_devices
+from megatron.planner.device import Device, cpu, find
+from megatron.planner.layout import Job, Layout
+from megatron.planner.live import most_held, span
+from megatron.planner.memory import ledger
+from megatron.planner.search import Space, search
+from megatron.planner.speed import Cluster, split_even, step
+
+A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize(
+    "shape, vocabulary, billions, within",
+    [
+        ((24, 1024, 16, 1024), 50304, 0.355, 0.0005), ((24, 2048, 16, 1024), 50304, 1.314, 0.0005),
+        ((32, 4096, 32, 1024), 50304, 6.654, 0.0005), ((40, 5120, 40, 4096), 50304, 12.865, 0.001),
+        ((48, 6144, 64, 2048), 51200, 22.07, 0.005), ((96, 12288, 96, 2048), 51200, 174.6, 0.05),
+    ],
+)  # fmt: skip
+def test_sizes_have_the_published_names(shape, vocabulary, billions, within):
+    assert parameters(Model(*shape), vocabulary) / 1e9 == pytest.approx(billions, abs=within)
+
+
+def test_arithmetic():
+    assert f"{100e9 * 4 / 2**30:.1f}" == "372.5"
+    assert least_devices(1.2e12, 31e9) == (39, 64)
+    assert least_devices(1.0, 31e9) == (1, 1)
+
+
+@pytest.mark.parametrize("shape, recompute, gigabytes", [((24, 1024, 16, 1024), None, 30.9),
+                                                        ((24, 2048, 16, 1024), "full", 26.0)])  # fmt: skip
+def test_memory_that_another_suite_reports(shape, recompute, gigabytes):
+    """PaddleFleetX, fp16 O2 on a V100, micro-batch 8: it keeps attention scores whole and gradients in fp16."""
+    job = Job(Model(*shape), 50304, 8, "fp16", backend="stored")
+    found = ledger(job, Layout(micro=8, recompute=Recompute(recompute)), find("V100-32GB"))
+    allocated = found.total - found.device["device context"] - found.device["fragmentation"]
+    ours = allocated - 2 * parameters(job.model, 50304)
+    assert ours / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+
+# Narayanan et al. 2021 (arXiv:2104.04473), table 1: heads, hidden, layers, tp, pp, GPUs, batch -> TFLOP/s
+PAPER = {
+    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137), "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
+    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142), "18.4B": (48, 6144, 40, 8, 1, 256, 1024, 135),
+    "39.1B": (64, 8192, 48, 8, 2, 512, 1536, 138), "76.1B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "145.6B": (96, 12288, 80, 8, 8, 1536, 2304, 148), "310.1B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "529.6B": (128, 20480, 105, 8, 35, 2520, 2520, 163), "1008B": (160, 25600, 128, 8, 64, 3072, 3072, 163),
+}  # fmt: skip
+
+
+def of_paper(heads, hidden, layers, tp, pp, ranks, batch):
+    dp = ranks // (tp * pp)
+    micro = next(m for m in (8, 4, 2, 1) if batch % (m * dp) == 0 and (m == 1 or m * pp * hidden <= 48 * 2048))
+    job = Job(Model(layers, hidden, heads, **LONG), 51200, batch, "fp16", backend="stored")
+    return job, Layout(tp, pp, dp, micro, recompute=Recompute("full"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_layouts_of_the_paper_fit_80_gb(name):
+    *shape, _ = PAPER[name]
+    job, layout = of_paper(*shape)
+    for rank in {0, layout.pp - 1}:
+        assert ledger(job, layout, A100, rank).total <= A100.usable_bytes
+
+
+def test_layouts_of_the_paper_are_in_its_order():
+    """Larger models reach more: of all pairs that the paper tells apart by 4 TFLOP/s, nearly all come in its order."""
+    found = {}
+    for name, (*shape, _) in PAPER.items():
+        job, layout = of_paper(*shape)
+        found[name] = step(job, layout, Cluster(A100, shape[5])).tflops_per_rank(shape[5])
+    pairs = [(a, b) for a in PAPER for b in PAPER if PAPER[b][-1] - PAPER[a][-1] >= 4]
+    right = sum(found[a] < found[b] for a, b in pairs)
+    assert right / len(pairs) > 0.9, found
+
+
+# Korthikanti et al. 2022 (arXiv:2205.05198), table 5: seconds of an iteration with full recomputation, and with sequence
+# parallelism and selective recomputation: heads, hidden, layers, pp, chunks, batch, micro
+LATER = {
+    "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10), "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+    "530B": (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83), "1T": (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_times_of_the_later_paper(name):
+    heads, hidden, layers, pp, chunks, batch, micro, full, present = LATER[name]
+    job = Job(Model(layers, hidden, heads, **LONG), 51200, batch, "fp16", backend="stored")
+    layout = Layout(8, pp, 1, micro, chunks, "interleaved" if chunks > 1 else "1f1b", recompute=Recompute("full"))
+    better = Layout(8, pp, 1, micro, chunks, layout.schedule, sp=True, recompute=Recompute("core_attn"))
+    cluster = Cluster(A100, 8 * pp)
+    found = [step(job, one, cluster).seconds for one in (layout, better)]
+    assert found[1] == pytest.approx(present, rel=0.2)
+    assert found[0] / found[1] == pytest.approx(full / present, rel=0.15)
+
+
+def test_a_search_for_175_billion_parameters_takes_seconds():
+    started = time.process_time()
+    job = Job(Model(96, 12288, 96, **LONG), 51200, 1536)
+    found = search(job, Cluster(A100, 1024), Space(global_batch=1536))
+    assert time.process_time() - started < 15
+    best = found.plans[0]
+    assert found.looked_at > 50_000 and found.too_large > 10_000
+    assert best.bytes <= A100.usable_bytes and 2 <= best.layout.tp <= 8 and best.layout.pp >= 4
+    assert all(rejected.over > 0 and "out of memory by" in rejected.why() for rejected in found.rejected)
+    assert any("beyond the 8 ranks of a node" in reason for reason in found.impossible)
+    assert all(a.per_sample <= b.per_sample for a, b in zip(found.plans, found.plans[1:]))
+
+
+@pytest.mark.parametrize(
+    "name, shape, ranks, batch, bound",  # bound: how much of the best is a split of the model, tp x pp
+    [
+        ("345M", (24, 1024, 16), 8, 64, (1, 1)), ("1.3B", (24, 2048, 16), 8, 64, (1, 1)),
+        ("6.7B", (32, 4096, 32), 16, 128, (1, 4)), ("22B", (48, 6144, 64), 16, 32, (2, 16)),
+        ("1T", (128, 25600, 160), 512, 512, (64, 512)),
+    ],
+)  # fmt: skip
+def test_golden_plans(name, shape, ranks, batch, bound):
+    job = Job(Model(*shape, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, batch)
+    space = Space(global_batch=batch, offload=False, tp=8 if ranks > 100 else None)
+    best = search(job, Cluster(A100, ranks), space).plans[0].layout
+    assert bound[0] <= best.tp * best.pp <= bound[1], best.short()
+
+
+def test_alternatives_of_a_model_on_64_small_cards():
+    """100 billion parameters on 64 cards of 31 GB: 32 x 2 and 64 x 1 are both told."""
+    job = Job(Model(80, 10240, 128, seq_length=1024), 51200, 64, "bf16")
+    card = find("A100-80GB")
+    found = search(
+        job, Cluster(Device("card", "cuda", 31.0, card.flops, card.attention), 64, 64), Space(global_batch=64)
+    )
+    assert found.plans and all(plan.bytes <= 31e9 for plan in found.plans)
+    ways = {plan.layout.tp * plan.layout.pp for plan in found.plans}
+    assert {32, 64} <= ways
+
+
+def test_nothing_fits():
+    found = search(
+        Job(Model(96, 12288, 96, **LONG), 51200, 64), Cluster(A100, 8), Space(global_batch=64, offload=False)
+    )
+    assert not found.plans and found.rejected[0].over <= found.rejected[-1].over
+
+
+def test_given_values_narrow_the_search():
+    job = Job(Model(24, 1024, 16, 1024), 50304, 64)
+    plans = search(job, Cluster(A100, 8), Space(max_global_batch=64, tp=2, pp=2, micro=2, zero=1)).plans
+    assert plans
+    assert {(p.layout.tp, p.layout.pp, p.layout.micro, p.layout.zero) for p in plans} == {(2, 2, 2, 1)}
+
+
+def test_layers_are_spared_from_recomputation_as_far_as_memory_goes():
+    job = Job(Model(24, 2048, 16, 2048, attention_dropout=0.0), 50304, 16)
+    small = Device("small", "cuda", 38.0, A100.flops, A100.attention)
+    best = search(job, Cluster(small, 1), Space(global_batch=16, micro=8, offload=False)).plans[0]
+    assert best.layout.recompute.recompute_granularity and best.layout.recompute.no_recompute_layers
+    assert 0.85 * small.usable_bytes < best.bytes <= small.usable_bytes
+
+
+def test_uneven_stages():
+    assert split_even([0.0, 0.0, 0.0, 1.4], 8) == [2, 3, 2, 1]
+    assert sum(split_even([0.5, 0, 0, 0, 3.0], 30)) == 30
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+@settings(max_examples=8, deadline=None)
+@given(pp=st.integers(2, 9), rounds=st.integers(1, 5))
+def test_spans_are_those_of_the_simulator(schedule, chunks, pp, rounds):
+    micros = pp * rounds
+    quick = span(schedule, pp, micros, chunks, backward=2.0)
+    exact = span(schedule, pp, micros, chunks, backward=2.0, exact=True)
+    assert quick == pytest.approx(exact, rel=0.06)
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2)])
+def test_what_is_held_does_not_grow_with_the_micro_batches(schedule, chunks):
+    for rank in range(4):
+        few, many = (most_held(schedule, 4, micros, chunks, rank) for micros in (16, 64))
+        assert set(few) == set(many)
+
+
+def test_devices():
+    assert find("h100").name == "H100-80GB" and find("a100 40").memory_gb == pytest.approx(42.9, abs=0.1)
+    assert find("A100-80GB").peak("bf16") == 312e12
+    with pytest.raises(UsageError, match="not in the table"):
+        find("abacus")
+    assert cpu(2).reached("fp32", 1e9) == pytest.approx(180e9, rel=0.01)
