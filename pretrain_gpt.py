@@ -32,11 +32,27 @@ def main(argv: list[str]) -> None:
 
 def train(config) -> None:
     """Train with these settings on the ranks that there are."""
-    config = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    config = resolve(config, world_size=world_size(config))
+    if config.parallel.print_topology:
+        return print_topology(config)
 
     from megatron.training import pretrain
 
     pretrain(config, recipe())
+
+
+def print_topology(config) -> None:
+    """Every group of ranks, said once."""
+    from megatron.mpu.mesh import Mesh, sizes_of
+
+    if os.environ.get("RANK", "0") == "0":
+        print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
+
+
+def world_size(config) -> int:
+    """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
+    asked = config.planner.world_size if config.parallel.print_topology else None
+    return asked or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def recipe():

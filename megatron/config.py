@@ -129,6 +129,7 @@ class Parallel:
     sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
     overlap_grad_reduce: bool = setting("reduce a layer's gradients while the backward pass goes on", False)
     overlap_param_gather: bool = setting("gather a layer's parameters while the layers before it compute", False)
+    print_topology: bool = setting("print the ranks of every group and stop", False)
     distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron import config as schema
 from megatron.mpu.forked import run_ranks
+from megatron.pipeline.stages import chunks_of
 from megatron.rules import resolve
 from megatron.run import Recipe
 
@@ -44,13 +45,20 @@ class Layout:
     zero: int = 0
     sp: bool = False
     schedule: str = ""
+    own: bool = False  # it is the layout of the flags, which say more than the tokens can
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def stages(self) -> int:
+        """Parts that the layers are cut into; the V-shaped schedules have two on each rank."""
+        return self.pp * (2 if self.schedule in ("zb-v", "v-half") else self.vp)
 
-SCHEDULE_TOKENS = {"gpipe": "gpipe", "1f1b": "1f1b", "zbh1": "zb-h1", "zbv": "zb-v"}
+
+SCHEDULE_TOKENS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zbh1": "zb-h1", "zbv": "zb-v",
+                   "vhalf": "v-half"}  # fmt: skip
 TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
@@ -76,8 +84,9 @@ def layout_of(config: schema.Config, world_size: int) -> Layout:
     """The layout that a training command asks for on this many ranks."""
     p = config.parallel
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    vp = config.model.num_layers // (pp * (p.num_layers_per_virtual_pipeline_stage or config.model.num_layers // pp))
-    layout = Layout("", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule)
+    vp = chunks_of(p, config.model.num_layers)
+    layout = Layout("", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule,
+                    own=True)  # fmt: skip
     parts = [f"{name}{value}" for name in ("tp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
     parts += ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
     return replace(layout, text="-".join(parts) or "one process")
@@ -88,18 +97,8 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
 
     Raises SettingsError with everything that makes the layout impossible.
     """
-    layers = config.model.num_layers // (layout.pp * layout.vp) if layout.vp > 1 else None
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        num_layers_per_virtual_pipeline_stage=layers,
-        data_parallel_size=None,
-        sharding_stage=layout.zero,
-        sharding_degree=None,
-        sequence_parallel=layout.sp,
-        **({"pipeline_schedule": layout.schedule} if layout.schedule else {}),
-    )
+    parallel = config.parallel if layout.own else _parallel(config, layout)
+    parallel = replace(parallel, data_parallel_size=None, pipeline_timeline=None)
     quiet = dict(
         checkpoint=schema.Checkpoint(),
         data=replace(config.data, num_workers=0),
@@ -108,6 +107,28 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
                         wandb_project=None, wandb_exp_name=None),
     )  # fmt: skip
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
+
+
+def _parallel(config: schema.Config, layout: Layout) -> schema.Parallel:
+    """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
+    return replace(
+        config.parallel,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        num_layers_per_virtual_pipeline_stage=(
+            config.model.num_layers // (layout.pp * layout.vp) if layout.vp > 1 else None
+        ),
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_stage_layers=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_schedule=layout.schedule or ("1f1b" if layout.pp == 1 else config.parallel.pipeline_schedule),
+        sharding_stage=layout.zero,
+        sharding_degree=None,
+        sequence_parallel=layout.sp,
+    )
 
 
 @dataclass(frozen=True)

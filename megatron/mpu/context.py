@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron import config
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import collectives
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import Mesh, sizes_of
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,7 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerLost(f"rank {rank} of {world} could not join the job at {where}", str(error).splitlines()[0],
                            "start all ranks with torchrun; is the port free and reachable?") from error  # fmt: skip
-    tp, pp, cp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                  parallel.context_parallel_size)  # fmt: skip
-    dp = world // (tp * pp * cp)
-    shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
-    return Context(Mesh(rank, tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard), device, joined)
+    return Context(Mesh(rank, **sizes_of(parallel, world)), device, joined)
 
 
 def leave(context: Context) -> None:

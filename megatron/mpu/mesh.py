@@ -106,3 +106,12 @@ class Mesh:
             groups = ranks_along(self.sizes, JOINED.get(name, (name,)))
             lines.append(f"{name:>3}: " + " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in groups))
         return "\n".join(lines)
+
+
+def sizes_of(parallel, world_size: int) -> dict[str, int]:
+    """Sizes of the axes of a job with these settings (`config.Parallel`) on `world_size` ranks."""
+    tp, pp, cp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                  parallel.context_parallel_size)  # fmt: skip
+    dp = world_size // (tp * pp * cp)
+    shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
+    return dict(tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard)

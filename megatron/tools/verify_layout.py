@@ -27,7 +27,6 @@ class Verify:
     )
     steps: int = setting("optimizer steps to train", 10)
     shrink: bool = setting("shrink the model to a few narrow layers, and the batch, with all its features", False)
-    world_size: Optional[int] = setting("ranks of the job whose layout the flags describe (default: the fewest)", None)
 
 
 def main(argv: list[str]) -> None:
@@ -45,7 +44,9 @@ def main(argv: list[str]) -> None:
     precision = config.precision.precision
     if precision == "auto":
         raise SettingsError("--precision auto is not a number format to compare in", do="say fp32 or bf16")
-    one = laid_out(config, replace(layouts[0], text="", tp=1, pp=1, vp=1, dp=1, zero=0, sp=False, schedule="1f1b"))
+    one = laid_out(
+        config, replace(layouts[0], text="", tp=1, pp=1, vp=1, dp=1, zero=0, sp=False, schedule="", own=False)
+    )
     settings = [(layout, laid_out(config, layout)) for layout in layouts]  # all impossible ones are told at once
     steps = min(asked.steps, config.batch.train_iters or asked.steps)
     model = config.model
@@ -77,18 +78,24 @@ def wanted(config: Config, asked: Verify) -> list:
             raise UsageError(str(error), do="--layouts tp2,pp2,tp2sp-pp2-dp2-zero1") from None
     p = config.parallel
     least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * (2 if p.sharding_stage else 1)
-    return [layout_of(config, asked.world_size or least)]
+    return [layout_of(config, config.planner.world_size or least)]
 
 
 def shrunk(config: Config, layouts: list) -> Config:
     """The same kind of model and batch, as small as every layout allows: features stay, widths go."""
     model, dp = config.model, math.lcm(*(layout.dp for layout in layouts))
-    tp, stages = math.lcm(*(layout.tp for layout in layouts)), math.lcm(*(layout.pp * layout.vp for layout in layouts))
+    tp, stages = math.lcm(*(layout.tp for layout in layouts)), math.lcm(*(layout.stages for layout in layouts))
     heads = 2 * max(2, tp)
     groups = None if model.query_groups == model.num_attention_heads else max(2, tp)
     pp = math.lcm(*(layout.pp for layout in layouts))
+    chunks = [layout.vp for layout in layouts if layout.own and layout.vp > 1]
     return replace(
         config,
+        parallel=replace(
+            config.parallel,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=chunks[0] if chunks else None,
+        ),
         model=replace(
             model,
             num_layers=stages * max(1, math.ceil(2 / stages)),
