@@ -147,7 +147,7 @@ def _stage(
     if last:
         rows = padded_vocabulary(job.model, job.vocab_size, tp) // tp
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
-        softmax = 4 * 4 * n * rows / d.bandwidth
+        softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
         ends += Pass(3 * product + softmax + talk * sp, talk, talk * (1 + sp))  # the loss makes its gradients at once
     return Pass(forward, backward, waiting) + ends
 

@@ -57,7 +57,7 @@ def measure(say, ranks: int = 1) -> Device:
     return Device(**figures)
 
 
-def seconds_of(work, kind: str, least: float = 0.1) -> float:
+def seconds_of(work, kind: str, least: float = 0.3) -> float:
     """The fastest of several runs of `work()`, over at least `least` seconds."""
     times, started = [], time.perf_counter()
     work()
@@ -137,7 +137,7 @@ def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
         for parameter in (x, *block.parameters()):
             parameter.grad = None
 
-    return seconds_of(work, kind, 0.3)
+    return seconds_of(work, kind, 1.0)
 
 
 def _links(rank: int) -> dict[str, float]:

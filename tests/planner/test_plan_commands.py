@@ -2,6 +2,8 @@
 """The planner's commands as users give them: plan, --dry-run, --auto-parallel."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
 from megatron.flags import parse_pretrain
+from megatron.planner.device import cpu
 from megatron.planner.layout import Layout
 from megatron.rules import resolve
 from megatron.tools import plan
@@ -129,3 +132,20 @@ def test_auto_parallel_trains(capfd, run_ranks):
     told = capfd.readouterr().out
     for words in ("--auto-parallel:", "the best 3 for real", "chosen on 2 ranks:", "iteration        3/       3"):
         assert words in told
+
+
+def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
+    text = (root / "docs" / "planning.md").read_text(encoding="utf-8")
+    lines = "".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
+    assert len(lines) >= 7
+    monkeypatch.chdir(tmp_path)
+    for words in map(shlex.split, lines):
+        if "--calibrate" in words:
+            calibration = dict(device=vars(cpu()) | dict(assumed=False))
+            (tmp_path / "this_machine.json").write_text(json.dumps(calibration))
+        elif words[1:3] == ["-m", "megatron.tools.plan"] and "1024" not in words:
+            plan.main(words[3:])
+        elif "--dry-run" in words:
+            pretrain_gpt.main(words[2:])
+    told = capsys.readouterr().out
+    assert "22.074 B" in told and " 39 " in told and "174.616 B" in told and "measured: this_machine.json" in told
