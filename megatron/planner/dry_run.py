@@ -24,7 +24,7 @@ from megatron.planner.traffic import transfers
 def dry_run(config: schema.Config, say=print) -> None:
     """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
     cluster, source = target.cluster_of(config)
-    violations = rules.check(config, cluster.world_size) + missing_files(config.data)
+    violations = rules.check(config, cluster.world_size) + missing_files(config)
     shaped = not _shape_problems(config, cluster.world_size)
     if shaped:
         resolved = rules.filled(config, cluster.world_size)
@@ -47,7 +47,7 @@ def _shape_problems(config: schema.Config, world: int) -> bool:
     tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
     if min(tp, ranks, m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, b.micro_batch_size) < 1:
         return True
-    if world % ranks:
+    if world % ranks or p.context_parallel_size > 1:
         return True
     dp = world // ranks
     widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
@@ -56,15 +56,19 @@ def _shape_problems(config: schema.Config, world: int) -> bool:
     return bool(own or dp % shard or any(width % tp for width in widths) or m.hidden_size % m.num_attention_heads)
 
 
-def missing_files(data: schema.Data) -> list[str]:
-    """Data that the settings name and that is not here."""
+def missing_files(config: schema.Config) -> list[str]:
+    """Data and vocabulary that the settings name and that are not here."""
     found = []
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for prefix in _prefixes(getattr(data, name) or []):
-            lacking = [ending for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").exists()]
+        for prefix in _prefixes(getattr(config.data, name) or []):
+            lacking = [prefix + ending for ending in (".idx", ".bin") if not Path(prefix + ending).exists()]
             if lacking:
-                found.append(f"--{name.replace('_', '-')}: there is no {' and no '.join(prefix + e for e in lacking)}; "
-                             "preprocess_data.py writes them")  # fmt: skip
+                found.append(f"--{name.replace('_', '-')}: there is no {' and no '.join(lacking)}; preprocess_data.py "
+                             "writes them")  # fmt: skip
+    for name in ("vocab_file", "merge_file"):
+        path = getattr(config.tokenizer, name)
+        if path and not Path(path).exists():
+            found.append(f"--{name.replace('_', '-')}: there is no {path}")
     return found
 
 

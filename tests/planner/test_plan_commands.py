@@ -101,12 +101,15 @@ def test_dry_run_tells_every_problem_at_once(capsys):
     for words in (
         "not a multiple of --micro-batch-size",
         "there is no /mnt/data/enwiki_text_document.idx",
+        "--vocab-file: there is no gpt2-vocab.json",
         "--wandb-project",
     ):
         assert words in str(caught.value)
     with pytest.raises(SettingsError, match=r"out of memory by [\d.]+ GB on pipeline rank 0"):
         pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "1", "--device-memory-gb", "0.001"])
     assert "memory of a rank" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="context-parallel-size"):
+        pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "2", "--cp", "2"])
 
 
 def test_a_dry_run_of_175b_needs_neither_torch_nor_time(tmp_path, root):
