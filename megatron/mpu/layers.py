@@ -8,7 +8,6 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
 """
 
-import math
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from megatron.mpu import mappings
 from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.tokenizer import padded_vocab_size
 
 
 def matmul(x: torch.Tensor):
@@ -117,15 +117,6 @@ class RowParallelLinear(nn.Module):
         return x if self.bias is None else x + self.bias  # once, after the sum
 
 
-def padded_rows(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary: the next multiple of `divisible_by` x `tp_size`.
-
-    >>> padded_rows(50257, 128, 1)
-    50304
-    """
-    return math.ceil(vocab_size / (divisible_by * tp_size)) * divisible_by * tp_size
-
-
 class VocabParallelEmbedding(nn.Module):
     """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds."""
 
@@ -134,7 +125,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp, self.vocab_size = tp, vocab_size
         self.leave = mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
-        rows = padded_rows(vocab_size, divisible_by, tp.size) // tp.size
+        rows = padded_vocab_size(vocab_size, divisible_by, tp.size) // tp.size
         self.first_row = tp.rank * rows
         self.weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
         self.placements = {"weight": Placement((vocab_size, hidden), Normal(std), cut={"tp": 0})}
