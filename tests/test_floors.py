@@ -28,9 +28,9 @@ FLOORS = (
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
     ("run startup training tuning parity", 5),  # where everything meets
-    ("tools.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
+    ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
-        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress",
+        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos",
         0,
     ),  # empty packages, the version
 )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do terrible things to training jobs and their files, and count what survives.
+
+    python -m megatron.tools.chaos --tier short
+    python -m megatron.tools.chaos --only 'kill/tp2/*' --repeat 5 --output chaos.jsonl
+    python -m megatron.tools.chaos --table chaos.jsonl            a table of what was counted
+    python -m megatron.tools.chaos --random --minutes 30          a random fault every 10-20 s, in one long run
+
+Everything happens on CPU processes of this machine, in a temporary folder. Exit code 0: all was as expected, 1: not.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import setting
+from megatron.errors import UsageError, run_main
+from megatron.flags import parse
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Which cases, how often, and where their lines go."""
+
+    only: Optional[str] = setting("cases whose id matches one of these patterns, such as 'kill/*,nan/dp2/*'", None)
+    tier: Literal["short", "full"] = setting("short: some seconds a kind of fault; full: everything", "full")
+    repeat: int = setting("times that each case runs, with another seed each time", 1)
+    seed: int = setting("of the first time", 0)
+    output: str = setting("file to which the JSON lines are appended, one a case", "chaos.jsonl")
+    list: bool = setting("name the cases and leave", False)
+    work_dir: Optional[str] = setting("folder to work in (default: a temporary one, in memory)", None)
+    table: Optional[tuple[str, ...]] = setting("print the Markdown table of these files of lines and leave", None)
+    random: bool = setting("one supervised run with a random fault every few seconds, instead of cases", False)
+    minutes: float = setting("how long --random goes on", 30.0)
+
+
+def main(argv: list[str]) -> None:
+    """Choose the cases, run them, sum up."""
+    groups = parse(argv, {"chaos": Chaos}, prog="python -m megatron.tools.chaos",
+                   description=__doc__.splitlines()[0], common=tuple(Chaos.__dataclass_fields__))  # fmt: skip
+    settings: Chaos = groups["chaos"]
+    if settings.table:
+        from megatron.chaos.report import read_lines, table
+
+        return print(table(read_lines(settings.table)))
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes: ranks are forked, and repeat to the bit
+    if settings.random:
+        from megatron.chaos.random_run import random_run
+
+        found = random_run(_folder(settings.work_dir), settings.minutes, settings.seed)
+        print(found.text())
+        sys.exit(0 if found.good else 1)
+    sys.exit(0 if _cases(settings) else 1)
+
+
+def _cases(settings: Chaos) -> bool:
+    """Run what was chosen; whether all was as expected."""
+    from megatron.chaos.case import all_cases, chosen
+    from megatron.chaos.conduct import campaign
+    from megatron.chaos.report import summary
+    from megatron.records import source_commit
+
+    cases = chosen(all_cases(), settings.only, settings.tier == "short")
+    if not cases:
+        raise UsageError(f"--only {settings.only}: there is no such case", do="--list names them")
+    if settings.list:
+        print("\n".join(f"{case.id:<48} {case.group}{' (short)' if case.short else ''}" for case in cases))
+        return True
+    folder = _folder(settings.work_dir)
+    stamp = dict(commit=source_commit() or "unknown", date=time.strftime("%Y-%m-%d"))
+    lines = campaign(
+        cases, folder, seed=settings.seed, repeat=settings.repeat, output=Path(settings.output), stamp=stamp
+    )
+    print(summary(lines))
+    good = all(line["good"] for line in lines)
+    if good and not settings.work_dir:
+        shutil.rmtree(folder, ignore_errors=True)
+    return good
+
+
+def _folder(given: Optional[str]) -> Path:
+    """An empty folder to work in."""
+    if given:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="chaos-", dir=given))
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="chaos-", dir=memory if os.access(memory, os.W_OK) else None))
+
+
+if __name__ == "__main__":
+    run_main(main)
