@@ -7,6 +7,7 @@ two traces are apart: in loss, in gradient norm and in every logical parameter.
 """
 
 import contextlib
+import importlib
 import math
 import os
 import re
@@ -143,6 +144,7 @@ class Trace:
 
 def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, timeout: float = 600) -> Trace:
     """Train `steps` steps of resolved settings on forked ranks of this machine, over gloo."""
+    preload(config)
     answers = run_ranks(world_size, _train_on_rank, config, recipe, steps, timeout=timeout)
     weights: dict[str, torch.Tensor] = {}
     for _, pieces in answers:
@@ -150,6 +152,15 @@ def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, ti
             weights.setdefault(name, torch.full(shape, math.nan))[box.slices()] = tensor
     losses, norms, seconds = zip(*answers[0][0])
     return Trace(list(losses), list(norms), weights, sum(seconds))
+
+
+def preload(config: schema.Config) -> None:
+    """Import here what each forked rank would otherwise import for itself: modules that torch leaves until their use."""
+    late = ["megatron.model.gpt", "megatron.data.gpt_dataset", "megatron.data.mock", "numpy.random"]
+    late += ["torch.fx.experimental.symbolic_shapes"]  # torch's meta device
+    late += ["torch._dynamo"] * bool(config.recompute.recompute_granularity)  # its checkpoint()
+    for name in late:
+        importlib.import_module(name)
 
 
 def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int):

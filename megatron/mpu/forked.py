@@ -17,9 +17,18 @@ import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
+from megatron.errors import Failure, explain
+
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not answer in time; the text holds the traceback of the rank that failed first."""
+    """A rank raised, died or did not answer in time; the text holds the traceback of the rank that failed first.
+
+    failure: what that rank raised, where it is one of `megatron.errors` or can be told as one.
+    """
+
+    def __init__(self, text: str, failure: Failure | None = None):
+        super().__init__(text)
+        self.failure = failure
 
 
 def run_ranks(world_size: int, function, *args, timeout: float = 60, backend: str = "gloo") -> list:
@@ -80,9 +89,9 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
             # Leave together: a rank that tears its connections down early breaks a slower peer's last collective.
             with contextlib.suppress(Exception):
                 dist.barrier()
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            send.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
+            send.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc(), explain(error)))))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,15 +112,18 @@ def _collect(workers: dict, timeout: float) -> list:
             try:
                 good, value = pickle.loads(receive.recv_bytes())
             except EOFError:
-                good, value = False, (time.monotonic(), "the process died without a word (killed, or aborted in C++)")
+                good, value = (
+                    False,
+                    (time.monotonic(), "the process died without a word (killed, or aborted in C++)", None),
+                )
             if good:
                 results[rank] = value
             else:
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + 0.5)
     if failures:
-        rank, (_, text) = min(failures.items(), key=lambda item: item[1][0])
-        raise RankFailed(f"rank {rank} of {len(workers)} failed first:\n{text}")
+        rank, (_, text, failure) = min(failures.items(), key=lambda item: item[1][0])
+        raise RankFailed(f"rank {rank} of {len(workers)} failed first:\n{text}", failure)
     if open_ends:
         silent = sorted(rank for rank, _ in open_ends.values())
         raise RankFailed(f"ranks {silent} of {len(workers)} did not answer within {timeout} s")
