@@ -27,7 +27,7 @@ FLOORS = (
     ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
-    ("run startup training tuning parity", 5),  # where everything meets
+    ("run startup detours training tuning parity", 5),  # where everything meets
     ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
         "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos",

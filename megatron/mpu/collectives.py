@@ -5,6 +5,9 @@ torch 2.13 renamed two of the functions used here and warns at each call of the 
 This is the one place that knows.
 """
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -15,9 +18,34 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 
 
+class Entering:
+    """Hears in which group this rank is about to wait: a heartbeat writes it down, so that a hang can be told.
+
+    Output only: nothing is decided by it. One listener for a process, as there is one stack.
+    """
+
+    listener: Callable[[str], None] = staticmethod(lambda group: None)
+
+    @classmethod
+    def tell(cls, group: str) -> None:
+        if not torch.compiler.is_compiling():  # compiled code does not call out
+            cls.listener(group)
+
+    @classmethod
+    @contextlib.contextmanager
+    def told_to(cls, listener: Callable[[str], None]):
+        """Inside, `listener` is told."""
+        before, cls.listener = cls.listener, staticmethod(listener)
+        try:
+            yield
+        finally:
+            cls.listener = before
+
+
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Combine `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
     if axis.size > 1:
+        Entering.tell(axis.label)
         dist.all_reduce(x, _OPS[op], group=axis.group)
     return x
 
@@ -26,6 +54,7 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """Pieces of all ranks, joined along `dim` in rank order: [n, ...] -> [n * size, ...]."""
     if axis.size == 1:
         return x
+    Entering.tell(axis.label)
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     _gather(whole, x.contiguous(), group=axis.group)
     return whole if dim == 0 else torch.cat(whole.chunk(axis.size), dim)
@@ -37,6 +66,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
         return x
     source = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     piece = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
+    Entering.tell(axis.label)
     _scatter(piece, source, group=axis.group)
     return piece
 
@@ -50,7 +80,10 @@ class Done:
 
 def start_all_reduce(x: torch.Tensor, axis: Axis):
     """Begin to sum `x` over the axis, in place. `wait()` of what this returns ends it; until then `x` is not to be used."""
-    return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else Done()
+    if axis.size == 1:
+        return Done()
+    Entering.tell(axis.label)
+    return dist.all_reduce(x, group=axis.group, async_op=True)
 
 
 def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
@@ -58,6 +91,7 @@ def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     if axis.size == 1:
         whole.copy_(piece)
         return Done()
+    Entering.tell(axis.label)
     return _gather(whole, piece, group=axis.group, async_op=True)
 
 
@@ -66,12 +100,14 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     if axis.size == 1:
         piece.copy_(whole)
         return Done()
+    Entering.tell(axis.label)
     return _scatter(piece, whole, group=axis.group, async_op=True)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """`x` of the rank at place `source` of the axis, in place on the others; returns `x`."""
     if axis.size > 1:
+        Entering.tell(axis.label)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -80,6 +116,7 @@ def broadcast_object(value, axis: Axis, source: int = 0):
     """A small picklable value of the rank at place `source`, on every rank of the axis. For start-up, not for steps."""
     if axis.size == 1:
         return value
+    Entering.tell(axis.label)
     box = [value]
     dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
     return box[0]
@@ -89,6 +126,7 @@ def gather_objects(value, axis: Axis) -> list:
     """Small picklable values of all ranks of the axis, in their order. For checks, not for steps."""
     if axis.size == 1:
         return [value]
+    Entering.tell(axis.label)
     values = [None] * axis.size
     dist.all_gather_object(values, value, group=axis.group)
     return values
@@ -97,4 +135,5 @@ def gather_objects(value, axis: Axis) -> list:
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:
+        Entering.tell(axis.label)
         dist.barrier(group=axis.group)
