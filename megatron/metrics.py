@@ -94,6 +94,7 @@ class Metrics:
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.interval = _Interval()
         self._mark, self._carried = time.perf_counter(), 0.0
+        self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
         self.json, self.trackers, self.progress = None, [], None
         if not active:
             return
@@ -116,6 +117,8 @@ class Metrics:
         seconds = self._lap()
         if not self.active:
             return
+        if self._startup is not None:
+            self._tell_startup(step.iteration, seconds)
         losses = {name: float(value) for name, value in step.losses.items()}
         self.interval.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
@@ -153,9 +156,19 @@ class Metrics:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """The training loop begins now: what came before (loading, compiling) is no part of the first step."""
-        self._mark, self._carried = time.perf_counter(), 0.0
+    def start(self, startup: Optional[dict[str, float]] = None) -> None:
+        """The training loop begins now: what came before (loading, compiling) is no part of the first step.
+
+        startup: what that was, in seconds; it is told with the first step.
+        """
+        self._mark, self._carried, self._startup = time.perf_counter(), 0.0, startup
+
+    def _tell_startup(self, iteration: int, seconds: float) -> None:
+        spent, self._startup = {**self._startup, "first step": round(seconds, 3)}, None
+        total = round(sum(spent.values()), 3)
+        self.say(f" > the first step was done {total:.1f} s after the start: "
+                 + ", ".join(f"{name} {value:.1f}" for name, value in spent.items()))  # fmt: skip
+        self._write(dict(kind="start", iteration=iteration, time=now(), seconds=total, parts=spent))
 
     @contextlib.contextmanager
     def paused(self):
@@ -216,6 +229,10 @@ class Metrics:
             except OSError as error:
                 self.say(f"warning: {type(tracker).__name__} is no longer written: {error}")
                 self.trackers.remove(tracker)
+
+    def end(self, iteration: int, code: int, why: str) -> None:
+        """The last record: with which exit code a launch ended behind this iteration, and why."""
+        self._write(dict(kind="end", iteration=iteration, time=now(), code=code, why=why))
 
     def close(self) -> None:
         if self.progress:

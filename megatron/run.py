@@ -13,6 +13,7 @@ from megatron.batch import total_iterations
 from megatron.checkpoint.keeper import Keeper
 from megatron.checkpoint.store import share
 from megatron.data.loader import Batches
+from megatron.errors import Preempted, exit_code
 from megatron.guard.changes import probe_places
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import Verdict, Watch
@@ -133,13 +134,16 @@ class Run:
         places = probe_places(self.state.consumed_samples) if self.context.first else []
         return {str(place): list(self.train_batches.sample_hash(place)) for place in places}
 
-    def close(self, orderly: bool = True) -> None:
+    def close(self, error: Optional[BaseException] = None) -> None:
         """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        orderly = error is None or isinstance(error, Preempted)
         if self.saver:
             self.saver.close(None if orderly else LAST_SAVE)
         for batches in (self.train_batches, self.valid_batches, self.test_batches):
             if batches:
                 batches.close()
+        why = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        self.metrics.end(self.state.iteration, 0 if error is None else exit_code(error), why)
         self.metrics.close()
         self.watch.close()
         if orderly:

@@ -15,7 +15,7 @@ from megatron import __version__, flops
 from megatron import config as schema
 from megatron.batch import batch_size, total_iterations, total_samples
 from megatron.checkpoint.keeper import Keeper, exchange_through
-from megatron.checkpoint.state import alone, checkpoints, restore
+from megatron.checkpoint.state import checkpoints, restore
 from megatron.data import manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
@@ -28,6 +28,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.metrics import Metrics
 from megatron.metrics import Run as Rates
+from megatron.mpu import collectives
 from megatron.mpu import context as ranks
 from megatron.mpu.context import DTYPES, Context, weight_format
 from megatron.optimizer.scaler import LossScaler
@@ -45,8 +46,11 @@ from megatron.tokenizer import build_tokenizer
 
 def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] = None) -> Run:
     """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
+    heart = heart or Heartbeat()
+    heart.beat("join")
     context = ranks.join(config.parallel, config.kernels)
     watch = build_watch(config, context, heart)
+    heart.beat("model")
     config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
         config.precision.precision, context)))  # fmt: skip
     say = _speaker(context)
@@ -63,9 +67,11 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
                    flops.parameters(config.model, vocab_size))  # fmt: skip
     optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, config.parallel, dtype=dtype,
                              device=context.device, seed=config.logging.seed)  # fmt: skip
+    heart.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
     refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
+    heart.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, say)
     datasets = recipe.build_datasets(
@@ -106,12 +112,10 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     )
 
 
-def build_watch(config: schema.Config, context: Context, heart: Optional[Heartbeat]) -> Watch:
+def build_watch(config: schema.Config, context: Context, heart: Heartbeat) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
-    if heart is not None:
-        heart.say_place(mesh.place)
-        heart.beat("setup")
+    heart.say_place(mesh.place)
     return Watch(config.guard, minutes=config.batch.exit_duration_in_mins, heart=heart, rank=mesh.rank,
                  say=_speaker(context), exchange=exchange_over(context),
                  counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0)  # fmt: skip
@@ -127,15 +131,7 @@ def _speaker(context: Context):
 
 def exchange_over(context: Context):
     """`exchange(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
-    if context.mesh.world_size == 1:
-        return alone
-
-    def exchange(value: Any) -> list:
-        answers = [None] * context.mesh.world_size
-        dist.all_gather_object(answers, value)
-        return answers
-
-    return exchange
+    return partial(collectives.gather_objects, axis=context.mesh.world)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ import torch
 from megatron import config as schema
 from megatron.batch import batch_size
 from megatron.data.loader import Batches, MicroBatch
-from megatron.errors import Preempted
+from megatron.detours import pass_over, rewind, stopped
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
-from megatron.guard.rewind import checkpoint_before
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import Verdict
 from megatron.metrics import Step
@@ -27,7 +26,7 @@ from megatron.mpu import collectives
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
 from megatron.run import Recipe, Run, State
-from megatron.startup import build_run, load
+from megatron.startup import build_run
 
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
@@ -37,7 +36,7 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
         try:
             train(run)
         except BaseException as error:
-            run.close(orderly=isinstance(error, Preempted))
+            run.close(error)
             raise
         run.close()
 
@@ -47,7 +46,7 @@ def train(run: Run) -> None:
     batch, saved_at = run.config.batch, run.state.iteration
     for stage in run.stages:
         stage.train()
-    run.metrics.start()
+    run.metrics.start(run.watch.heart.startup)
     while run.state.iteration < run.train_iters:
         step = train_step(run)
         if step is None:  # a spike: the run is back at an earlier step
@@ -130,45 +129,6 @@ def find_cause(run: Run, batches: Sequence[MicroBatch], loss_of) -> str:
 
     with run.optimizer.present():
         return run.watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
-
-
-def pass_over(run: Run, size: int) -> Step:
-    """A step whose samples are not trained on."""
-    state = run.state
-    run.metrics.say(f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
-                    f"{state.consumed_samples + size - 1}")  # fmt: skip
-    run.state = state.after(size, Verdict.SKIP)
-    rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
-    return Step(run.state.iteration, run.state.consumed_samples, size, {}, learning_rate=rate,
-                loss_scale=run.state.scaler.scale, skipped=True)  # fmt: skip
-
-
-def rewind(run: Run) -> None:
-    """Go back to a checkpoint from well before a spike, and leave out the steps that led to the spike."""
-    state, guard = run.state, run.config.guard
-    spike, first = state.iteration + 1, max(1, state.iteration + 2 - guard.spike_skip_steps)
-    run.saver.wait()
-    target = run.watch.exchange(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
-    checkpoint = replace(run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False,
-                         no_load_optim=False)  # fmt: skip
-    back, _, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
-    left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
-    run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
-    run.metrics.rewind(back.iteration)
-    run.metrics.say(f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
-                    f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
-                    f"{max(first, target + 1)} to {spike} will be left out")  # fmt: skip
-
-
-def stopped(run: Run, stop: Stop) -> None:
-    """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
-    if run.saver:
-        run.saver.wait()  # until the checkpoint is durable
-    saved = f"saved in {run.config.checkpoint.save}" if run.saver else "nothing is saved: there is no --save"
-    run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop.why}")
-    if stop.preempted:
-        raise Preempted(f"stopped at iteration {run.state.iteration}: {stop.why}", saved, "the same command with --load "
-                        "goes on from there" if run.saver else None)  # fmt: skip
 
 
 def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:

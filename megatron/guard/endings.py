@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from megatron.config import Guard
 from megatron.errors import PeerLost, exit_code
 from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.processes import die_with_parent
+from megatron.mpu.collectives import Entering
 
 NETWORK = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|TCPStore|ProcessGroup|[Tt]imed out")
 
@@ -20,8 +22,12 @@ def guarded(settings: Guard) -> Iterator[Heartbeat]:
     An error of the network between ranks becomes PeerLost: its cause is another rank, whose own words say more.
     """
     heart = Heartbeat(settings.heartbeat_dir, int(os.environ.get("RANK", "0")))
+    heart.listen()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed leaves no ranks behind
+        die_with_parent()
     try:
-        yield heart
+        with Entering.told_to(heart.enter):
+            yield heart
     except BaseException as error:
         told = peer_lost(error) or error
         heart.close(told, exit_code(told))

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Optional
 
-SETUP = ("start", "setup")
+from megatron.guard.heartbeat import STARTUP
+
 BESIDE = ("evaluate", "save", "replay")  # phases that are neither steps nor start-up
 
 
@@ -38,7 +39,7 @@ class Attempt:
     @property
     def stepping(self) -> float:
         """In steps, whether they were kept or not."""
-        return sum(seconds for name, seconds in self.phases.items() if name not in (*SETUP, *BESIDE))
+        return sum(seconds for name, seconds in self.phases.items() if name not in (*STARTUP, *BESIDE))
 
 
 @dataclass(frozen=True)

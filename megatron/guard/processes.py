@@ -10,20 +10,31 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import time
 from collections import defaultdict
 from pathlib import Path
 
-from megatron.guard.heartbeat import Beat, born
+from megatron.guard.heartbeat import Beat, born, machine
 
-_SUBREAPER = 36  # prctl(PR_SET_CHILD_SUBREAPER)
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_CHILD_SUBREAPER, ...)
 
 
 def adopt_orphans() -> bool:
     """From now on this process becomes the parent of descendants whose parent ends. False where the system cannot."""
+    return _prctl(_SUBREAPER, 1)
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> bool:
+    """From now on this process gets a signal when its parent ends, however that happens: no job outlives its launcher.
+
+    False where the system cannot.
+    """
+    return _prctl(_DEATH_SIGNAL, number)
+
+
+def _prctl(what: int, value: int) -> bool:
     try:
-        return ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) == 0
+        return ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) == 0
     except (OSError, AttributeError):
         return False
 
@@ -66,12 +77,12 @@ def send(pid: int, number: int) -> bool:
 
 def is_gone(beat: Beat) -> bool:
     """Whether a rank's process was one of this machine, and is no longer there."""
-    return beat.host == socket.gethostname() and (born(beat.pid) != beat.born or state(beat.pid) == "Z")
+    return beat.machine == machine() and (born(beat.pid) != beat.born or state(beat.pid) == "Z")
 
 
 def alive_here(beat: Beat) -> bool:
     """Whether a rank's process is one of this machine, and has not ended."""
-    return beat.ended is None and beat.host == socket.gethostname() and not is_gone(beat)
+    return beat.ended is None and beat.machine == machine() and not is_gone(beat)
 
 
 def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: float = 10.0) -> list[int]:

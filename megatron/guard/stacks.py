@@ -14,7 +14,8 @@ from typing import NamedTuple, Optional
 from megatron.guard.heartbeat import Beat
 
 PHASES = dict(
-    start="starting", setup="setting up the model and its data", data="in the data loader", F="in a forward pass",
+    start="starting", join="joining the other ranks", model="building the model", load="loading the checkpoint",
+    index="preparing the data", data="in the data loader", F="in a forward pass",
     B="in a backward pass", I="in a backward pass", W="in a backward pass (weights)", reduce="reducing gradients",
     update="in the optimizer's update", evaluate="evaluating", save="saving a checkpoint",
     replay="repeating a step to find a value that is not finite",

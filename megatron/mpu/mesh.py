@@ -33,12 +33,16 @@ def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis of the grid as this rank sees it: its ranks, this rank's place among them, their group."""
+    """One named axis of the grid as this rank sees it: its ranks, this rank's place among them, their group.
+
+    label: what people call the group: "dp group 1" is the second of the lists of ranks that `ranks_along` gives for dp
+    """
 
     name: str
     ranks: tuple[int, ...]
     rank: int = 0
     group: Any = None
+    label: str = ""
 
     @property
     def size(self) -> int:
@@ -76,14 +80,15 @@ class Mesh:
     def _pick(self, name: str, groups: list[list[int]], create_groups: bool) -> Axis:
         """Create a process group for each list of ranks (every rank must, in the same order) and keep this rank's."""
         mine = None
-        for ranks in groups:
+        for number, ranks in enumerate(groups):
             group = None
             if create_groups and len(ranks) > 1:
                 import torch.distributed as dist
 
                 group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks)
             if self.rank in ranks:
-                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group)
+                label = "all ranks" if len(ranks) == self.world_size else f"{name} group {number}"
+                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, label)
         return mine
 
     def release(self) -> None:

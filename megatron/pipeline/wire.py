@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.collectives import Entering
 from megatron.mpu.mesh import Axis, Mesh, ranks_along
 from megatron.pipeline.schedule import Stages
 
@@ -50,7 +51,8 @@ class Wire:
             return Receipt(None, self._local, (kind, micro, stage))
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self._groups.get((kind, source, self.axis.rank), self.axis.group)
-        return Receipt(dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind)), x)
+        work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
+        return Receipt(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
@@ -68,12 +70,13 @@ class Wire:
 class Receipt:
     """A message that is to come."""
 
-    def __init__(self, work, x, key=None):
-        self._work, self._x, self._key = work, x, key
+    def __init__(self, work, x, key=None, label: str = ""):
+        self._work, self._x, self._key, self._label = work, x, key, label
 
     def wait(self) -> torch.Tensor:
         if self._work is None:
             return self._x.pop(self._key)
+        Entering.tell(self._label)
         self._work.wait()
         return self._x
 

@@ -274,10 +274,10 @@ def test_a_heartbeat_says_what_a_rank_does_and_how_it_ended(tmp_path):
     assert [(beat.step, beat.phase, beat.place) for beat in beats] == [(3, "data", "dp 0 pp 0 cp 0 tp 0")]
     [last] = read_beats(tmp_path / "beats")
     assert (last.step, last.since, last.ended, last.why) == (4, 1, 0, "")
-    assert {"F", "B", "data", "reduce", "update", "setup"} <= set(last.seconds)
+    assert {"F", "B", "data", "reduce", "update", "load", "index"} <= set(last.seconds)
     with pytest.raises(CheckpointError):
         _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'} --load {tmp_path}")
-    assert [(beat.step, beat.phase, beat.ended) for beat in read_beats(tmp_path / "beats")] == [(0, "setup", 5)]
+    assert [(beat.step, beat.phase, beat.ended) for beat in read_beats(tmp_path / "beats")] == [(0, "load", 5)]
     with pytest.raises(NumericsError):
         _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'}",
                   recipe=_poisoned("final_norm", [9], forward=NAN))  # fmt: skip

@@ -251,9 +251,9 @@ def test_fewer_ranks_keep_the_global_batch():
 def test_lost_time_is_counted_by_cause():
     attempts = [
         Attempt(0, 2, launched=0, ended=20, cause="hung", code=7, first_step=1, last_step=100, silent=4, waited=1,
-                phases=dict(setup=5, data=1, F=3, B=4, reduce=2, save=1)),
+                phases=dict(model=5, data=1, F=3, B=4, reduce=2, save=1)),
         Attempt(1, 2, launched=21, ended=23, cause="rank killed by SIGKILL", code=-9),
-        Attempt(2, 2, launched=24, ended=44, cause="finished", first_step=51, last_step=150, phases=dict(setup=10, F=10)),
+        Attempt(2, 2, launched=24, ended=44, cause="finished", first_step=51, last_step=150, phases=dict(index=10, F=10)),
     ]  # fmt: skip
     found = account(attempts, "finished", 0, 44, checkpoints=3)
     assert (found.steps, found.repeated_steps, found.restarts) == (150, 50, 2)
