@@ -19,14 +19,23 @@ import numpy as np
 from megatron.config import Data
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
 from megatron.data.index_cache import cached_arrays
-from megatron.data.index_maps import Plan, Share, build_index_maps, make_plan, parse_split, sequences_of, suggest_split
+from megatron.data.index_maps import (
+    IndexMaps,
+    Plan,
+    Share,
+    build_index_maps,
+    make_plan,
+    parse_split,
+    sequences_of,
+    suggest_split,
+)
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError, SettingsError
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
-VERSION = 1  # of the index maps: when their meaning changes, older caches are not looked at
+VERSION = 2  # of the index maps: when their meaning or form changes, older caches are not looked at
 
 
 def build_datasets(
@@ -95,11 +104,11 @@ class Request:
             self.files[prefix] = IndexedDataset(prefix)
         return self.files[prefix]
 
-    def cached(self, beside: str, name: str, key: dict, build) -> dict[str, np.ndarray]:
-        """Index maps from the cache: `--data-cache-path`, or a folder beside the data."""
+    def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Index maps of these names from the cache: `--data-cache-path`, or a folder beside the data."""
         folder = Path(self.cache) if self.cache else Path(beside).parent / "index_cache"
         key = dict(key, version=VERSION)
-        return cached_arrays(folder, name, key, build, say=self.say, required=bool(self.cache))
+        return cached_arrays(folder, name, key, build, say=self.say, required=bool(self.cache), names=names)
 
 
 class GPTDataset:
@@ -116,7 +125,7 @@ class GPTDataset:
             return build_index_maps(plan, lengths)._asdict()
 
         key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))
-        maps = request.cached(tokens.prefix, name, key, build)
+        maps = request.cached(tokens.prefix, name, key, build, IndexMaps._fields)
         self.document_index, self.sample_index, self.shuffle_index = maps["document"], maps["sample"], maps["shuffle"]
 
     def __len__(self) -> int:
@@ -229,14 +238,14 @@ def _build_blend(
     datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, request: Request
 ):
     """`size` samples of several datasets."""
-    weights, limits = normalized(weights), [len(dataset) for dataset in datasets]
+    weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
         request.say(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
-        return dict(zip(("dataset", "sample"), interleave(weights, size, limits)))
+        return dict(zip(names, interleave(weights, size, limits)))
 
     key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)
-    maps = request.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build)
+    maps = request.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build, names)
     return BlendedDataset(datasets, maps["dataset"], maps["sample"])
 
 

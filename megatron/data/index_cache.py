@@ -13,42 +13,53 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import socket
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Optional
 
 import numpy as np
 
+from megatron.checkpoint.durable import Damaged, checksum, read_sealed, seal, sync_folder, write_synced
 from megatron.errors import StorageError
 
 Arrays = dict[str, np.ndarray]
 Say = Callable[[str], None]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NUMBERS = re.compile("[<|][iuf][1248]")  # dtypes of arrays
 SAY_EVERY = 10.0  # seconds between two messages of a process that waits
 
 
 def cached_arrays(
-    folder: Path, name: str, key: dict, build: Callable[[], Arrays], *, say: Say, required: bool = False
+    folder: Path,
+    name: str,
+    key: dict,
+    build: Callable[[], Arrays],
+    *,
+    say: Say,
+    required: bool = False,
+    names: Collection[str] = (),
 ) -> Arrays:
     """The arrays that `build()` returns, memory-mapped from `folder` when they are there and whole.
 
     `key`: everything the arrays depend on (JSON values); `name` starts the entry's file name, for humans.
+    `names`: of the arrays that an entry must have.
     `required`: a folder that cannot be written is an error; otherwise it is said and the arrays stay in memory.
     """
     entry = folder / f"{name}-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:16]}"
-    arrays, _ = load(entry, key)
+    arrays, _ = load(entry, key, names)
     if arrays is not None:
         return arrays
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{entry}.lock", "a+") as lock:
-            return _build_or_wait(entry, key, build, lock, say)
+            return _build_or_wait(entry, key, names, build, lock, say)
     except OSError as error:
         if required:
             raise StorageError(
@@ -59,37 +70,46 @@ def cached_arrays(
         return build()
 
 
-def load(entry: Path, key: dict) -> tuple[Optional[Arrays], Optional[str]]:
+def load(entry: Path, key: dict, names: Collection[str] = ()) -> tuple[Optional[Arrays], Optional[str]]:
     """(arrays, None) of a whole entry, (None, what is wrong) of a damaged one, (None, None) where there is none."""
-    try:
-        manifest = json.loads((entry / "index.json").read_text())
-    except FileNotFoundError:
+    if not (entry / "index.json").exists():
         return None, "index.json is missing" if entry.is_dir() else None
-    except (OSError, ValueError) as error:
-        return None, f"index.json cannot be read: {error}"
     try:
-        if manifest["key"] != json.loads(_canonical(key)):
+        _, index = read_sealed(entry / "index.json")
+        if index["key"] != json.loads(_canonical(key)):
             return None, "it was built from something else"
-        arrays = {}
-        for name, facts in manifest["arrays"].items():
-            array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            if [array.dtype.str, list(array.shape)] != [facts["dtype"], facts["shape"]]:
-                return None, f"{name}.npy has another type or shape"
-            if zlib.crc32(array.reshape(-1).view(np.uint8)) != facts["crc32"]:
-                return None, f"{name}.npy does not match its checksum"
-            arrays[name] = array.view(np.ndarray)  # still the map; np.memmap itself makes each look-up slow
-        return arrays, None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        return None, f"{type(error).__name__}: {error}"
+        arrays = {name: _map(entry, name, facts) for name, facts in index["arrays"].items()}
+        missing = [name for name in names if name not in arrays]
+        return (None, f"it has no {missing[0]}") if missing else (arrays, None)
+    except (Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, str(error) if isinstance(error, (Damaged, ValueError)) else f"{type(error).__name__}: {error}"
 
 
-def _build_or_wait(entry: Path, key: dict, build, lock, say: Say) -> Arrays:
+def _map(entry: Path, name: str, facts: dict) -> np.ndarray:
+    """An array as a map of its file's end. What precedes it there is for other readers: index.json says dtype and shape."""
+    dtype, shape, path = facts["dtype"], facts["shape"], entry / f"{name}.npy"
+    if not (name.isidentifier() and _NUMBERS.fullmatch(dtype) and all(type(n) is int and n >= 0 for n in shape)):
+        raise ValueError(f"index.json says impossible things of {name!r}")
+    start = path.stat().st_size - math.prod(shape) * np.dtype(dtype).itemsize
+    if start < 0:
+        raise ValueError(f"{name}.npy is cut short")
+    array = np.memmap(path, dtype, "r", start, tuple(shape)).view(np.ndarray)  # np.memmap makes each look-up slow
+    if checksum(_bytes(array)) != facts["checksum"]:
+        raise ValueError(f"{name}.npy does not match its checksum")
+    return array
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, say: Say) -> Arrays:
     """Under the lock: build. While another process holds it: wait for what it builds, or for its death."""
     started, said, seen = time.monotonic(), 0.0, _stamp(entry)
     while not _try_lock(lock):
         if _stamp(entry) != seen:
             seen = _stamp(entry)
-            arrays, _ = load(entry, key)
+            arrays, _ = load(entry, key, names)
             if arrays is not None:
                 return arrays
         waited = time.monotonic() - started
@@ -98,13 +118,13 @@ def _build_or_wait(entry: Path, key: dict, build, lock, say: Say) -> Arrays:
             say(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
         time.sleep(min(0.02 + waited / 10, 0.5))
     try:
-        arrays, damage = load(entry, key)  # another process may have been quicker
+        arrays, damage = load(entry, key, names)  # another process may have been quicker
         if arrays is None:
             if damage:
                 say(f"index maps {entry} are damaged and built again: {damage}")
             _note_owner(lock)
             _store(entry, key, build())
-            arrays, damage = load(entry, key)
+            arrays, damage = load(entry, key, names)
             if arrays is None:
                 raise OSError(errno.EIO, f"what was just written reads back wrong ({damage})")
         return arrays
@@ -131,9 +151,9 @@ def _store(entry: Path, key: dict, arrays: Arrays) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-            crc = zlib.crc32(array.reshape(-1).view(np.uint8))
-            facts[name] = dict(dtype=array.dtype.str, shape=list(array.shape), crc32=crc)
-        (aside / "index.json").write_text(json.dumps(dict(key=key, arrays=facts), indent=1))
+            facts[name] = dict(dtype=array.dtype.str, shape=list(array.shape), checksum=checksum(_bytes(array)))
+        write_synced(aside / "index.json", seal(dict(key=json.loads(_canonical(key)), arrays=facts))[1])
+        sync_folder(aside)
         if entry.exists():  # damaged: nobody maps it for long, and who does keeps what is mapped
             shutil.rmtree(entry)
         try:

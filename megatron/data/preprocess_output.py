@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.durable import replace_file
 from megatron.data.indexed import LENGTH_TYPE, stream_index
 from megatron.data.preprocess_worker import KINDS, Shared
-from megatron.data.workspace import Workspace, append_file, publish, sync_folder
+from megatron.data.workspace import Workspace, append_file, publish
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 
@@ -113,6 +114,7 @@ def _publish_rejected(prefix: str, written: Written) -> tuple[int, str | None]:
     with open(written.workspace.path("rejected"), "wb") as file:
         for path in lists:
             append_file(file.fileno(), path)
+        os.fsync(file.fileno())
     os.replace(written.workspace.path("rejected"), final)
     return int(written.shared.progress[:, 4].sum()), str(final)
 
@@ -136,7 +138,4 @@ def write_stats(prefix: str, tokenizer: dict | None, numbers: dict) -> None:
     """`<prefix>.stats.json`: which vocabulary made the ids, and how much there is. Checked by merge_datasets.py."""
     counts = {name: value for name, value in numbers.items() if name != "prefix"}
     text = json.dumps(dict(tokenizer=tokenizer, **counts), indent=1) + "\n"
-    aside = Path(f"{prefix}.stats.json.partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, f"{prefix}.stats.json")
-    sync_folder(Path(prefix).parent)
+    replace_file(Path(f"{prefix}.stats.json"), text.encode())

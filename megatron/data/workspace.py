@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+from megatron.checkpoint.durable import sync_folder
 from megatron.data.manifest import write_manifest
 from megatron.errors import Locked, StorageError
 
@@ -92,15 +93,6 @@ def publish(workspace: Workspace, name: str, final: str) -> None:
     for suffix in (".bin", ".idx", ".sums.json"):
         os.replace(workspace.path(name + suffix), final + suffix)
     sync_folder(Path(final).parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power failure."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def append_file(target: int, path: str, start: int = 0, stop: int | None = None) -> int:
