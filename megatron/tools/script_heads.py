@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each script of a model needs and expects, by the planner, written into its head.
+
+    python -m megatron.tools.script_heads                        rewrite the heads of scripts/pretrain_*.sh and auto_*.sh
+    python -m megatron.tools.script_heads --check                only say which are not up to date (exit code 1)
+
+A script is asked for its command (`PRINT=1 bash SCRIPT --dry-run`); nothing is started. No torch.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Optional
+
+from megatron.config import setting
+from megatron.errors import Failure, SettingsError, run_main
+from megatron.flags import parse, parse_pretrain
+from megatron.planner import target
+from megatron.planner.choose import automatic
+from megatron.planner.layout import Layout
+from megatron.planner.memory import ledger
+from megatron.planner.speed import Cluster, step
+from megatron.planner.text import duration
+from megatron.rules import resolve
+
+FOLDER = Path(__file__).resolve().parents[2] / "scripts"
+WRITTEN = re.compile(r"# (needs|memory|expects|layout)  +\S")
+OWN_VARIABLES = ("DATA_PATH", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which scripts, and whether they are rewritten."""
+
+    scripts: Optional[list[str]] = setting("scripts (default: those of all models)", None)
+    check: bool = setting("change nothing; exit code 1 if a head is not what the planner says today", False)
+
+
+def main(argv: list[str]) -> None:
+    """Bring heads up to date, or say which are not."""
+    asked: Heads = parse(argv, dict(heads=Heads), prog="python -m megatron.tools.script_heads",
+                         description=__doc__.splitlines()[0], common=("scripts", "check"))["heads"]  # fmt: skip
+    stale = []
+    for path in map(Path, asked.scripts or model_scripts()):
+        text = path.read_text(encoding="utf-8")
+        wanted = with_head(text, head(path))
+        if wanted != text:
+            stale.append(str(path))
+            if not asked.check:
+                path.write_text(wanted, encoding="utf-8")
+    if asked.check and stale:
+        raise Failure(f"heads that are not up to date: {', '.join(stale)}", do="python -m megatron.tools.script_heads")
+    print("\n".join(f"written: {path}" for path in stale) or "all heads are up to date")
+
+
+def model_scripts() -> list[Path]:
+    """The scripts that launch a model of their own, not another name of one."""
+    return [path for path in sorted([*FOLDER.glob("pretrain_*.sh"), *FOLDER.glob("auto_*.sh")])
+            if "\nlaunch " in path.read_text(encoding="utf-8")]  # fmt: skip
+
+
+def command(path: Path, *words: str) -> list[str]:
+    """The flags of pretrain_gpt.py with which a script looks at itself on the GPUs that it is made for."""
+    env = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    done = subprocess.run(["bash", str(path), "--dry-run", *words], capture_output=True, text=True,
+                          env=env | dict(PRINT="1", PYTHON=sys.executable))  # fmt: skip
+    if done.returncode:
+        raise SettingsError(f"{path} does not say its command", done.stderr.strip())
+    found = shlex.split(done.stdout)
+    return found[2:]  # python and pretrain_gpt.py
+
+
+def head(path: Path) -> list[str]:
+    """The lines of a head."""
+    config = parse_pretrain(command(path))
+    cluster, _ = target.cluster_of(config, {})
+    if config.planner.auto_parallel:
+        found, plans, outcome = automatic(config, lambda text: None)
+        return _lines(cluster, outcome.job, plans[0].layout, found.batch.global_batch_size, found=True)
+    config = resolve(config, cluster.world_size)
+    layout = Layout.of(config, cluster.world_size)
+    job, _ = target.job_of(config, cluster, layout.dp)
+    return _lines(cluster, job, layout, job.global_batch)
+
+
+def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = False) -> list[str]:
+    job = replace(job, global_batch=batch)
+    device, ranks = cluster.device, cluster.world_size
+    needed = [ledger(job, layout, device, rank) for rank in range(layout.pp)]
+    worst, host = max(one.total for one in needed), max(sum(one.host.values()) for one in needed)
+    took = step(job, layout, cluster)
+    nodes = ranks // cluster.local_size
+    where = f"{nodes} nodes of {cluster.local_size}" if nodes > 1 else "one node" if ranks > 1 else "one GPU"
+    beside = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
+    memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{beside}"
+    pace = f"{duration(took.seconds)} a step of {batch * job.model.seq_length:,} tokens, " \
+           f"{took.tokens_per_second(job):,.0f} tokens/s"  # fmt: skip
+    rate = f"{took.tflops_per_rank(ranks):.0f} TFLOP/s a GPU" + (f", bubble {took.bubble:.1%}" if layout.pp > 1 else "")
+    lines = [("needs", f"{ranks} x {device.name}: {where}"), ("memory", memory), ("expects", pace),
+             ("expects", f"{rate} (by the planner; speeds are assumed)")]  # fmt: skip
+    if found:
+        lines.insert(1, ("layout", f"{layout.short()}, micro-batch {layout.micro}, as found on these"))
+    return [f"# {name:8} {text}" for name, text in lines]
+
+
+def with_head(text: str, lines: list[str]) -> str:
+    """The script with these lines, instead of what was there, above its first command."""
+    kept = [line for line in text.splitlines() if not WRITTEN.match(line)]
+    at = next(number for number, line in enumerate(kept) if not line.startswith("#"))
+    while kept[at - 1] == "#":
+        kept.pop(at := at - 1)
+    return "\n".join([*kept[:at], "#", *lines, *kept[at:], ""])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+# Sourced by every script of a model, which then says: launch GPUS DEVICE FLAGS..., where so many GPUs of this kind are
+# what its flags are made for. Words of the command line stand behind the flags, and the last one counts.
+#
+#   bash scripts/X.sh --dry-run          what would happen; also --preflight, --print-config, --help: in one process
+#   SHRINK=1 bash scripts/X.sh           a tiny twin with the same parallel features trains on CPU
+#   PRINT=1 bash scripts/X.sh            say the command and do nothing
+#   bash scripts/X.sh                    train: under torchrun or SLURM, on a cluster that numbers nodes, or here
+#
+# docs/launching.md explains the variables of the environment that are read here.
+set -euo pipefail
+
+ARGUMENTS=("$@")
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+fail() { # exit code, lines
+    printf 'error: %s\n' "$2" >&2
+    [ $# -lt 3 ] || printf '  -> %s\n' "${@:3}" >&2
+    exit "$1"
+}
+
+if [ -n "${PYTHON:-}" ]; then
+    :
+elif [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
+    PYTHON=$ROOT/.venv/bin/python
+else
+    PYTHON=$(command -v python || command -v python3) || fail 1 "there is no python here" "PYTHON=/path/to/it bash $0"
+fi
+
+launch() { # GPUs and device that the flags are made for, then flags of pretrain_gpt.py
+    MADE_FOR=$1 DEVICE=$2 FLAGS=("${@:3}")
+    add_environment
+    if given --dry-run --preflight --print-topology --print-config --help --help-all -h; then
+        look pretrain_gpt.py
+    elif [ -n "${SHRINK:-}" ]; then
+        look -m megatron.tools.twin
+    else
+        given --data-path --train-data-path --mock-data --config ||
+            fail 4 "there is no data to train on" \
+                "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
+                "or, for a trial on synthetic samples: bash $0 --mock-data"
+        find_ranks
+        [ -n "${PRINT:-}" ] || check_world
+        train
+    fi
+}
+
+run_tool() { # module, its flags
+    run "$PYTHON" -m "$@"
+}
+
+# ---- words of the command line ---------------------------------------------------------------------------------------
+
+given() { # is one of these flags among FLAGS? Only words up to an equals sign count, and _ is -
+    local word name
+    for word in "${FLAGS[@]}"; do
+        word=${word%%=*}
+        for name in "$@"; do
+            [ "${word//_/-}" != "$name" ] || return 0
+        done
+    done
+    return 1
+}
+
+add_environment() { # paths that belong to a site, not to a command line that is kept
+    local words
+    if [ -n "${DATA_PATH:-}" ] && ! given --data-path --train-data-path --mock-data; then
+        read -ra words <<<"$DATA_PATH"
+        FLAGS+=(--data-path "${words[@]}")
+    fi
+    [ -z "${VOCAB_FILE:-}" ] || given --vocab-file || FLAGS+=(--vocab-file "$VOCAB_FILE")
+    [ -z "${MERGE_FILE:-}" ] || given --merge-file || FLAGS+=(--merge-file "$MERGE_FILE")
+    [ -z "${TOKENIZER_MODEL:-}" ] || given --tokenizer-model || FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL")
+    if [ -n "${CHECKPOINTS:-}" ] && ! given --save; then
+        FLAGS+=(--save "$CHECKPOINTS")
+        given --save-interval || FLAGS+=(--save-interval auto --async-save)
+        given --load || FLAGS+=(--load "$CHECKPOINTS" --auto-resume)
+    fi
+}
+
+# ---- one process, before anything is started -------------------------------------------------------------------------
+
+look() { # what to run: the flags on the ranks that they are made for
+    given --data-path --train-data-path --mock-data --config || FLAGS+=(--mock-data)
+    given --world-size || FLAGS+=(--world-size "$MADE_FOR")
+    given --local-world-size || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
+    given --device-name --calibration --device || FLAGS+=(--device-name "$DEVICE")
+    unset RANK LOCAL_RANK WORLD_SIZE # of a cluster that has set them: this is one process
+    run_python "$@" "${FLAGS[@]}"
+}
+
+check_world() { # end with code 3 if the flags cannot work on the ranks that there are, before any of them is started
+    given --auto-parallel && return # its layout is yet to be found
+    local code=0
+    (unset RANK LOCAL_RANK && "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$WORLD" \
+        --local-world-size "$NPROC" --device-name "$DEVICE" --device-memory-gb 1e6 >/dev/null) || code=$?
+    [ "$code" -eq 0 ] && return
+    [ "$WORLD" -eq "$MADE_FOR" ] ||
+        printf '  -> %s is made for %s ranks, and here are %s (%s nodes x %s); --dry-run shows it on %s\n' \
+            "$(basename "$0")" "$MADE_FOR" "$WORLD" "$NNODES" "$NPROC" "$MADE_FOR" >&2
+    exit "$code"
+}
+
+# ---- which ranks there are -------------------------------------------------------------------------------------------
+
+find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody has started a process for each rank
+    EACH=''
+    if [ -n "${RANK:-}" ] && [ -n "${LOCAL_RANK:-}" ]; then # torchrun, or something like it
+        EACH=yes WORLD=$WORLD_SIZE NPROC=${LOCAL_WORLD_SIZE:-$WORLD}
+        NNODES=$((WORLD / NPROC))
+        return
+    fi
+    if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_STEP_NUM_NODES:-}" ]; then
+        slurm_step
+    elif [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then # an allocation of nodes: once on each of them
+        run srun --ntasks-per-node=1 bash "$0" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
+    elif [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ]; then # one process a node, numbered as if nodes were ranks
+        NNODES=$WORLD_SIZE NODE_RANK=$RANK
+        : "${NPROC:=${LOCAL_WORLD_SIZE:-}}"
+        unset RANK WORLD_SIZE LOCAL_WORLD_SIZE
+    fi
+    [ -z "$EACH" ] || return 0
+    : "${NNODES:=1}" "${NODE_RANK:=0}"
+    [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail 2 "which is the first of $NNODES nodes?" "set MASTER_ADDR"
+    local nodes_devices
+    if [ -z "${NPROC:-}" ]; then
+        nodes_devices=$(count_devices)
+        NPROC=$((MADE_FOR / NNODES))
+        [ "$NPROC" -ge 1 ] && [ "$NPROC" -le "$nodes_devices" ] || NPROC=$nodes_devices
+    fi
+    WORLD=$((NNODES * NPROC))
+}
+
+count_devices() { # that a process on this node may use: at least 1, the CPU
+    local list=${GPUS:-${CUDA_VISIBLE_DEVICES:-}} count
+    if [ -n "$list" ]; then
+        count=$(tr -cd , <<<"$list" | wc -c)
+        echo $((count + 1))
+    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        echo "$SLURM_GPUS_ON_NODE"
+    else
+        count=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
+        echo $((count > 0 ? count : 1))
+    fi
+}
+
+slurm_step() { # a task of srun: one for each node, or one for each rank
+    NNODES=$SLURM_STEP_NUM_NODES NODE_RANK=$SLURM_NODEID
+    if [ -z "${MASTER_ADDR:-}" ]; then
+        local first
+        first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
+        MASTER_ADDR=$(scontrol show node "$first" | sed -nE 's/.*NodeAddr=([^ ]+).*/\1/p')
+    fi
+    : "${MASTER_PORT:=$((20000 + (SLURM_JOB_ID * 16 + SLURM_STEP_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 10000))}"
+    export MASTER_ADDR MASTER_PORT
+    unset RANK WORLD_SIZE # what sbatch was given, perhaps in a session of another job
+    [ "$SLURM_STEP_NUM_TASKS" -gt "$SLURM_STEP_NUM_NODES" ] || return 0
+    EACH=yes WORLD=$SLURM_STEP_NUM_TASKS
+    NPROC=$((WORLD / NNODES))
+    export RANK=$SLURM_PROCID WORLD_SIZE=$WORLD LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$NPROC
+    [ -z "${CUDA_VISIBLE_DEVICES:-}" ] || [[ $CUDA_VISIBLE_DEVICES == *,* ]] || LOCAL_RANK=0 # it sees its own GPU alone
+}
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+train() {
+    local command=("$PYTHON")
+    [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then
+        local cores
+        cores=$(getconf _NPROCESSORS_ONLN)
+        export OMP_NUM_THREADS=$((cores >= 2 * NPROC ? cores / NPROC : 1))
+    fi
+    if [ -z "$EACH" ] && { [ "$WORLD" -gt 1 ] || [ -n "${LOG_DIR:-}" ]; }; then
+        command+=(-m torch.distributed.run --nproc-per-node "$NPROC")
+        if [ "$NNODES" -gt 1 ]; then
+            command+=(--nnodes "$NNODES" --node-rank "$NODE_RANK")
+            command+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+        else
+            command+=(--standalone)
+        fi
+        # A file for each rank; the terminal shows the first one of each node.
+        [ -z "${LOG_DIR:-}" ] || command+=(--log-dir "$LOG_DIR/ranks-of-node-$NODE_RANK" --redirects 3 --tee 0:3)
+    fi
+    command+=("$ROOT/pretrain_gpt.py" "${FLAGS[@]}")
+    if [ -n "${SUPERVISE:-}" ] && [ -z "$EACH" ]; then
+        local patience=() logs=()
+        [[ $SUPERVISE != -* ]] || read -ra patience <<<"$SUPERVISE"
+        [ -z "${LOG_DIR:-}" ] || logs=(--log-dir "$LOG_DIR/supervisor-of-node-$NODE_RANK")
+        command=(-m megatron.tools.supervise ${logs[@]+"${logs[@]}"} ${patience[@]+"${patience[@]}"} -- "${command[@]}")
+        command=("$PYTHON" "${command[@]}")
+    fi
+    run "${command[@]}"
+}
+
+run_python() { # a script of the project, or -m module, and its arguments
+    [ "$1" = -m ] || set -- "$ROOT/$1" "${@:2}"
+    run "$PYTHON" "$@"
+}
+
+run() { # the command takes the place of this shell, so that signals reach it
+    if [ -n "${PRINT:-}" ]; then
+        printf '%q ' "$@"
+        echo
+        exit
+    fi
+    exec "$@"
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# GPT of 345M parameters on one GPU. The layout is searched for the GPUs that there are when it starts; add
+# --tune-steps 5 and the best three are timed first.
+#
+# needs    1 x A100-40GB: one GPU
+# layout   one rank, micro-batch 32, as found on these
+# memory   37.5 of 42.9 GB on the fullest rank
+# expects  7.30 s a step of 524,288 tokens, 71,851 tokens/s
+# expects  174 TFLOP/s a GPU (by the planner; speeds are assumed)
+source "$(dirname "$0")/_launch.sh"
+launch 1 A100-40GB \
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \
+    --auto-parallel \
+    --global-batch-size 512 --bf16 \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --train-iters 13500 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 \
+    "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Let write what pretrain_gpt_345M_single.sh trained. One GPU, or a CPU.
+#
+#   CHECKPOINTS=... bash scripts/inference_gpt_345M.sh --prompt "The sun is"
+source "$(dirname "$0")/_launch.sh"
+run_tool megatron.tools.generate --load "${CHECKPOINTS:-checkpoints/gpt_345M}" \
+    --tokens-to-generate 60 --top-p 0.9 --temperature 0.8 --prompt "The future of" "$@"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# GPT of 1.3B parameters on the 8 GPUs of a node, data parallel, each with an eighth of the optimizer state.
+#
+# needs    8 x A100-40GB: one node
+# memory   28.9 of 42.9 GB on the fullest rank
+# expects  2.82 s a step of 524,288 tokens, 185,918 tokens/s
+# expects  197 TFLOP/s a GPU (by the planner; speeds are assumed)
+source "$(dirname "$0")/_launch.sh"
+launch 8 A100-40GB \
+    --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \
+    --sharding-stage 1 --overlap-grad-reduce --overlap-param-gather \
+    --recompute-activations \
+    --micro-batch-size 8 --global-batch-size 512 --bf16 \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --train-iters 50000 --lr 2e-4 --min-lr 2e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 \
+    "$@"

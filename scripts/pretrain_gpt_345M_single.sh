@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# GPT of 345M parameters on one GPU, 7 billion tokens: 20 a parameter.
+#
+# needs    1 x A100-40GB: one GPU
+# memory   17.0 of 42.9 GB on the fullest rank
+# expects  7.71 s a step of 524,288 tokens, 67,987 tokens/s
+# expects  165 TFLOP/s a GPU (by the planner; speeds are assumed)
+source "$(dirname "$0")/_launch.sh"
+launch 1 A100-40GB \
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \
+    --micro-batch-size 8 --global-batch-size 512 --bf16 \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --train-iters 13500 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 \
+    "$@"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# GPT of 6.7B parameters on 2 nodes: 16 ranks share optimizer state and gradients (ZeRO stage 2). The shape is
+# that of GPT-3 (arXiv:2005.14165, table 2.1).
+#
+# needs    16 x A100-80GB: 2 nodes of 8
+# memory   64.6 of 85.9 GB on the fullest rank
+# expects  15.59 s a step of 1,048,576 tokens, 67,259 tokens/s
+# expects  174 TFLOP/s a GPU (by the planner; speeds are assumed)
+source "$(dirname "$0")/_launch.sh"
+launch 16 A100-80GB \
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 \
+    --sharding-stage 2 --sharding-degree 16 --overlap-grad-reduce --overlap-param-gather \
+    --recompute-activations \
+    --micro-batch-size 8 --global-batch-size 1024 --bf16 \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --train-iters 128000 --lr 1.2e-4 --min-lr 1.2e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 \
+    "$@"

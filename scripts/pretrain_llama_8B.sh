@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Llama-like model of 8B parameters on 4 nodes, in the shape of Llama 3 8B (arXiv:2407.21783, table 3).
+#
+# needs    32 x H100-80GB: 4 nodes of 8
+# memory   61.9 of 85.9 GB on the fullest rank
+# expects  13.11 s a step of 4,194,304 tokens, 319,953 tokens/s
+# expects  579 TFLOP/s a GPU (by the planner; speeds are assumed)
+source "$(dirname "$0")/_launch.sh"
+launch 32 H100-80GB \
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336 \
+    --seq-length 8192 --vocab-size 128256 --untie-embeddings-and-output-weights \
+    --hidden-dropout 0 --attention-dropout 0 \
+    --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear \
+    --tensor-model-parallel-size 2 --sequence-parallel --sharding-stage 1 --overlap-grad-reduce --overlap-param-gather \
+    --recompute-activations \
+    --micro-batch-size 1 --global-batch-size 512 --bf16 \
+    --train-iters 240000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
+    --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 \
+    "$@"
