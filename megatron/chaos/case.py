@@ -20,7 +20,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-MODULES = ("processes",)  # of this package, in the order of the report
+MODULES = (
+    "processes",
+    "numbers",
+)  # of this package, in the order of the report
 
 
 class Got(NamedTuple):

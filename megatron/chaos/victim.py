@@ -292,22 +292,18 @@ def spoil(trap: Trap) -> None:
         output.register_hook(spoiled)
         return output
 
-    def weight_hook(parameter):
-        def hook(module, inputs):
-            if torch.is_grad_enabled() and due():
-                with torch.no_grad():
-                    parameter.view(-1)[parameter.numel() // 2] = bad
-
-        return hook
+    def weight_hook(module, inputs):
+        parameter = dict(module.named_parameters()).get(name)  # which it has got after it was built
+        if parameter is not None and torch.is_grad_enabled() and due():
+            parameter.data.view(-1)[parameter.numel() // 2] = bad
 
     def around(build_model):
         def building(*args, **keys):
             model = build_model(*args, **keys)
-            modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-            if kind == "=" and name in parameters:
-                model.register_forward_pre_hook(weight_hook(parameters[name]))
-            elif name in modules:
-                modules[name].register_forward_hook(forward_hook)
+            if kind == "=":
+                model.register_forward_pre_hook(weight_hook)
+            elif module := dict(model.named_modules()).get(name):
+                module.register_forward_hook(forward_hook)
             return model
 
         return building

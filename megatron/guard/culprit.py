@@ -15,14 +15,14 @@ from torch import nn
 
 from megatron.pipeline.schedule import Op
 
-WEIGHT, FORWARD, BACKWARD = range(3)
+WEIGHT, FORWARD, BACKWARD, ARRIVED = range(4)  # ARRIVED: a gradient, as it came in from the stage that follows
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
     """The first value that is not finite, as one rank sees it. Findings sort by what comes first."""
 
-    kind: int  # WEIGHT, FORWARD or BACKWARD
+    kind: int
     micro: int
     order: int  # number of the module's pass within the micro-batch
     rank: int
@@ -44,11 +44,12 @@ class Observer:
         self.found: list[Finding] = []
         self.micro, self.order = 0, 0
         self.last = ""  # the module whose backward pass is under way
+        self.arrived = False  # a bad gradient was there before any module's backward pass
         self.handles: list = []
 
     def see(self, op: Op) -> None:
         """The schedule comes to an op."""
-        self.micro, self.order, self.last = op.micro, 0, ""
+        self.micro, self.order, self.last, self.arrived = op.micro, 0, "", False
 
     @contextlib.contextmanager
     def watching(self):
@@ -89,7 +90,8 @@ class Observer:
             if _finite(gradient):
                 self.last = name
             else:
-                self._add(BACKWARD, self.last or f"what follows {name}")
+                self.arrived = self.arrived or not self.last
+                self._add(ARRIVED if self.arrived else BACKWARD, self.last or f"what follows {name}")
 
         return look
 
@@ -97,7 +99,7 @@ class Observer:
         def look(gradient):
             self.order += 1
             if not _finite(gradient):
-                self._add(BACKWARD, name)
+                self._add(ARRIVED if self.arrived else BACKWARD, name)
 
         return look
 
