@@ -114,7 +114,7 @@ find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody h
     fi
     if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_STEP_NUM_NODES:-}" ]; then
         slurm_step
-    elif [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then # an allocation of nodes: once on each of them
+    elif [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then # an allocation: once on each node
         run srun --ntasks-per-node=1 bash "$0" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
     elif [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ]; then # one process a node, numbered as if nodes were ranks
         NNODES=$WORLD_SIZE NODE_RANK=$RANK

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Hand what pretrain_gpt_345M_single.sh trained to Hugging Face transformers: weights, settings and vocabulary in a folder.
+# Hand what pretrain_gpt_345M_single.sh trained to Hugging Face transformers: weights, settings, vocabulary.
 # On a CPU; nothing is written unless both models answer alike.
 #
 #   CHECKPOINTS=... EXPORT=... bash scripts/export_gpt_345M.sh

@@ -8,10 +8,16 @@ come again), lost processes and storage are tried again, a preempted job is left
 decides where it goes on: --load is set to it as soon as it holds a checkpoint. With --min-world-size a job that loses a
 rank again and again goes on with fewer, at the same global batch. The last words are an account of the time.
 Exit code 0: the job has finished; else that of the job.
+
+Under SLURM it takes the place of the batch script, and srun stands in the command (docs/survival.md):
+
+    exec python -m megatron.tools.supervise --on-preempt requeue --heartbeat-dir SHARED/beats -- \\
+        srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 ... pretrain_gpt.py --save ckpt ...
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,12 +31,13 @@ from megatron.config import setting
 from megatron.errors import Failure, SettingsError, UsageError, run_main
 from megatron.flags import parse
 from megatron.guard import command as commands
-from megatron.guard import processes
+from megatron.guard import processes, slurm
+from megatron.guard.evidence import standstills
 from megatron.guard.exits import Action, Verdict, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STACKS_SIGNAL, Beat, read_beats
-from megatron.guard.stacks import Standstill, explain
-from megatron.guard.stacks import parse as parse_stacks
+from megatron.guard.heartbeat import STOP, Beat, ask, clear, read_beats
+from megatron.guard.replan import fewer_ranks
+from megatron.guard.stacks import explain
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
 LINGER = 5.0  # seconds that a launcher has to notice that a rank is gone, and to say how
@@ -53,9 +60,10 @@ class Supervise:
     on_preempt: Literal["stop", "requeue"] = setting("when the job was preempted: stop, or put it back in SLURM's queue",
                                                      "stop")  # fmt: skip
     on_numerics: Literal["stop", "retry"] = setting("when loss or gradient were not finite: stop, or try again", "stop")
-    heartbeat_dir: Optional[str] = setting("folder of the ranks' heartbeats (default: a temporary one)", None)
-    log_dir: Optional[str] = setting("folder for the job's output, an attempt a file, and the account (default: the "
-                                     "heartbeats')", None)  # fmt: skip
+    heartbeat_dir: Optional[str] = setting("folder of the ranks' heartbeats; with ranks on other machines one that all "
+                                           "of them see (default: a temporary one in memory)", None)  # fmt: skip
+    log_dir: Optional[str] = setting("folder for the job's output, an attempt a file, and the account (default: supervise "
+                                     "under the job's --save)", None)  # fmt: skip
     poll: float = setting("seconds between two looks at the job", 0.5)
 
 
@@ -85,13 +93,13 @@ class Supervisor:
         commands.script_at(command)
         self.settings, self.command = settings, command
         self.began = time.monotonic()
+        config = commands.settings_of(command)
+        self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
         self.beats = Path(settings.heartbeat_dir or tempfile.mkdtemp(prefix="heartbeats-", dir=_memory()))
-        self.logs = Path(settings.log_dir or self.beats)
+        self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         self.ranks = commands.ranks_of(command)
-        config = commands.settings_of(command)
-        self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
         self.attempts: list[Attempt] = []
         self.asked_to_stop: Optional[int] = None
         self.delay, self.log_at = settings.backoff, 0
@@ -106,14 +114,18 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         say(f"watching {self.beats}, logs in {self.logs}")
-        while True:
-            verdict = self.attempt()
-            outcome = self.end_of_job(verdict)
-            if outcome:
-                return self.report(outcome, verdict)
-            self.wait_before_restart()
-            if self.asked_to_stop:
-                return self.report("stopped between two attempts", Verdict(Action.PREEMPTED, "", 9))
+        try:
+            while True:
+                verdict = self.attempt()
+                outcome = self.end_of_job(verdict)
+                if outcome:
+                    return self.report(outcome, verdict)
+                self.wait_before_restart()
+                if self.asked_to_stop:
+                    return self.report("stopped between two attempts", Verdict(Action.PREEMPTED, "", 9))
+        finally:
+            if self.settings.heartbeat_dir is None:
+                shutil.rmtree(self.beats, ignore_errors=True)
 
     def end_of_job(self, verdict: Verdict) -> Optional[str]:
         """Why there is no further attempt; None: there is one."""
@@ -121,7 +133,7 @@ class Supervisor:
         if verdict.action is Action.DONE:
             return "finished"
         if verdict.action is Action.PREEMPTED or self.asked_to_stop:
-            requeued = settings.on_preempt == "requeue" and requeue()
+            requeued = settings.on_preempt == "requeue" and self.requeue()
             return "preempted" + (", back in the queue" if requeued else "")
         if verdict.action is Action.STOP:
             return f"stopped: {verdict.cause}"
@@ -140,14 +152,22 @@ class Supervisor:
             return f"stopped: {crashes} times the same end behind step {attempt.last_step} (--same-step-limit)"
         return None
 
+    def requeue(self) -> bool:
+        number = slurm.job()
+        if number is None:
+            say("--on-preempt requeue: this is no SLURM job")
+        return number is not None and slurm.requeue(number)
+
     def shrink(self) -> bool:
         """Lay the job out on fewer ranks; False where that cannot be."""
         try:
-            fewer, self.command = commands.fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
+            fewer, command = fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
         except Failure as failure:
             say(f"no fewer ranks: {failure}")
             return False
-        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch")
+        added = " ".join(command[len(self.command) :])
+        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: {added}")
+        self.command = command
         self.ranks = fewer
         return True
 
@@ -177,24 +197,23 @@ class Supervisor:
 
     def attempt(self) -> Verdict:
         """Start the job, watch it to its end, see to it that nothing of it is left."""
-        for path in [*self.beats.glob("rank_*.beat"), *self.beats.glob("rank_*.stacks")]:
-            path.unlink(missing_ok=True)
+        clear(self.beats)
         words = commands.resumed(self.command, self.save)
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
         number = len(self.attempts)
         attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began)
         self.attempts.append(attempt)
-        self.log, self.log_at = self.logs / f"attempt_{number:03d}.log", 0
+        self.log, self.log_at = unused(self.logs, number), 0
         at = commands.newest_checkpoint(self.save)
         say(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
         with self.log.open("wb") as log:
             job = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True)  # fmt: skip
+                                   start_new_session=True, preexec_fn=processes.die_with_parent)  # fmt: skip
         hung = self.watch(job, attempt)
         beats = read_beats(self.beats)
-        if hung or job.poll() is None or processes.descendants(os.getpid()):
-            self.end(job)
+        if hung or job.poll() is None or processes.descendants(os.getpid()) or any(map(processes.alive_here, beats)):
+            self.end(job, beats)
         self.copy_log()
         return self.close(attempt, job.returncode, beats, hung)
 
@@ -246,28 +265,37 @@ class Supervisor:
             return
         numbers = ", ".join(str(beat.rank) for beat in over)
         say(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
-        for line in explain(collect_stacks(beats, self.beats, silent)):
+        for line in explain(standstills(beats, self.beats, silent)):
             say(f"  {line}")
 
     def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
         """Ask the ranks themselves to save and stop: a launcher would give them little time."""
         name = signal.Signals(self.asked_to_stop).name
-        living = [beat for beat in beats if processes.alive_here(beat)]
-        if any(beat.step for beat in living):
+        near = [beat for beat in beats if processes.alive_here(beat)]
+        if any(beat.step and beat.ended is None for beat in beats):
             say(f"{name}: the job is asked to save and stop")
-            for beat in living:
+            for beat in near:  # one of them is enough: ranks agree
                 processes.send(beat.pid, signal.SIGTERM)
+            if not near:
+                ask(self.beats, STOP)
         else:
             say(f"{name}: the job had not begun to train")
             processes.send(job.pid, signal.SIGTERM)
 
-    def end(self, job: subprocess.Popen) -> None:
-        """End every process of the job, stopped ones too."""
+    def end(self, job: subprocess.Popen, beats: list[Beat]) -> None:
+        """End every process of the job, stopped ones and those on other machines too."""
         start = time.monotonic()
+        for step in sorted({beat.slurm_step for beat in beats if beat.slurm_step and beat.ended is None}):
+            if not slurm.kill_step(step):
+                say(f"SLURM does not end the step {step}")
         if job.poll() is None:
             processes.send(job.pid, signal.SIGTERM)
         left = processes.end_descendants(os.getpid(), waited_for=job.pid)
         job.poll()
+        for beat in beats:  # started by a daemon of this machine, so that they are no descendants
+            if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
+                time.sleep(0.05)
+                left += [beat.pid] * processes.alive_here(beat)
         say(f"the job's processes were ended in {time.monotonic() - start:.1f} s"
             + (f"; these would not go: {left}" if left else ""))  # fmt: skip
 
@@ -285,7 +313,7 @@ class Supervisor:
         if beats:
             done = 0 if verdict.code in (0, 9) else 1
             attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
-            attempt.phases = dict(beats[0].seconds)
+            attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
         why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
         say(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
         return verdict
@@ -304,38 +332,18 @@ class Supervisor:
         self.asked_to_stop = number
 
 
-def collect_stacks(
-    beats: list[Beat], folder: Path, silent: dict[int, float], patience: float = 2.0
-) -> list[Standstill]:
-    """Let every living rank of this machine write its stacks; those that cannot are described by their state."""
-    asked = {}
-    for beat in beats:
-        path = folder / f"rank_{beat.rank:05d}.stacks"
-        if processes.alive_here(beat) and STACKS_SIGNAL and processes.state(beat.pid) not in ("T", "t", "Z", ""):
-            asked[beat.rank] = path, path.stat().st_size if path.exists() else 0
-            processes.send(beat.pid, STACKS_SIGNAL)
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline and any(path.stat().st_size == size for path, size in asked.values()):
-        time.sleep(0.05)
-    time.sleep(0.1 if asked else 0)
-    found = []
-    for beat in beats:
-        state = processes.state(beat.pid) if processes.alive_here(beat) else ""
-        stacks = ()
-        if beat.rank in asked:
-            path, size = asked[beat.rank]
-            stacks = parse_stacks(path.read_bytes()[size:].decode("utf-8", "replace"))
-        found.append(Standstill(beat, silent.get(beat.rank, 0.0), state, stacks))
-    return found
+def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
+    """Where the job's output and account stay: `--log-dir`, or beside the checkpoints, or in a temporary folder."""
+    if asked or save:
+        return Path(asked or Path(save) / "supervise")
+    return Path(tempfile.mkdtemp(prefix="supervise-"))
 
 
-def requeue() -> bool:
-    """Put the SLURM job that this is a part of back into the queue."""
-    number = os.environ.get("SLURM_JOB_ID")
-    if number is None:
-        say("--on-preempt requeue: this is no SLURM job")
-        return False
-    return subprocess.run(["scontrol", "requeue", number], check=False).returncode == 0
+def unused(folder: Path, number: int) -> Path:
+    """The log of an attempt; an earlier supervisor of the same job (before a requeue) has had the first numbers."""
+    while (folder / f"attempt_{number:03d}.log").exists():
+        number += 1
+    return folder / f"attempt_{number:03d}.log"
 
 
 def _memory() -> Optional[str]:
