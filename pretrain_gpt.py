@@ -5,7 +5,7 @@
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
     torchrun --nproc-per-node 8 pretrain_gpt.py --auto-parallel --max-global-batch-size 64 ...
-    python pretrain_gpt.py --dry-run --world-size 128 ...
+    python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
 import os
@@ -22,6 +22,10 @@ def main(argv: list[str]) -> None:
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)
+    if config.planner.preflight:
+        from megatron.preflight.run import preflight
+
+        return preflight(config, recipe)
     if not config.planner.auto_parallel:
         return train(config)
     from megatron.tuning import tuned

@@ -110,6 +110,11 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
 
 
+def one_process(config: schema.Config) -> schema.Config:
+    """Unresolved settings of a run -> resolved settings of the same run in one process."""
+    return laid_out(config, Layout("one process"))
+
+
 def _parallel(config: schema.Config, layout: Layout) -> schema.Parallel:
     """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
     return replace(

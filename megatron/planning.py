@@ -15,6 +15,9 @@ class Planner:
     max_global_batch_size: Optional[int] = setting("let the search choose the global batch, up to this size", None)
     tune_steps: int = setting("with --auto-parallel: time the best three layouts for so many steps each first", 0)
     dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
+    preflight: bool = setting(
+        "check settings, every rank's shapes, a small twin of the job and the machines; train nothing", False
+    )
     world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
     local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")
     device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)

@@ -47,6 +47,12 @@ def remarks(settings: config.Config, world_size: int) -> list[str]:
     return [rule.say(s) for rule in REMARKS if rule.broken(s)]
 
 
+def idle(settings: config.Config, world_size: int) -> list[str]:
+    """Those of the remarks that tell of settings without effect: harmless, and a sign that another one was forgotten."""
+    s = _record(settings, world_size)
+    return [rule.say(s) for rule in IDLE if rule.broken(s)]
+
+
 def filled(c: config.Config, world: int) -> config.Config:
     """Derived values of settings in which nothing is wrong. Each field gets here what its help calls its default."""
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
@@ -277,7 +283,8 @@ NOT_YET = (
          lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),
 )  # fmt: skip
 
-REMARKS = (
+# Settings that do nothing as things are.
+IDLE = (
     Rule(lambda s: s.sequence_parallel and s.tp == 1,
          lambda s: "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
     Rule(lambda s: s.dp > 1 and s.sharding_degree not in (None, s.dp) and not s.sharding_stage,
@@ -287,18 +294,22 @@ REMARKS = (
     Rule(lambda s: s.optimizer_offload_fraction != 1 and not s.optimizer_cpu_offload,
          lambda s: f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
                    "--optimizer-cpu-offload"),
-    Rule(lambda s: s.precision == "fp16" and s.device == "cpu",
-         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,
          lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16"),
     Rule(lambda s: (s.amp_custom_black_list or s.amp_custom_white_list) and s.amp_level != "O1",
          lambda s: "--amp-custom-black-list and --amp-custom-white-list have no effect without --amp-level O1"),
     Rule(lambda s: s.no_recompute_layers and not s.recompute_granularity,
          lambda s: "--no-recompute-layers has no effect without --recompute-granularity"),
-    Rule(lambda s: not s.save,
-         lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
          lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope"),
+)  # fmt: skip
+
+REMARKS = (
+    *IDLE,
+    Rule(lambda s: s.precision == "fp16" and s.device == "cpu",
+         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it"),
+    Rule(lambda s: not s.save,
+         lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters,
          lambda s: f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
                    "evaluation happens at the end alone"),

@@ -27,17 +27,18 @@ FLOORS = (
     ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
-    ("run startup detours training tuning parity", 5),  # where everything meets
+    ("preflight.ranks preflight.machines preflight.verdict", 4),
+    ("run startup detours training tuning parity preflight.*", 5),  # where everything meets
     ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
-        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos",
+        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos preflight",
         0,
     ),  # empty packages, the version
 )
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (
     "preprocess_data merge_datasets tools.get_sample_data tools.train_tokenizer tools.flag_docs "
-    "tools.report tools.supervise pipeline.check"
+    "tools.report tools.supervise tools.status pipeline.check"
 ).split()
 
 

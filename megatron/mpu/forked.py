@@ -75,7 +75,7 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
 
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # do not ask the resolver for this host's name
     faulthandler.disable()
     try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from megatron import config as schema
 from megatron import flops, rules
 from megatron.errors import SettingsError
-from megatron.planner import memory, target
+from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
-from megatron.planner.layout import Job, Layout
+from megatron.planner.layout import Job
 from megatron.planner.search import Found, Plan, Space, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration, parts, plans
@@ -114,14 +114,3 @@ def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Ou
     say(f"chosen: {' '.join(best.layout.flags())} --global-batch-size {best.job.global_batch}")
     say(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
     return best.layout.applied(config, best.job.global_batch), found.plans, outcome
-
-
-def memory_violations(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
-    """Pipeline ranks that need more than a device has."""
-    found, capacity = [], cluster.device.usable_bytes
-    for rank in range(layout.pp):
-        needed = memory.ledger(job, layout, cluster.device, rank).total
-        if needed > capacity:
-            found.append(f"out of memory by {(needed - capacity) / 1e9:.1f} GB on pipeline rank {rank}: "
-                         f"{needed / 1e9:.1f} of {capacity / 1e9:.1f} GB")  # fmt: skip
-    return found

@@ -3,19 +3,18 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from megatron import batch, flops, rules
 from megatron import config as schema
-from megatron.errors import Failure, SettingsError
+from megatron.errors import Failure
 from megatron.mpu.mesh import JOINED, ranks_along
-from megatron.pipeline import stages
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_plan, simulate
 from megatron.planner import target, text
-from megatron.planner.choose import memory_violations
+from megatron.planner.choose import automatic
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import ledger
+from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import transfers
@@ -23,60 +22,19 @@ from megatron.planner.traffic import transfers
 
 def dry_run(config: schema.Config, say=print) -> None:
     """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
+    if config.planner.auto_parallel:
+        config, _, _ = automatic(config, say)
+        say("")
     cluster, source = target.cluster_of(config)
-    violations = rules.check(config, cluster.world_size) + missing_files(config)
-    shaped = not _shape_problems(config, cluster.world_size)
-    if shaped:
-        resolved = rules.filled(config, cluster.world_size)
-        layout = Layout.of(resolved, cluster.world_size)
-        job, remark = target.job_of(resolved, cluster, layout.dp)
-        violations += memory_violations(job, layout, cluster)
-        for section in _sections(resolved, job, layout, cluster, [source, remark]):
+    found = inspect(config, cluster)
+    if found.resolved:
+        for section in _sections(found.resolved, found.job, found.layout, cluster, [source, found.remark]):
             say(section + "\n")
-    if violations:
-        if len(violations) == 1:
-            raise SettingsError(violations[0])
-        lines = "".join(f"\n  {number}. {one}" for number, one in enumerate(violations, 1))
-        raise SettingsError(f"{len(violations)} things cannot work:{lines}")
+        for remark in rules.remarks(config, cluster.world_size):
+            say(f"note: {remark}")
+    if found.problems:
+        raise refusal(found.problems)
     say("dry run: nothing was found that cannot work")
-
-
-def _shape_problems(config: schema.Config, world: int) -> bool:
-    """Whether the settings do not even describe a layout whose memory could be told."""
-    m, p, b = config.model, config.parallel, config.batch
-    tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
-    if min(tp, ranks, m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, b.micro_batch_size) < 1:
-        return True
-    if world % ranks or p.context_parallel_size > 1:
-        return True
-    dp = world // ranks
-    widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
-    own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
-    shard = p.sharding_degree or 1
-    return bool(own or dp % shard or any(width % tp for width in widths) or m.hidden_size % m.num_attention_heads)
-
-
-def missing_files(config: schema.Config) -> list[str]:
-    """Data and vocabulary that the settings name and that are not here."""
-    found = []
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for prefix in _prefixes(getattr(config.data, name) or []):
-            lacking = [prefix + ending for ending in (".idx", ".bin") if not Path(prefix + ending).exists()]
-            if lacking:
-                found.append(f"--{name.replace('_', '-')}: there is no {' and no '.join(lacking)}; preprocess_data.py "
-                             "writes them")  # fmt: skip
-    for name in ("vocab_file", "merge_file"):
-        path = getattr(config.tokenizer, name)
-        if path and not Path(path).exists():
-            found.append(f"--{name.replace('_', '-')}: there is no {path}")
-    return found
-
-
-def _prefixes(words: list[str]) -> list[str]:
-    """The prefixes of a blend: weights are left out."""
-    if len(words) % 2 == 0 and all(word.replace(".", "", 1).isdigit() for word in words[::2]):
-        words = words[1::2]
-    return [word.removesuffix(".bin").removesuffix(".idx") for word in words]
 
 
 def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[str]) -> Iterator[str]:
@@ -166,12 +124,12 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     wanted = samples * job.model.seq_length
     yield (f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
            "billion tokens")  # fmt: skip
-    prefixes = _prefixes(config.data.train_data_path or config.data.data_path or [])
-    if not prefixes:
+    given = prefixes(config.data.train_data_path or config.data.data_path or [])
+    if not given:
         yield "  synthetic samples" if config.data.mock_data else "  no data is given"
         return
     held = 0
-    for prefix in prefixes:
+    for prefix in given:
         size = _tokens(prefix)
         held += size or 0
         yield f"  {prefix}: {'not here' if size is None else f'{size:,} tokens'}"

@@ -8,9 +8,8 @@ compared with it in loss, gradient norm and every parameter. Exit code 0: all ag
 """
 
 import math
-import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Optional
 
 from megatron.config import Config, setting
@@ -26,7 +25,7 @@ class Verify:
         "layouts to check, such as tp2,pp2vp2,tp2sp-dp2-zero1 (default: that of the flags)", None
     )
     steps: int = setting("optimizer steps to train", 10)
-    shrink: bool = setting("shrink the model to a few narrow layers, and the batch, with all its features", False)
+    shrink: bool = setting("compare in a small twin of the training that has all its features", False)
 
 
 def main(argv: list[str]) -> None:
@@ -34,19 +33,14 @@ def main(argv: list[str]) -> None:
     config = parse_pretrain(argv, {"verify": Verify}, description=__doc__.splitlines()[0])
     asked: Verify = config.extra["verify"]
 
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron.parity import TOLERANCE, compare, laid_out, trace
+    from megatron.parity import TOLERANCE, compare, laid_out, one_process, trace
     from pretrain_gpt import recipe
 
-    layouts = wanted(config, asked)
-    if asked.shrink:
-        config = shrunk(config, layouts)
+    config, layouts = wanted(config, asked)
     precision = config.precision.precision
     if precision == "auto":
         raise SettingsError("--precision auto is not a number format to compare in", do="say fp32 or bf16")
-    one = laid_out(
-        config, replace(layouts[0], text="", tp=1, pp=1, vp=1, dp=1, zero=0, sp=False, schedule="", own=False)
-    )
+    one = one_process(config)
     settings = [(layout, laid_out(config, layout)) for layout in layouts]  # all impossible ones are told at once
     steps = min(asked.steps, config.batch.train_iters or asked.steps)
     model = config.model
@@ -67,49 +61,33 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def wanted(config: Config, asked: Verify) -> list:
-    """The layouts that the command line names, or the one that its flags describe."""
+def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
+    """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
     from megatron.parity import layout_of, parse_layout
+    from megatron.planner.twin import asked_ranks, narrowed, original, twin_of
 
-    if asked.layouts:
-        try:
-            return [parse_layout(text) for text in asked.layouts.replace(",", " ").split()]
-        except ValueError as error:
-            raise UsageError(str(error), do="--layouts tp2,pp2,tp2sp-pp2-dp2-zero1") from None
-    p = config.parallel
-    least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * (2 if p.sharding_stage else 1)
-    return [layout_of(config, config.planner.world_size or least)]
+    if not asked.layouts and asked.shrink:
+        twin = twin_of(*original(config, print), asked.steps)
+        for words in twin.lost:
+            print(f"note: not part of the twin: {words}")
+        return twin.config, [layout_of(twin.config, twin.world_size)]
+    if not asked.layouts:
+        return config, [layout_of(config, asked_ranks(config))]
+    try:
+        layouts = [parse_layout(text) for text in asked.layouts.replace(",", " ").split()]
+    except ValueError as error:
+        raise UsageError(str(error), do="--layouts tp2,pp2,tp2sp-pp2-dp2-zero1") from None
+    return (narrowed(config, common_sizes(layouts), steps=asked.steps) if asked.shrink else config), layouts
 
 
-def shrunk(config: Config, layouts: list) -> Config:
-    """The same kind of model and batch, as small as every layout allows: features stay, widths go."""
-    model, dp = config.model, math.lcm(*(layout.dp for layout in layouts))
-    tp, stages = math.lcm(*(layout.tp for layout in layouts)), math.lcm(*(layout.stages for layout in layouts))
-    heads = 2 * max(2, tp)
-    groups = None if model.query_groups == model.num_attention_heads else max(2, tp)
-    pp = math.lcm(*(layout.pp for layout in layouts))
-    chunks = [layout.vp for layout in layouts if layout.own and layout.vp > 1]
-    return replace(
-        config,
-        parallel=replace(
-            config.parallel,
-            num_layers_per_virtual_pipeline_stage=None,
-            num_virtual_stages_per_pipeline_rank=chunks[0] if chunks else None,
-        ),
-        model=replace(
-            model,
-            num_layers=stages * max(1, math.ceil(2 / stages)),
-            hidden_size=8 * heads,
-            num_attention_heads=heads,
-            num_query_groups=groups,
-            group_query_attention=groups is not None,
-            kv_channels=None,
-            ffn_hidden_size=16 * heads if model.ffn_hidden_size or model.swiglu else None,
-            seq_length=8 * tp,
-            max_position_embeddings=8 * tp if model.position_embedding_type == "learned_absolute" else None,
-        ),
-        batch=replace(config.batch, micro_batch_size=1, global_batch_size=dp * max(2, pp), rampup_batch_size=None),
+def common_sizes(layouts: list):
+    """What a small model must be divisible by so that each of the layouts can be compared in it."""
+    from megatron.planner.twin import Sizes
+
+    tp, pp, dp, stages = (
+        math.lcm(*(getattr(layout, name) for layout in layouts)) for name in ("tp", "pp", "dp", "stages")
     )
+    return Sizes(tp, pp, dp, stages, layers=max(1, math.ceil(2 / stages)))
 
 
 if __name__ == "__main__":

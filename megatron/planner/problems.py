@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that can be said against a command before it is started: for --dry-run and --preflight."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Optional
+
+from megatron import batch, rules
+from megatron import config as schema
+from megatron.errors import DataError, Failure, SettingsError
+from megatron.pipeline import stages
+from megatron.planner import memory, target
+from megatron.planner.layout import Job, Layout
+from megatron.planner.speed import Cluster
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    settings:  what cannot work, whatever the machines; files: what the settings name and is not here, or damaged
+    memory:    why it does not fit into the device
+    resolved:  the settings with derived values, None (as job and layout are) where they do not describe a layout
+    """
+
+    settings: list[str]
+    files: list[str]
+    memory: list[str]
+    resolved: Optional[schema.Config] = None
+    job: Optional[Job] = None
+    layout: Optional[Layout] = None
+    remark: str = ""
+
+    @property
+    def problems(self) -> list[str]:
+        return self.settings + self.files + self.memory
+
+
+def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
+    """Look at everything at once."""
+    found = rules.check(config, cluster.world_size)
+    if _shapeless(config, cluster.world_size):
+        return Inspection(found, file_problems(config), [])
+    resolved = rules.filled(config, cluster.world_size)
+    try:
+        layout = Layout.of(resolved, cluster.world_size)
+    except SettingsError as error:  # a schedule in a file
+        return Inspection([*found, str(error)], file_problems(config), [])
+    job, remark = target.job_of(resolved, cluster, layout.dp)
+    return Inspection(
+        found, file_problems(config), memory_problems(job, layout, cluster), resolved, job, layout, remark
+    )
+
+
+def refusal(problems: list[str]) -> SettingsError:
+    """One error for all of them."""
+    if len(problems) == 1:
+        return SettingsError(problems[0])
+    lines = "".join(f"\n  {number}. {one}" for number, one in enumerate(problems, 1))
+    return SettingsError(f"{len(problems)} things cannot work:{lines}")
+
+
+def _shapeless(config: schema.Config, world: int) -> bool:
+    """Whether the settings do not even describe a layout whose memory could be told."""
+    m, p, b = config.model, config.parallel, config.batch
+    tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    if min(tp, ranks, m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, b.micro_batch_size) < 1:
+        return True
+    if world % ranks or p.context_parallel_size > 1:
+        return True
+    dp = world // ranks
+    widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
+    own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
+    shard = p.sharding_degree or 1
+    odd = m.kv_channels is None and m.hidden_size % m.num_attention_heads
+    return bool(own or dp % shard or any(width % tp for width in widths) or odd)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+VOCABULARIES = ("vocab_file", "merge_file", "tokenizer_model")
+
+
+def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
+    """(flag, path) of every file of data and vocabulary that the settings name."""
+    for f in fields(schema.Data):
+        if f.name.endswith("data_path"):
+            for prefix in prefixes(getattr(config.data, f.name) or []):
+                yield from ((_flag(f.name), prefix + ending) for ending in (".idx", ".bin"))
+    for name in VOCABULARIES:
+        if path := getattr(config.tokenizer, name):
+            yield _flag(name), path
+
+
+def prefixes(words: list[str]) -> list[str]:
+    """The prefixes of a blend: weights are left out."""
+    if len(words) % 2 == 0 and all(word.replace(".", "", 1).isdigit() for word in words[::2]):
+        words = words[1::2]
+    return [word.removesuffix(".bin").removesuffix(".idx") for word in words]
+
+
+def file_problems(config: schema.Config) -> list[str]:
+    """Data, vocabulary and checkpoints that the settings name and that are not here, damaged or of another vocabulary."""
+    lost = [(flag, path) for flag, path in named_files(config) if not Path(path).exists()]
+    found, told = [], set()
+    for flag, path in lost:
+        prefix = path.removesuffix(".idx").removesuffix(".bin")
+        if prefix == path:
+            found.append(f"{flag}: there is no {path}")
+        elif prefix not in told:
+            lacking = " and no ".join(other for _, other in lost if other in (f"{prefix}.idx", f"{prefix}.bin"))
+            found.append(f"{flag}: there is no {lacking}; preprocess_data.py writes them")
+            told.add(prefix)
+    return found + _damaged(config) + _vocabulary(config, bool(lost)) + _folders(config.checkpoint)
+
+
+def _damaged(config: schema.Config) -> list[str]:
+    """Token files that are there and not what their index says."""
+    from megatron.data.indexed import IndexedDataset
+
+    found = []
+    for flag, path in named_files(config):
+        prefix = path.removesuffix(".idx")
+        if prefix == path or not (Path(path).exists() and Path(f"{prefix}.bin").exists()):
+            continue
+        try:
+            if not IndexedDataset(prefix).sequence_lengths.sum():
+                found.append(f"{flag}: {prefix} has no tokens")
+        except (Failure, OSError, ValueError) as error:
+            found.append(f"{flag}: {_one_line(error)}")
+    return found
+
+
+def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
+    """A vocabulary that cannot be read, or is not the one that data were made with."""
+    t = config.tokenizer
+    if lost or not any(getattr(t, name) for name in VOCABULARIES):
+        return []
+    from megatron.data.vocabulary import refuse_other_vocabulary
+    from megatron.tokenizer import build_tokenizer
+
+    kind = t.tokenizer_type or rules.tokenizer_type(t, config.data.mock_data)
+    words = [word for f in fields(schema.Data) if f.name.endswith("data_path")
+             for word in getattr(config.data, f.name) or ()]  # fmt: skip
+    try:
+        refuse_other_vocabulary(prefixes(words), build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
+    except (DataError, SettingsError) as error:
+        return [_one_line(error)]
+    return []
+
+
+def _folders(c: schema.Checkpoint) -> list[str]:
+    """Folders of checkpoints that cannot be read from or written to."""
+    found = []
+    if c.load and not c.auto_resume and not any(Path(c.load).glob("iter_*")):
+        found.append(f"--load {c.load} holds no checkpoint; check the path, or add --auto-resume to start without one")
+    for flag, folder in (("--save", c.save), ("--save-mirror", c.save_mirror)):
+        existing = next((p for p in (Path(folder), *Path(folder).parents) if p.exists()), None) if folder else None
+        if existing and not existing.is_dir():
+            found.append(f"{flag} {folder}: {existing} is a file; give a folder")
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
+    """Bytes that each pipeline rank needs at its fullest moment."""
+    return [memory.ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+
+
+def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
+    """Whether a pipeline rank needs more than a device has, and what would help; one sentence, or none."""
+    needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
+    over = [rank for rank, size in enumerate(needed) if size > capacity]
+    if not over:
+        return []
+    rank = max(over, key=needed.__getitem__)
+    others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
+    return [f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
+            f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; {_remedies(job, layout, cluster)}"]  # fmt: skip
+
+
+def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
+    """Changes of one setting, the cheapest first, after which it fits."""
+    full = schema.Recompute(recompute_granularity="full")
+    tries = {
+        "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
+        "--micro-batch-size 1": replace(layout, micro=1),
+        "--use-distributed-optimizer": replace(layout, zero=1, shard=layout.dp, parallel=None),
+        "--recompute-granularity full": replace(layout, recompute=full),
+        "--sharding-stage 3": replace(layout, zero=3, shard=layout.dp, parallel=None),
+    }
+    if layout.recompute.recompute_granularity:
+        del tries["--recompute-granularity core_attn"]
+    if layout.dp == 1 or layout.zero:
+        del tries["--use-distributed-optimizer"], tries["--sharding-stage 3"]
+    good = []
+    for words, other in tries.items():
+        most = max(fullest(job, other, cluster))
+        if other != layout and most <= cluster.device.usable_bytes:
+            good.append(f"{words} ({most / 1e9:.1f} GB)")
+    search = "python -m megatron.tools.plan with the same flags searches one that does"
+    return f"{' or '.join(good[:2])} would fit" if good else f"more ranks for --pipeline-model-parallel-size; {search}"

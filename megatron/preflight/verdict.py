@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check found, and the lines that say so."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.errors import SettingsError
+
+
+class Check(NamedTuple):
+    """One check. It passed unless there is a fault.
+
+    told:   what was looked at, with its figures
+    fault:  what is wrong
+    do:     what to do then
+    """
+
+    name: str
+    told: str
+    fault: str = ""
+    do: str = ""
+
+    @property
+    def line(self) -> str:
+        """`PASS  clocks   ...` or `FAIL  clocks   ... -> ...`."""
+        if not self.fault:
+            return f"PASS  {self.name:<11} {self.told}"
+        return f"FAIL  {self.name:<11} {self.fault}{f' -> {self.do}' if self.do else ''}"
+
+
+class Report:
+    """Says every check as it comes and remembers those that failed."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say, self.checks = say, []
+
+    def add(self, *checks: Check) -> None:
+        for check in checks:
+            self.checks.append(check)
+            self.say(check.line)
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.fault]
+
+    def end(self) -> None:
+        """Raise SettingsError with everything that failed, or say that nothing did."""
+        if self.failed:
+            raise refusal(self.failed, len(self.checks))
+        self.say(f"preflight: all {len(self.checks)} checks passed")
+
+
+def refusal(failed: list[Check], number: int) -> SettingsError:
+    """The error that a preflight ends with."""
+    lines = [f"{check.name}: {check.fault}{f' -> {check.do}' if check.do else ''}" for check in failed]
+    return SettingsError(f"preflight: {len(failed)} of {number} checks failed"
+                         + "".join(f"\n  {at}. {line}" for at, line in enumerate(lines, 1)))  # fmt: skip
