@@ -8,34 +8,43 @@
 (2, 'torchrun --nproc-per-node=1 pretrain_gpt.py --save ckpt')
 """
 
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Optional
 
 from megatron.config import Config
 from megatron.errors import Failure, SettingsError
 from megatron.flags import parse_pretrain
-from megatron.rules import check, resolve
 
-RANKS = ("--nproc-per-node", "--nproc_per_node")
+RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
+SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
 CHECKPOINT = re.compile(r"iter_(\d{7,})")
 
 
 def script_at(words: list[str]) -> int:
     """Where the training script stands in the command; behind it are its own flags."""
     for number, word in enumerate(words):
-        if Path(word).name.startswith("pretrain") and word.endswith(".py"):
+        name = Path(word).name
+        if (
+            name.startswith("pretrain")
+            and word.endswith(".py")
+            or name.startswith(("pretrain", "auto_"))
+            and (word.endswith(".sh"))
+        ):
             return number
-    raise SettingsError(f"no training script (pretrain_*.py) in: {' '.join(words)}",
+    raise SettingsError(f"no training script (pretrain_*.py, scripts/pretrain_*.sh) in: {' '.join(words)}",
                         do="supervise ... -- torchrun ... pretrain_gpt.py ...")  # fmt: skip
 
 
-def value_of(words: list[str], flag: str) -> Optional[str]:
-    """The value of a flag on the command line: the last one counts."""
+def value_of(words: list[str], *flags: str) -> Optional[str]:
+    """The value of a flag on the command line, whatever of its names is used: the last one counts."""
     found = None
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == flag:
+        if name in flags or name.replace("_", "-") in flags:
             found = value if equals else next(iter(words[number + 1 : number + 2]), None)
     return found
 
@@ -45,37 +54,108 @@ def with_flag(words: list[str], flag: str, value: Optional[str] = None) -> list[
     return [*words, flag] if value is None else [*words, flag, value]
 
 
-def ranks_of(words: list[str]) -> int:
-    """Processes that the launcher starts on this machine; 1 without a launcher."""
-    for flag in RANKS:
-        value = value_of(words, flag.replace("_", "-"))
-        if value is not None and value.isdecimal():
-            return int(value)
-    return 1
-
-
-def with_ranks(words: list[str], ranks: int) -> list[str]:
-    """The same command on another number of processes."""
+def without(words: list[str], *flags: str) -> list[str]:
+    """The words without a flag and its value."""
     found, skip = [], False
     for word in words:
+        name, equals, _ = word.partition("=")
         if skip:
             skip = False
-            continue
-        name, equals, _ = word.partition("=")
-        if name in RANKS:
+        elif name.replace("_", "-") in flags:
             skip = not equals
-            found.append(f"--nproc-per-node={ranks}")
         else:
             found.append(word)
     return found
 
 
+def shape_of(words: list[str]) -> tuple[int, int]:
+    """(machines, processes on each) that the launcher starts; (1, 1) without a launcher.
+
+    >>> shape_of("srun -N 4 torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py".split())
+    (4, 8)
+    """
+    each = _number(value_of(words, *RANKS))
+    if each is not None or not of_slurm(words):
+        return _number(value_of(words, *NODES)) or 1, each or 1
+    own = words[: script_at(words)]
+    tasks = _number(value_of(own, *SLURM_TASKS)) or _number(os.environ.get("SLURM_NTASKS")) or 1
+    nodes = _number(value_of(own, *SLURM_NODES)) or _number(os.environ.get("SLURM_NNODES")) or 1
+    return (nodes, tasks // nodes) if tasks % nodes == 0 else (1, tasks)
+
+
+def ranks_of(words: list[str]) -> int:
+    """Processes that the job has, on all machines."""
+    nodes, each = shape_of(words)
+    return nodes * each
+
+
+def of_slurm(words: list[str]) -> bool:
+    """Whether srun starts the job, on all its machines."""
+    return Path(words[0]).name == "srun"
+
+
+def with_ranks(words: list[str], ranks: int) -> list[str]:
+    """The same command on another number of processes: fewer machines first, and then fewer on one.
+
+    >>> " ".join(with_ranks("srun -N 4 torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py".split(), 16))
+    'srun --nodes=2 torchrun --nnodes=2 --nproc-per-node=8 pretrain_gpt.py'
+    """
+    nodes, each = shape_of(words)
+    each = min(each, ranks)
+    nodes = ranks // each
+    if value_of(words, *RANKS) is not None:
+        words = _put(_put(words, RANKS, each), NODES, nodes) if value_of(words, *NODES) else _put(words, RANKS, each)
+    elif not of_slurm(words):
+        raise SettingsError(f"the command does not say how many processes it starts: {' '.join(words)}",
+                            do="torchrun --nproc-per-node N ...")  # fmt: skip
+    if of_slurm(words):
+        tasks = nodes if value_of(words, *RANKS) is not None else ranks
+        for flags, number, inherited in ((SLURM_NODES, nodes, "SLURM_NNODES"), (SLURM_TASKS, tasks, "SLURM_NTASKS")):
+            if value_of(words[: script_at(words)], *flags) is not None:
+                words = _put(words, flags, number)
+            elif os.environ.get(inherited) not in (None, str(number)):
+                words = [words[0], f"{flags[0]}={number}", *words[1:]]
+    return words
+
+
+def _put(words: list[str], flags: tuple[str, ...], value: int) -> list[str]:
+    """The words with this value of a flag that they hold, under its first name; only before the training's own flags."""
+    at, found, skip = script_at(words), [], False
+    for number, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif number < at and name in flags:
+            skip = not equals
+            found.append(f"{flags[0]}={value}")
+        else:
+            found.append(word)
+    return found
+
+
+def _number(text: Optional[str]) -> Optional[int]:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
 def settings_of(words: list[str]) -> Optional[Config]:
     """The job's settings, as given; None when they cannot be read: the job itself will say why."""
     try:
-        return parse_pretrain(words[script_at(words) + 1 :])
+        return parse_pretrain(flags_of(words))
     except (Failure, SystemExit):
         return None
+
+
+def flags_of(words: list[str]) -> list[str]:
+    """The training's own flags; a script of `scripts/` is asked for those that it stands for (PRINT=1)."""
+    at = script_at(words)
+    if not words[at].endswith(".sh"):
+        return words[at + 1 :]
+    told = subprocess.run(["bash", *words[at:]], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
+                          capture_output=True, timeout=60, check=False)  # fmt: skip
+    if told.returncode:
+        raise SettingsError(f"{words[at]} does not say what it runs", told.stderr.strip()[:500])
+    meant = shlex.split(told.stdout)
+    return meant[script_at(meant) + 1 :]
 
 
 def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
@@ -93,30 +173,7 @@ def resumed(words: list[str], save: Optional[str]) -> list[str]:
     for flag in ("--finetune", "--no-load-optim", "--auto-resume"):
         if _given(words, flag):
             words = with_flag(words, flag, "false")
-    if not _given(words, "--ckpt-step"):
-        return words
-    at = max(number for number, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == "--ckpt-step")
-    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]
-
-
-def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]:
-    """The most ranks below `now` on which the job can run with the same global batch, and the command for them.
-
-    Raises SettingsError when no number of ranks down to `least` works, with the reasons for the largest.
-    """
-    config = settings_of(words)
-    if config is None:
-        raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
-    size = resolve(config, now).batch.global_batch_size
-    words = with_flag(words, "--global-batch-size", str(size))
-    why: list[str] = []
-    for ranks in range(now - 1, least - 1, -1):
-        found = check(settings_of(words), ranks)
-        if not found:
-            return ranks, with_ranks(words, ranks)
-        why = why or found
-    raise SettingsError(f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}", "; ".join(why),
-                        "see --min-world-size, --global-batch-size and --micro-batch-size")  # fmt: skip
+    return without(words, "--ckpt-step")
 
 
 def _given(words: list[str], flag: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Optional
 
 from megatron.guard.heartbeat import STARTUP
 
+STARTING = "starting"
 BESIDE = ("evaluate", "save", "replay")  # phases that are neither steps nor start-up
 
 
@@ -23,6 +24,7 @@ class Attempt:
     first_step: int = 0  # the step it began with; 0: it never came to one
     last_step: int = 0  # the last step that it completed
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
+    first_step_seconds: float = 0.0
     silent: float = 0.0  # that it stood still before it was ended
     waited: float = 0.0  # before the next launch
 
@@ -35,6 +37,12 @@ class Attempt:
         """From launch to the first step; all of it, if there was none."""
         beside = sum(self.phases.get(name, 0.0) for name in BESIDE)
         return max(0.0, self.wall - self.silent - self.stepping - beside)
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """What `setup` went into, as far as rank 0 came to say; the rest is the launcher's, before and behind."""
+        parts = {words: self.phases.get(phase, 0.0) for phase, words in STARTUP.items()}
+        return {"launcher": max(0.0, self.setup - sum(parts.values())), **parts}
 
     @property
     def stepping(self) -> float:
@@ -51,6 +59,8 @@ class Report:
     wall: float
     productive: float
     lost: dict[str, float]  # cause -> seconds
+    starting: dict[str, float]  # what the time lost in starting went into
+    first_steps: float  # seconds of the first step of all attempts: part of the steps, and longer than others
     restarts: int
     steps: int
     repeated_steps: int
@@ -68,7 +78,10 @@ class Report:
             f"{self.checkpoints} checkpoints",
             f"  productive {_time(self.productive)} ({self.goodput:.1%})",
         ]
-        lines += [f"  lost {_time(seconds)}: {cause}" for cause, seconds in self.lost.items() if seconds >= 0.05]
+        for cause, seconds in self.lost.items():
+            if seconds >= 0.05:
+                parts = f" ({self._startup()})" if cause == STARTING else ""
+                lines.append(f"  lost {_time(seconds)}: {cause}{parts}")
         if self.repeated_steps:
             lines.append(f"  {self.repeated_steps} steps were made again because they had not been saved")
         for attempt in self.attempts:
@@ -78,6 +91,10 @@ class Report:
                          f"{attempt['cause']}")  # fmt: skip
         return "\n".join(lines)
 
+    def _startup(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.starting.items() if seconds >= 0.05)
+        return f"{parts}; first steps {self.first_steps:.1f}"
+
     def record(self) -> dict:
         """For machines."""
         return {**asdict(self), "goodput": round(self.goodput, 4)}
@@ -86,6 +103,7 @@ class Report:
 def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> Report:
     """Sum up. A step that a later attempt made again was lost with the attempt that had to be repeated."""
     lost: Counter[str] = Counter()
+    starting: Counter[str] = Counter()
     productive, repeated, steps = 0.0, 0, 0
     for number, attempt in enumerate(attempts):
         later = next((other for other in attempts[number + 1 :] if other.first_step), None)
@@ -96,15 +114,18 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
         steps += made - again
         repeated += again
         lost["steps made again"] += attempt.stepping * share
-        lost["starting"] += attempt.setup
+        lost[STARTING] += attempt.setup
+        starting.update(attempt.startup)
         lost["standing still before it was noticed"] += attempt.silent
         lost["waiting between attempts"] += attempt.waited
         for name, words in (("save", "saving checkpoints"), ("evaluate", "evaluating"), ("replay", "finding a NaN")):
             lost[words] += attempt.phases.get(name, 0.0)
     lost = {cause: round(seconds, 3) for cause, seconds in lost.most_common()}
     records = [{**asdict(attempt), "wall": round(attempt.wall, 3)} for attempt in attempts]
-    return Report(outcome, code, round(wall, 3), round(productive, 3), lost, max(0, len(attempts) - 1), steps, repeated,
-                  checkpoints, records)  # fmt: skip
+    starting = {name: round(seconds, 3) for name, seconds in starting.items()}
+    first_steps = round(sum(attempt.first_step_seconds for attempt in attempts), 3)
+    return Report(outcome, code, round(wall, 3), round(productive, 3), lost, starting, first_steps,
+                  max(0, len(attempts) - 1), steps, repeated, checkpoints, records)  # fmt: skip
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:

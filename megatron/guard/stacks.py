@@ -2,9 +2,11 @@
 """Why a job stands still, in plain words, from heartbeats and the stacks of its ranks. Pure text; needs no torch.
 
 rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)
-7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in totals), step 17
+7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in totals), step 17, op B micro 5
 """
 
+import json
+import linecache
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,11 +24,12 @@ PHASES = dict(
 )  # fmt: skip
 STATES = {
     "T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger", "D": "sleeps in the kernel (disk or device)",
-    "Z": "is dead", "": "is gone",
+    "Z": "is dead", "": "is gone", "?": "does not answer: stopped, frozen, or its machine is cut off",
 }  # fmt: skip
 COLLECTIVES = """all_reduce all_gather_single all_gather_into_tensor all_gather_object reduce_scatter_single
     reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend monitored_barrier new_group
     init_process_group all_to_all_single gather scatter""".split()
+RECEIVE = "the receive of a message"
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
 
 
@@ -57,17 +60,30 @@ class Standstill:
 
     @property
     def waits_in(self) -> Optional[str]:
-        """The collective, or message, of other ranks that it waits for."""
-        if self.state in ("T", "t", "Z", ""):
+        """The collective, or message, of other ranks that it waits for; or the device, where those are waited for too."""
+        if self.state in ("T", "t", "Z", "", "?"):
             return None
-        for frame in self.stacks[0] if self.stacks else ():
-            if frame.file.endswith("distributed_c10d.py") and frame.function in COLLECTIVES:
-                return frame.function
-            if frame.file.endswith("pipeline/wire.py") and frame.function == "wait":
-                return "the receive of a message"
-            if frame.ours and not frame.file.endswith(("mpu/collectives.py", "mpu/mappings.py")):
-                break
+        for stack in self._at_work():
+            if stack[0].ours and (waiting := _waiting(stack[0])):
+                return waiting
+            for frame in stack:
+                if frame.file.endswith("distributed_c10d.py") and frame.function in COLLECTIVES:
+                    return frame.function
+                if frame.ours and not frame.file.endswith(("mpu/collectives.py", "mpu/mappings.py")):
+                    break
         return None
+
+    @property
+    def group(self) -> str:
+        """Of the collective that it waits in, as its heartbeat has it: " of dp group 1"."""
+        return f" of {self.beat.group}" if self.waits_in and self.beat.group else ""
+
+    def _at_work(self) -> list[tuple[Frame, ...]]:
+        """The main thread, and those that do its backward pass on a GPU."""
+        main, *others = self.stacks or ((),)
+        in_backward = any(frame.function == "_engine_run_backward" for frame in main)
+        passes = [stack for stack in others if any(frame.file.endswith("autograd/function.py") for frame in stack)]
+        return [stack for stack in (main, *(passes if in_backward else ())) if stack]
 
     @property
     def place(self) -> Optional[Frame]:
@@ -81,6 +97,30 @@ class Standstill:
                 if frame.ours and not frame.file.endswith(("mpu/collectives.py", "pipeline/wire.py")):
                     return frame
         return None
+
+
+def _waiting(frame: Frame) -> Optional[str]:
+    """What the line of ours that a rank is in waits for, if waiting is what it does: its own words say so."""
+    line = linecache.getline(frame.file, frame.line)
+    if frame.file.endswith("pipeline/wire.py") and frame.function in ("wait", "arrived"):
+        return "the end of a send" if "work.wait()" in line.replace("_work", "") or "sent[" in line else RECEIVE
+    if "work.wait()" in line:
+        return "the end of a collective"
+    if re.search(r"\.(item|tolist|synchronize)\(", line):
+        return "work on the device"
+    return None
+
+
+def parse_spied(text: str) -> tuple[tuple[Frame, ...], ...]:
+    """Stacks from `py-spy dump --json`: main thread first. Raises ValueError for anything else."""
+    threads = json.loads(text)
+    try:
+        stacks = [(thread["thread_name"] != "MainThread",
+                   tuple(Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in thread["frames"]))
+                  for thread in threads]  # fmt: skip
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not what py-spy writes: {error!r}") from None
+    return tuple(stack for _, stack in sorted(stacks, key=lambda entry: entry[0]) if stack)
 
 
 def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
@@ -103,13 +143,13 @@ def explain(ranks: Sequence[Standstill]) -> list[str]:
         stopped = rank.state if rank.state in STATES else ""
         where = str(rank.place or "")
         if rank.waits_in:
-            key = (1, rank.waits_in, where, rank.beat.step, rank.beat.op)
+            key = (1, rank.waits_in + rank.group, where, rank.beat.step, rank.beat.op)
         else:
             key = (0, stopped or rank.beat.phase, where, rank.beat.step, rank.beat.op)
         groups[key].append(rank)
     lines = [_sentence(waiting, group) for (waiting, *_), group in sorted(groups.items(), key=_culprits_first)]
     if all(waiting for waiting, *_ in groups):
-        several = len({key[1:3] for key in groups}) > 1
+        several = len({(key[1].partition(" of ")[0], key[2]) for key in groups}) > 1
         lines.append("every rank waits for another" + (", in different places: they have come apart" if several
                      else ": the network between them, or a rank of another machine"))  # fmt: skip
     return lines
@@ -128,15 +168,26 @@ def _sentence(waiting: int, group: list[Standstill]) -> str:
     who = f"rank {ranks[0]} on {hosts[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({spans(ranks)})"
     verb = "s" if len(ranks) == 1 else ""
     at = f" ({one.place})" if one.place else ""
-    op = f", op {one.beat.op}" if one.beat.op else ""
+    op = f", op {in_words(one.beat.op)}" if one.beat.op else ""
     step = f", step {one.beat.step}{op}"
     if waiting:
-        return f"{who} wait{verb} in {one.waits_in}{at}{step}"
+        return f"{who} wait{verb} in {one.waits_in}{one.group}{at}{step}"
     phase = PHASES.get(one.beat.phase, one.beat.phase)
     if one.state in STATES:
         pid = f", pid {one.beat.pid}" if len(ranks) == 1 else ""
-        return f"{who}{pid}: {STATES[one.state]}, {phase} for {silent:.0f} s{step}"
+        return f"{who}{pid}: {STATES[one.state]}, {phase} for {silent:.0f} s{step}{at}"
     return f"{who}: {phase} for {silent:.0f} s{step}{at}"
+
+
+def in_words(op: str) -> str:
+    """
+    >>> in_words("B5"), in_words("F12.1")
+    ('B micro 5', 'F micro 12 chunk 1')
+    """
+    found = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", op)
+    if not found:
+        return op
+    return f"{found[1]} micro {found[2]}" + (f" chunk {found[3]}" if found[3] else "")
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -209,7 +209,7 @@ class Supervisor:
         say(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
         with self.log.open("wb") as log:
             job = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, preexec_fn=processes.die_with_parent)  # fmt: skip
+                                   start_new_session=True, preexec_fn=_as_launcher)  # fmt: skip
         hung = self.watch(job, attempt)
         beats = read_beats(self.beats)
         if hung or job.poll() is None or processes.descendants(os.getpid()) or any(map(processes.alive_here, beats)):

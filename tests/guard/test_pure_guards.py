@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.config import from_record
 from megatron.data import ledger
 from megatron.errors import SettingsError, UsageError
-from megatron.guard import changes, command
+from megatron.guard import changes, command, replan
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
@@ -198,7 +198,7 @@ def test_a_hang_is_told_in_plain_words_culprit_first():
 
 def test_stopped_dead_and_mutual_waits_are_told():
     assert explain([_still(1, "F", state="T", op="F2"), _still(0, "reduce", WAITING)])[0] == (
-        "rank 1 on n7, pid 101: is stopped by a signal (SIGSTOP), in a forward pass for 74 s, step 17, op F2"
+        "rank 1 on n7, pid 101: is stopped by a signal (SIGSTOP), in a forward pass for 74 s, step 17, op F micro 2"
     )
     assert "is gone" in explain([_still(0, "B", state="")])[0]
     assert explain([_still(0, "reduce", WAITING), _still(1, "reduce", WAITING)])[-1].startswith("every rank waits")
@@ -233,14 +233,14 @@ def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
 
 
 def test_fewer_ranks_keep_the_global_batch():
-    ranks, words = command.fewer_ranks([*JOB, "--global-batch-size", "24"], 4, 1)
+    ranks, words = replan.fewer_ranks([*JOB, "--global-batch-size", "24"], 4, 1)
     assert (ranks, command.ranks_of(words)) == (3, 3)
     assert command.settings_of(words).batch.global_batch_size == 24
-    assert command.fewer_ranks(JOB, 4, 1)[0] == 2  # 4 x 2 samples: 3 ranks cannot share them
-    ranks, words = command.fewer_ranks([*JOB, "--tensor-model-parallel-size", "2"], 4, 1)
+    assert replan.fewer_ranks(JOB, 4, 1)[0] == 2  # 4 x 2 samples: 3 ranks cannot share them
+    ranks, words = replan.fewer_ranks([*JOB, "--tensor-model-parallel-size", "2"], 4, 1)
     assert ranks == 2 and command.settings_of(words).batch.global_batch_size == 4
     with pytest.raises(SettingsError, match="no layout on 3 to 3 ranks"):
-        command.fewer_ranks(JOB, 4, 3)
+        replan.fewer_ranks(JOB, 4, 3)
     with pytest.raises(SettingsError, match="no training script"):
         command.script_at(["torchrun", "train.py"])
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
-from megatron.guard.processes import descendants
+from megatron.guard.processes import descendants, die_with_parent, state
 
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
 # log. Faults come from the environment, as "what:rank:step", each happening once unless its name ends with "!".
@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, os.environ["ROOT"])
 from megatron.guard.command import value_of
 from megatron.guard.heartbeat import Heartbeat, read_beats
+from megatron.guard.processes import die_with_parent
 
 flags = sys.argv[1:]
 save, ranks = Path(value_of(flags, "--save")), int(os.environ["RANKS"])
@@ -54,6 +55,7 @@ def all_have_come_to(step):
 
 def work(rank):
     os.setsid()
+    die_with_parent(signal.SIGKILL)
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     heart = Heartbeat(value_of(flags, "--heartbeat-dir"), rank)
@@ -122,7 +124,7 @@ class Supervised:
              str(launcher), f"--nproc-per-node={ranks}", sys.executable, str(script), *FLAGS, "--save", str(self.save),
              "--train-iters", str(steps)],
             cwd=root, env={**os.environ, "ROOT": str(root), "FAULTS": faults}, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
         )  # fmt: skip
 
     def end(self, timeout=40):
@@ -130,7 +132,7 @@ class Supervised:
         said, _ = self.process.communicate(timeout=timeout)
         assert descendants(self.process.pid) == []
         assert not [beat for beat in read_beats(self.beats) if Path(f"/proc/{beat.pid}").exists()], said
-        account = self.beats / "goodput.json"
+        account = self.save / "supervise" / "goodput.json"
         return self.process.returncode, said, json.loads(account.read_text()) if account.exists() else None
 
 
@@ -183,6 +185,20 @@ def test_sigterm_to_the_supervisor_saves_and_exits_with_9(root, tmp_path):
     returned, said, account = job.end()
     assert returned == 9 and account["outcome"] == "preempted" and account["attempts"][0]["last_step"] >= 10, said
     assert newest_checkpoint(str(job.save)) >= account["attempts"][0]["last_step"]
+
+
+def test_nothing_of_a_job_outlives_a_supervisor_that_is_killed(root, tmp_path):
+    job = Supervised(root, tmp_path, "", steps=5000)
+    while not (job.save / "iter_0000005").exists():
+        time.sleep(0.02)
+    pids = [beat.pid for beat in read_beats(job.beats)]
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 10
+    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids) == 2 and [state(pid) for pid in pids if state(pid) not in ("", "Z")] == []
+    job.process.stdout.close()
 
 
 def test_mistakes_of_the_command_are_told(root):
