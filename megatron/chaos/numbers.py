@@ -16,6 +16,7 @@ from megatron.chaos.runs import RECOVERED, Attempt, Job, restarted
 from megatron.chaos.victim import Fault
 from megatron.errors import NumericsError
 
+SPOILT = "NaN and Inf in one place on one rank"
 STOPPED = f"stopped before the update and named; then {RECOVERED}"
 # place -> what is spoilt (see victim.spoil), and what the message has to say
 PLACES = {
@@ -44,12 +45,13 @@ def cases() -> list[Case]:
                 for place in PLACES:
                     if layout == "pp2" and STAGES[place] != rank:
                         continue
-                    short = value == "nan" and (layout, rank) == ("dp2", 1) or (layout, place) == ("pp2", "norm")
-                    found.append(Case(f"{value}/{layout}/{place}/rank{rank}", "NaN and Inf in one place on one rank", STOPPED,
-                                      partial(spoilt, layout, rank, place, value), place, rank, short))  # fmt: skip
+                    short = value == "nan" and (layout, rank) == ("dp2", 1) or (layout, place) == ("pp2", "gradient")
+                    found.append(Case(f"{value}/{layout}/{place}/rank{rank}", SPOILT, STOPPED, partial(
+                        spoilt, layout, rank, place, value), place, rank, short))  # fmt: skip
     for layout in TWO:
-        found.append(Case(f"nan/{layout}/once", "NaN and Inf in one place on one rank", STOPPED,
-                          partial(spoilt, layout, 1 if layout == "pp2" else 0, "norm", "nan", again=False), "norm"))  # fmt: skip
+        rank = 1 if layout == "pp2" else 0
+        found.append(Case(f"nan/{layout}/once", SPOILT, STOPPED, partial(
+            spoilt, layout, rank, "norm", "nan", again=False), "norm", rank))  # fmt: skip
         for rank in range(2):
             found.append(Case(f"flip/{layout}/rank{rank}", "a bit flips in one of two replicas", STOPPED,
                               partial(flipped, layout, rank), "update", rank, (layout, rank) == ("dp2", 1)))  # fmt: skip

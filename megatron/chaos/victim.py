@@ -41,6 +41,8 @@ class Fault:
     module:  at the place "value": see `spoil`; at the place "bit": the parameter
     again:   the fault happens again when the step is repeated
     delay:   seconds from the call to what happens, in which the function goes on
+    wanted:  a file that asks for the fault: it happens whenever there is one, and takes it away. Instead of the marker
+    pace:    seconds that each step takes longer, as with a slow data loader
     """
 
     place: str
@@ -53,6 +55,8 @@ class Fault:
     module: str = ""
     again: bool = False
     delay: float = 0.0
+    wanted: str = ""
+    pace: float = 0.0
 
     def text(self) -> str:
         """For a command line."""
@@ -71,16 +75,13 @@ def arm(fault: Optional[Fault], rank: int) -> None:
     """From now on the fault waits in this process."""
     if fault is None:
         return
-    _pid_file(fault, rank).write_text(str(os.getpid()))
-    if os.path.exists(fault.marker) or fault.rank not in (None, rank):
-        return
+    if not fault.wanted:
+        Path(f"{fault.marker}.pid{rank}").write_text(str(os.getpid()))
+        if os.path.exists(fault.marker) or fault.rank not in (None, rank):
+            return
     trap = Trap(fault, rank)
     wrap("megatron.training", "train_step", trap.count_steps)
     PLACES[fault.place](trap)
-
-
-def _pid_file(fault: Fault, rank: int) -> Path:
-    return Path(f"{fault.marker}.pid{rank}")
 
 
 class Trap:
@@ -93,25 +94,32 @@ class Trap:
     def count_steps(self, train_step: Callable) -> Callable:
         def counting(*args, **keys):
             self.step += 1
+            time.sleep(self.fault.pace)
             return train_step(*args, **keys)
 
         return counting
 
     def due(self) -> bool:
-        """Whether this call is the one."""
-        if self.step < self.fault.step or (os.path.exists(self.fault.marker) and not self.again_now()):
+        """Whether this call is the one; if so, it is noted that it has happened."""
+        fault = self.fault
+        if fault.wanted:
+            try:
+                os.unlink(fault.wanted)  # by one rank, if several want it
+            except OSError:
+                return False
+            return True
+        if self.step < fault.step or (os.path.exists(fault.marker) and not (fault.again and self.step == fault.step)):
             return False
         self.calls += 1
-        return self.calls >= self.fault.call
-
-    def again_now(self) -> bool:
-        return self.fault.again and self.step == self.fault.step
+        if self.calls < fault.call:
+            return False
+        Path(fault.marker).write_text(str(self.step))
+        return True
 
     def hit(self) -> None:
         """Do it, if it is time."""
         if not self.due():
             return
-        Path(self.fault.marker).write_text(str(self.step))
         if self.fault.delay:
             threading.Timer(self.fault.delay, self.act).start()
         else:
@@ -278,14 +286,8 @@ def spoil(trap: Trap) -> None:
         x.view(-1)[x.numel() // 2] = bad
         return x
 
-    def due() -> bool:
-        found = trap.due()
-        if found:
-            Path(trap.fault.marker).touch()
-        return found
-
     def forward_hook(module, inputs, output):
-        if not (torch.is_grad_enabled() and due()):
+        if not (torch.is_grad_enabled() and trap.due()):
             return output
         if kind != "<":
             return spoiled(output)
@@ -294,7 +296,7 @@ def spoil(trap: Trap) -> None:
 
     def weight_hook(module, inputs):
         parameter = dict(module.named_parameters()).get(name)  # which it has got after it was built
-        if parameter is not None and torch.is_grad_enabled() and due():
+        if parameter is not None and torch.is_grad_enabled() and trap.due():
             parameter.data.view(-1)[parameter.numel() // 2] = bad
 
     def around(build_model):
@@ -319,7 +321,6 @@ def flip(trap: Trap) -> None:
         def stepping(run):
             step = train_step(run)
             if trap.due():
-                Path(trap.fault.marker).touch()
                 found = [dict(stage.named_parameters()).get(trap.fault.module) for stage in run.stages]
                 [parameter] = [parameter for parameter in found if parameter is not None]
                 with torch.no_grad():
