@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from megatron.errors import CheckpointError, Locked, StorageError
+from megatron.errors import CheckpointError, Failure, Locked, StorageError
 
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
 _SEAL = '{{"checksum": "{}"'
@@ -28,6 +28,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems witho
 
 class Damaged(CheckpointError):
     """Bytes of a checkpoint are missing or differ from what was written. Another checkpoint may still be good."""
+
+
+def unreadable(path: Path, error: OSError, what: str = "") -> Failure:
+    """What to raise for a file that cannot be read: damage, unless it is the process that lacks something.
+
+    what: the part of it that was wanted. Another checkpoint is no remedy for a process without handles or memory.
+    """
+    told = f"{path} cannot be read{what and f' in {what}'}: {error.strerror}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return StorageError(told, do="raise the limit of open files: ulimit -n 65536")
+    return StorageError(told) if error.errno == errno.ENOMEM else Damaged(told)
 
 
 def checksum(data) -> str:
@@ -60,7 +71,7 @@ def read_sealed(path: Path) -> tuple[str, dict[str, Any]]:
             raise Damaged(f"{path} is not a regular file of reasonable size ({size:,} bytes)")
         raw = path.read_bytes()
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     mark = checksum(raw[_SEAL_LENGTH:])
     if raw[:_SEAL_LENGTH] != _SEAL.format(mark).encode():
         raise Damaged(f"{path} is damaged: its {size:,} bytes do not have the checksum that they begin with")

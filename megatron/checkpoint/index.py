@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.boxes import Box, find_flaw
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed
+from megatron.checkpoint.durable import Damaged, checksum, read_sealed, unreadable
 from megatron.checkpoint.store import DTYPES, FORMAT, VERSION
 
 _FILE_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
@@ -116,7 +116,7 @@ class ShardFile:
         try:
             self._file = open(path, "rb", buffering=0)
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
         self.entries = self._parse(header_checksum)
 
     def _parse(self, header_checksum: str) -> dict[str, tuple[int, str, list[int]]]:
@@ -149,7 +149,7 @@ class ShardFile:
             try:
                 count = os.preadv(self._file.fileno(), [data[done:]], at + done)
             except OSError as error:
-                raise Damaged(f"{self.path} cannot be read in {what}: {error.strerror}") from None
+                raise unreadable(self.path, error, what) from None
             if count == 0:
                 raise Damaged(f"{self.path} ends in {what}, at byte {at + done:,}")
             done += count
@@ -160,7 +160,7 @@ def check_size(path: Path, size: int) -> None:
     try:
         found = path.stat()
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(f"{path} is not a regular file")
     if found.st_size != size:

@@ -6,6 +6,7 @@ with Workspace("corpus") as workspace:      # creates corpus.partial/ and locks 
     publish(workspace, "0", "corpus_text_document")
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -35,13 +36,16 @@ class Workspace:
         return str(self.folder / name)
 
     def __enter__(self) -> "Workspace":
-        try:
-            self._lock = self._acquire()
-            for leftover in self.folder.iterdir():
-                if leftover.name != "lock":
-                    leftover.unlink()
-        except OSError as error:
-            raise storage_error(error, self.folder) from None
+        with contextlib.ExitStack() as stack:  # lets go of the lock again when the rest fails
+            try:
+                self._lock = self._acquire()
+                stack.callback(os.close, self._lock)
+                for leftover in self.folder.iterdir():
+                    if leftover.name != "lock":
+                        leftover.unlink()
+            except OSError as error:
+                raise storage_error(error, self.folder) from None
+            stack.pop_all()
         return self
 
     def __exit__(self, *_):
