@@ -332,6 +332,14 @@ class Supervisor:
         self.asked_to_stop = number
 
 
+def _as_launcher() -> None:
+    """How the job's first process is born: it ends with this one, and not by SIGUSR1, which SLURM may send to every
+    process of a step and which would end torchrun before its ranks have saved. Ranks set a handler of their own.
+    """
+    processes.die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
     """Where the job's output and account stay: `--log-dir`, or beside the checkpoints, or in a temporary folder."""
     if asked or save:
