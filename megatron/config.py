@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, Optional
 
 from megatron.planning import Planner
+from megatron.profiling import Profiling
 from megatron.setting import setting
 
 
@@ -405,6 +406,7 @@ GROUPS = dict(
     model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
     recompute=Recompute,
     precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging, planner=Planner,
+    profiling=Profiling,
 )  # fmt: skip
 
 
@@ -425,6 +427,7 @@ class Config:
     guard: Guard
     logging: Logging
     planner: Planner = Planner()
+    profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
 
 

@@ -173,8 +173,8 @@ say --optimizer-cpu-offload, --optimizer-offload-fraction or --param-cpu-offload
     --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --cpu-offload* --cpu-optimizer --fine-grained-*
     --activation-offload-fraction --offload-* --auto-offload-time --min-offloaded-tensor-size
     --delay-offload-until-cuda-graph --nvme-offload-*
-profiling is not built yet
-    --profile* --use-pytorch-profiler --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
+say --profile: torch.profiler writes a trace, tables of operators, communication and memory
+    --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
 --exit-signal-handler catches SIGTERM and SIGUSR1
     --exit-signal*
 training ends by --train-iters or --train-samples

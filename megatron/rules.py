@@ -188,6 +188,11 @@ RULES = (
                    f"--sequence-parallel needs; nearest: {_or(_multiples(s.seq_length, s.tp))}"),
     Rule(lambda s: s.param_cpu_offload and s.sharding_stage != 3,
          lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages use all parameters where they are"),
+    Rule(lambda s: s.profile and not 1 <= s.profile_step_start < s.profile_step_end,
+         lambda s: f"--profile-step-start {s.profile_step_start} and --profile-step-end {s.profile_step_end} leave nothing "
+                   "to profile: iterations count from 1, and profiling ends before the second one"),
+    Rule(lambda s: s.profile and any(not 0 <= rank < s.world for rank in s.profile_ranks or ()),
+         lambda s: f"--profile-ranks {' '.join(map(str, s.profile_ranks))}: this job has the ranks 0 to {s.world - 1}"),
     Rule(lambda s: s.torch_compile and (s.sharding_stage == 3 or s.sharding_stage and s.overlap_param_gather),
          lambda s: "--torch-compile needs all parameters in place: drop it, or use --sharding-stage 2 without "
                    "--overlap-param-gather"),

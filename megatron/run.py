@@ -25,6 +25,7 @@ from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.execute import Wire
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
+from megatron.profiler import Profiler
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
@@ -102,6 +103,7 @@ class Run:
     watch: Watch
     state: State
     recorder: Optional[Recorder]
+    profiler: Profiler
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
 
     @property
@@ -137,6 +139,8 @@ class Run:
     def close(self, error: Optional[BaseException] = None) -> None:
         """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
         orderly = error is None or isinstance(error, Preempted)
+        if orderly:
+            self.profiler.end(self.state.iteration)
         if self.saver:
             self.saver.close(None if orderly else LAST_SAVE)
         for batches in (self.train_batches, self.valid_batches, self.test_batches):

@@ -38,6 +38,7 @@ from megatron.pipeline.build import build_stages, prove_complete
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.wire import Wire, open_channels
+from megatron.profiler import Profiler
 from megatron.records import library_versions, run_record, source_commit
 from megatron.rules import remarks
 from megatron.run import Recipe, Run, State
@@ -108,6 +109,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline),
+        profiler=Profiler(config, context, say),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
     )
 

@@ -25,6 +25,7 @@ from megatron.metrics import Step
 from megatron.mpu import collectives
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
+from megatron.pipeline.record import phase
 from megatron.run import Recipe, Run, State
 from megatron.startup import build_run
 
@@ -48,7 +49,11 @@ def train(run: Run) -> None:
         stage.train()
     run.metrics.start(run.watch.heart.startup)
     while run.state.iteration < run.train_iters:
+        run.profiler.before(run.state.iteration + 1)
         step = train_step(run)
+        if run.profiler.ends(run.state.iteration):
+            with run.metrics.paused():
+                run.profiler.end(run.state.iteration)
         if step is None:  # a spike: the run is back at an earlier step
             continue
         run.metrics.record(step)
@@ -79,10 +84,12 @@ def train_step(run: Run) -> Optional[Step]:
         return pass_over(run, size)
     watch.heart.beat("data", step=state.iteration + 1)
     loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
-    batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
+    with phase("data"):
+        batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
     sums = passes(run, batches, loss_of, watch.heart.watch)
     watch.heart.beat("reduce")
-    totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
+    with phase("reduce"):
+        totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
     loss, tokens = watch.count(totals)
     factor = unscale(tokens)
     loss, norm = loss / max(tokens, 1), norm * factor
@@ -94,7 +101,8 @@ def train_step(run: Run) -> Optional[Step]:
     if verdict is Verdict.UPDATE:
         watch.heart.beat("update")
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
-        run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
+        with phase("update"):
+            run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
     run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
     return Step(
         run.state.iteration,

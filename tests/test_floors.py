@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     # Settings and plain arithmetic.
-    ("errors setting planning config flags flag_* spelling presets rules batch flops records", 0),
+    ("errors setting planning profiling config flags flag_* spelling presets rules batch flops records", 0),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
     ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),
@@ -28,7 +28,7 @@ FLOORS = (
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
     ("preflight.ranks preflight.machines preflight.verdict", 4),
-    ("run startup detours training tuning parity preflight.*", 5),  # where everything meets
+    ("profiler run startup detours training tuning parity preflight.*", 5),  # where everything meets
     ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
         "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos preflight",

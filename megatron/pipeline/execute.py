@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.loader import MicroBatch
 from megatron.mpu.deferred import attach, deliver
+from megatron.pipeline.record import phase
 from megatron.pipeline.schedule import Op, Stages, looped
 from megatron.pipeline.wire import Wire
 
@@ -57,7 +58,8 @@ def execute(
         message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
         arrived = message and message.wait()
         start = work.now() if timeline is not None else 0.0
-        work.do(op, arrived)
+        with phase(op.kind):
+            work.do(op, arrived)
         if timeline is not None:
             timeline.append((op, start, work.now()))
     return work.finish()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where time and memory of some steps go (`--profile`): torch.profiler, run on chosen ranks for chosen steps.
+
+Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with tables: phases of
+the step, operators, communication, memory. The first ten operators are printed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile
+
+from megatron import config as schema
+from megatron.errors import StorageError
+from megatron.mpu.context import Context
+from megatron.pipeline.record import PHASES
+
+COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
+ROWS, PRINTED, WIDTH = 40, 10, 60  # of a table in the file; of one in the log; characters of a name
+
+
+class Profiler:
+    """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
+
+    say: prints a line of the log, once for all ranks.
+    """
+
+    def __init__(self, config: schema.Config, context: Context, say: Callable[[str], None]):
+        self.settings, self.rank, self.device, self.say = config.profiling, context.mesh.rank, context.device, say
+        self.folder = Path(self.settings.profile_dir or Path(config.checkpoint.save or ".") / "profile")
+        self.chosen = self.settings.profile and self.rank in (self.settings.profile_ranks or [0])
+        self.under_way: Optional[profile] = None
+
+    def before(self, iteration: int) -> None:
+        """Iteration `iteration` is about to begin."""
+        if self.chosen and not self.under_way and iteration == self.settings.profile_step_start:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+            detailed = self.settings.profile_detailed
+            self.under_way = profile(
+                activities=activities, record_shapes=detailed, with_stack=detailed, profile_memory=True
+            )
+            self.under_way.start()
+            self.first = iteration
+
+    def ends(self, iteration: int) -> bool:
+        """Whether `iteration`, which is done, was the last one to profile."""
+        return self.under_way is not None and iteration + 1 >= self.settings.profile_step_end
+
+    def end(self, iteration: int) -> None:
+        """Stop after `iteration`, if it is under way, and write what was found."""
+        if not self.under_way:
+            return
+        done, self.under_way = self.under_way, None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        done.stop()
+        averages = done.key_averages()
+        trace, text = (self.folder / f"rank_{self.rank}.{kind}" for kind in ("trace.json.gz", "txt"))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            done.export_chrome_trace(str(trace))
+            text.write_text(f"iterations {self.first} to {iteration} of rank {self.rank}\n\n" + self._tables(averages))
+        except OSError as error:
+            raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
+        self.say(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
+        self.say(_table(_without_phases(averages), self._sort(), PRINTED))
+
+    def _sort(self) -> str:
+        return "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+
+    def _tables(self, averages: EventList) -> str:
+        phases = EventList([event for event in averages if event.key in PHASES.values()])
+        operators = _without_phases(averages)
+        sent = EventList([event for event in operators if event.key.lower().startswith(COMMUNICATION)])
+        memory = "self_device_memory_usage" if self.device.type == "cuda" else "self_cpu_memory_usage"
+        tables = {
+            "Phases of a step (total times; recomputation and hooks lie in the backward pass)": (
+                phases,
+                "cpu_time_total",
+            ),
+            "Operators": (operators, self._sort()),
+            "Communication (waiting for the others included)": (sent, "cpu_time_total"),
+            "Memory (allocated less given back, by the operator itself)": (operators, memory),
+        }
+        return "\n".join(
+            f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
+        )
+
+
+def _without_phases(averages: EventList) -> EventList:
+    return EventList([event for event in averages if event.key not in PHASES.values()])
+
+
+def _table(events: EventList, sort: str, rows: int) -> str:
+    return events.table(sort_by=sort, row_limit=rows, max_name_column_width=WIDTH)
