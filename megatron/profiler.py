@@ -37,10 +37,10 @@ class Profiler:
     def before(self, iteration: int) -> None:
         """Iteration `iteration` is about to begin."""
         if self.chosen and not self.under_way and iteration == self.settings.profile_step_start:
+            # No call stacks: with them torch 2.13 hands out names that are no text (half of the runs on this code).
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-            detailed = self.settings.profile_detailed
             self.under_way = profile(
-                activities=activities, record_shapes=detailed, with_stack=detailed, profile_memory=True
+                activities=activities, record_shapes=self.settings.profile_detailed, profile_memory=True
             )
             self.under_way.start()
             self.first = iteration

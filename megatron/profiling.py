@@ -17,6 +17,5 @@ class Profiling:
     profile_ranks: Optional[list[int]] = setting("ranks that profile (default: 0)", None)
     profile_dir: Optional[str] = setting("folder for traces and tables (default: profile under --save)", None)
     profile_detailed: bool = setting(
-        "record shapes, call stacks and memory, too: slower", False, "--pytorch-profiler-collect-shapes",
-        "--pytorch-profiler-collect-callstack",
-    )  # fmt: skip
+        "record shapes, too: slower, and larger files", False, "--pytorch-profiler-collect-shapes"
+    )

@@ -31,7 +31,8 @@ FLOORS = (
     ("profiler run startup detours training tuning parity preflight.*", 5),  # where everything meets
     ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
-        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos preflight",
+        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos "
+        "preflight",
         0,
     ),  # empty packages, the version
 )
