@@ -15,12 +15,16 @@ import subprocess
 from pathlib import Path
 from typing import Optional
 
-from megatron.config import Config
+from megatron.config import GROUPS, Config
 from megatron.errors import Failure, SettingsError
 from megatron.flags import parse_pretrain
+from megatron.spelling import settings_of, spellings_of
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
+_SETTING = {
+    flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(settings_of(GROUPS)).items()
+}
 CHECKPOINT = re.compile(r"iter_(\d{7,})")
 
 
@@ -50,20 +54,24 @@ def value_of(words: list[str], *flags: str) -> Optional[str]:
 
 
 def with_flag(words: list[str], flag: str, value: Optional[str] = None) -> list[str]:
-    """The flag at the end, where it wins over an earlier one."""
+    """The flag at the end, in the place of whatever the command says of the same setting."""
+    words = without(words, flag)
     return [*words, flag] if value is None else [*words, flag, value]
 
 
 def without(words: list[str], *flags: str) -> list[str]:
-    """The words without a flag and its value."""
-    found, skip = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if skip:
-            skip = False
-        elif name.replace("_", "-") in flags:
-            skip = not equals
-        else:
+    """The words without what they say of some of the training's settings, in whatever spelling.
+
+    >>> " ".join(without("torchrun pretrain_gpt.py --tp 2 --seed=3 --save_interval 4".split(), "--save-interval",
+    ...                  "--tensor-model-parallel-size"))
+    'torchrun pretrain_gpt.py --seed=3'
+    """
+    names, at = {_SETTING[flag] for flag in flags}, script_at(words) + 1
+    found, meant = words[:at], False
+    for word in words[at:]:
+        if word.startswith("--"):
+            meant = _SETTING.get(word.partition("=")[0].replace("_", "-")) in names
+        if not meant:
             found.append(word)
     return found
 
@@ -137,7 +145,7 @@ def _number(text: Optional[str]) -> Optional[int]:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def settings_of(words: list[str]) -> Optional[Config]:
+def config_of(words: list[str]) -> Optional[Config]:
     """The job's settings, as given; None when they cannot be read: the job itself will say why."""
     try:
         return parse_pretrain(flags_of(words))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.config import Config
 from megatron.errors import Failure, SettingsError
-from megatron.guard.command import of_slurm, settings_of, shape_of, with_flag, with_ranks, without
+from megatron.guard.command import config_of, of_slurm, shape_of, with_flag, with_ranks, without
 from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.target import cluster_of, job_of
@@ -29,7 +29,7 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
 
     Raises SettingsError when no number of ranks down to `least` works, with the reasons for the largest.
     """
-    config = settings_of(words)
+    config = config_of(words)
     if config is None:
         raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
     nodes, each = shape_of(words)
@@ -41,17 +41,22 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
     numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks < each or ranks % each == 0]
     why: list[str] = []
     for ranks in numbers:
-        found = check(settings_of(words), ranks)
+        found = check(config_of(words), ranks)
         if not found:
             return ranks, with_ranks(words, ranks)
         why = why or found
     need = needed(config, now)
     for ranks in numbers:
         for changed in _layouts(words, config, ranks):
-            then = settings_of(changed)
-            if then is not None and not check(then, ranks) and fits(then, ranks, need):
+            then = config_of(changed)
+            if then is None or check(then, ranks):
+                continue
+            if fits(then, ranks, need):
                 return ranks, with_ranks(changed, ranks)
-    raise SettingsError(f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}", "; ".join(why),
+            p = then.parallel
+            why.append(f"tp {p.tensor_model_parallel_size} pp {p.pipeline_model_parallel_size} on {ranks} ranks would need "
+                       f"{needed(then, ranks) / 1e9:.0f} GB of each")  # fmt: skip
+    raise SettingsError(f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}", "; ".join(why[:4]),
                         "see --min-world-size, --global-batch-size and --micro-batch-size")  # fmt: skip
 
 
@@ -62,7 +67,7 @@ def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]
              for pp in range(1, p.pipeline_model_parallel_size + 1) if ranks % (tp * pp) == 0]  # fmt: skip
     for tp, pp in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0])):
         changed = words if pp == p.pipeline_model_parallel_size else without(words, *SPLITS)
-        yield [*changed, TP, str(tp), PP, str(pp)]
+        yield with_flag(with_flag(changed, TP, str(tp)), PP, str(pp))
 
 
 def fits(config: Config, ranks: int, enough: float) -> bool:

@@ -115,7 +115,7 @@ def parse_spied(text: str) -> tuple[tuple[Frame, ...], ...]:
     """Stacks from `py-spy dump --json`: main thread first. Raises ValueError for anything else."""
     threads = json.loads(text)
     try:
-        stacks = [(thread["thread_name"] != "MainThread",
+        stacks = [(thread["os_thread_id"] != thread["pid"],
                    tuple(Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in thread["frames"]))
                   for thread in threads]  # fmt: skip
     except (TypeError, KeyError) as error:

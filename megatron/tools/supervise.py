@@ -93,7 +93,7 @@ class Supervisor:
         commands.script_at(command)
         self.settings, self.command = settings, command
         self.began = time.monotonic()
-        config = commands.settings_of(command)
+        config = commands.config_of(command)
         self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
         self.beats = Path(settings.heartbeat_dir or tempfile.mkdtemp(prefix="heartbeats-", dir=_memory()))
         self.logs = log_folder(settings.log_dir, self.save)
@@ -165,8 +165,9 @@ class Supervisor:
         except Failure as failure:
             say(f"no fewer ranks: {failure}")
             return False
-        added = " ".join(command[len(self.command) :])
-        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: {added}")
+        then = commands.config_of(command).parallel
+        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
+            f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}")  # fmt: skip
         self.command = command
         self.ranks = fewer
         return True

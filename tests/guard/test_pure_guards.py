@@ -18,7 +18,7 @@ from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
 from megatron.guard.spikes import ENOUGH, Recent
-from megatron.guard.stacks import Standstill, explain, parse, spans
+from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ Current thread 0x00007f2 (most recent call first):
 """
 
 
-def _still(rank, phase, text="", state="S", silent=74.0, op=""):
-    beat = Beat(rank, "n7", 100 + rank, 1, 5, phase, 17, op=op)
+def _still(rank, phase, text="", state="S", silent=74.0, op="", group=""):
+    beat = Beat(rank, "n7", 100 + rank, 1, 5, phase, 17, op=op, group=group)
     return Standstill(beat, silent, state, parse(textwrap.dedent(text)))
 
 
@@ -194,6 +194,49 @@ def test_a_hang_is_told_in_plain_words_culprit_first():
         "rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)",
         "7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in totals), step 17",
     ]
+
+
+def test_a_hang_names_the_group_and_the_op_of_the_schedule():
+    group = dict(group="dp group 1", op="B5")
+    ranks = [_still(rank, "B", WAITING, **group) for rank in range(8) if rank != 3] + [_still(3, "data", LOADING)]
+    assert explain(ranks)[1] == (
+        "7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in totals), step 17, op B micro 5"
+    )
+    apart = [_still(0, "F", WAITING, group="tp group 0"), _still(1, "F", WAITING, group="tp group 1")]
+    assert len(explain(apart)) == 3 and "the network between them" in explain(apart)[-1]
+    assert "does not answer" in explain([_still(0, "B", state="?", op="B1.2")])[0]
+    assert explain([_still(0, "B", state="?", op="B1.2")])[0].endswith("op B micro 1 chunk 2")
+
+
+def _spied(*frames):
+    """What py-spy writes of a process: another thread, and the main one with these frames."""
+    frame = lambda file, line, name: dict(name=name, filename=file, line=line, locals=None)
+    other = dict(pid=7, os_thread_id=8, frames=[frame("/usr/lib/python3.11/threading.py", 1, "wait")])
+    return json.dumps([other, dict(pid=7, os_thread_id=7, frames=[frame(*entry) for entry in frames])])
+
+
+def test_lines_that_wait_are_told_from_those_that_work(tmp_path):
+    """Neither a wait for what was begun earlier nor one for a device has a frame of torch's Python code."""
+    code = tmp_path / "megatron" / "optimizer" / "gradients.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("def f():\n    work.wait()\n    return totals.tolist()\n    x = 1\n")
+    for line, waits in ((2, "the end of a collective"), (3, "work on the device"), (4, None)):
+        stacks = parse_spied(_spied((str(code), line, "f"), ("/x/pretrain_gpt.py", 4, "<module>")))
+        assert stacks[0][0] == Frame(str(code), line, "f") and len(stacks) == 2
+        assert Standstill(Beat(0, "n7", 1, 1, 5, "reduce", 17), 3.0, "S", stacks).waits_in == waits
+    for wrong in ("no json", '[{"frames": []}]', '[{"pid": 7, "os_thread_id": 7, "frames": [3]}]'):
+        with pytest.raises(ValueError):
+            parse_spied(wrong)
+
+
+def test_a_backward_pass_on_a_gpu_waits_in_a_thread_of_its_own():
+    main = (Frame("/s/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward"), Frame("/x/a.py", 1, "f"))
+    device = (Frame("/s/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce"),
+              Frame("/x/megatron/mpu/collectives.py", 2, "all_reduce"),
+              Frame("/s/site-packages/torch/autograd/function.py", 325, "apply"))  # fmt: skip
+    beat = Beat(0, "n7", 1, 1, 5, "B", 17, op="B2", group="tp group 3")
+    assert Standstill(beat, 3.0, "S", (main, device)).waits_in == "all_reduce"
+    assert Standstill(beat, 3.0, "S", (main,)).waits_in is None
 
 
 def test_stopped_dead_and_mutual_waits_are_told():
@@ -228,21 +271,68 @@ def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
         (tmp_path / name / "index.json").touch()
     (tmp_path / "iter_0000030" / "index.json").unlink()
     assert command.newest_checkpoint(str(tmp_path)) == 20
-    settings = command.settings_of(command.resumed(words, str(tmp_path))).checkpoint
+    settings = command.config_of(command.resumed(words, str(tmp_path))).checkpoint
     assert (settings.load, settings.finetune, settings.ckpt_step) == (str(tmp_path), False, None)
 
 
 def test_fewer_ranks_keep_the_global_batch():
     ranks, words = replan.fewer_ranks([*JOB, "--global-batch-size", "24"], 4, 1)
     assert (ranks, command.ranks_of(words)) == (3, 3)
-    assert command.settings_of(words).batch.global_batch_size == 24
+    assert command.config_of(words).batch.global_batch_size == 24
     assert replan.fewer_ranks(JOB, 4, 1)[0] == 2  # 4 x 2 samples: 3 ranks cannot share them
     ranks, words = replan.fewer_ranks([*JOB, "--tensor-model-parallel-size", "2"], 4, 1)
-    assert ranks == 2 and command.settings_of(words).batch.global_batch_size == 4
+    assert ranks == 2 and command.config_of(words).batch.global_batch_size == 4
     with pytest.raises(SettingsError, match="no layout on 3 to 3 ranks"):
         replan.fewer_ranks(JOB, 4, 3)
     with pytest.raises(SettingsError, match="no training script"):
         command.script_at(["torchrun", "train.py"])
+
+
+def _layout(words):
+    p = command.config_of(words).parallel
+    return p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+
+
+def test_a_layout_that_no_longer_fits_is_planned_anew():
+    job = [*JOB, "--num-layers", "4", "--global-batch-size", "12", "--tp", "2", "--pp", "2", "--device", "cpu"]
+    ranks, words = replan.fewer_ranks(job, 4, 1)
+    assert (ranks, _layout(words)) == (3, (1, 1)) and command.config_of(words).batch.global_batch_size == 12
+    ranks, words = replan.fewer_ranks([*job, "--global-batch-size", "8"], 4, 1)  # which 3 ranks cannot share
+    assert (ranks, _layout(words)) == (2, (2, 1))
+    chunks = [*job, "--num-layers-per-virtual-pipeline-stage", "1", "--sequence-parallel", "--micro-batch-size", "1",
+              "--global-batch-size", "8"]  # fmt: skip
+    ranks, words = replan.fewer_ranks(chunks, 4, 2)
+    assert ranks == 2 and _layout(words) == (2, 1) and "--num-layers-per-virtual-pipeline-stage" not in words
+
+
+def test_a_layout_without_the_memory_for_it_is_passed_over():
+    """13 billion parameters: 5 GPUs of 80 GB hold what 8 have held, 2 do not."""
+    job = ("torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 40 --hidden-size 5120 --num-attention-heads 40 "
+           "--seq-length 2048 --mock-data --vocab-size 50000 --lr 1e-4 --train-iters 5 --micro-batch-size 1 --bf16 "
+           "--global-batch-size 64 --tp 8 --device-name A100-80GB --use-distributed-optimizer "
+           "--recompute-granularity full").split()  # fmt: skip
+    ranks, words = replan.fewer_ranks(job, 8, 1)
+    assert (ranks, _layout(words)) == (5, (5, 1))
+    ranks, words = replan.fewer_ranks(words, 5, 1)
+    assert (ranks, _layout(words)) == (4, (4, 1))
+    with pytest.raises(SettingsError, match="tp 2 pp 1 on 2 ranks would need 9[0-9] GB of each"):
+        replan.fewer_ranks(words, 4, 1)
+
+
+def test_machines_are_left_out_whole_and_only_from_one_place(monkeypatch):
+    for name in ("SLURM_NNODES", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    torchrun = ["torchrun", "--nnodes", "4", *JOB[1:], "--global-batch-size", "32", "--micro-batch-size", "1"]
+    assert command.ranks_of(torchrun) == 16
+    with pytest.raises(SettingsError, match="one of 4 machines"):
+        replan.fewer_ranks(torchrun, 16, 4)
+    ranks, words = replan.fewer_ranks(["srun", "-N", "4", "--ntasks=4", *torchrun], 16, 4)
+    assert ranks == 8 and words[:3] == ["srun", "--nodes=2", "--ntasks=2"] and "--nnodes=2" in words
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert command.with_ranks(["srun", *torchrun], 8)[:3] == ["srun", "--ntasks=2", "torchrun"]
+    assert command.ranks_of(["srun", "pretrain_gpt.py"]) == 4
+    with pytest.raises(SettingsError, match="does not say how many"):
+        command.with_ranks(["python", "pretrain_gpt.py"], 2)
 
 
 # ---- the account -----------------------------------------------------------------------------------------------------
