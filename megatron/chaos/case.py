@@ -23,6 +23,8 @@ from typing import NamedTuple, Optional
 MODULES = (
     "processes",
     "numbers",
+    "supervised",
+    "resuming",
 )  # of this package, in the order of the report
 
 

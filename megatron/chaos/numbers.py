@@ -28,6 +28,8 @@ PLACES = {
     "weight": ("blocks.0.attention.qkv.weight=", "blocks.0.attention.qkv.weight"),
 }
 STAGES = dict(embedding=0, attention=1, mlp=0, norm=1, gradient=1, weight=0)  # where they lie in a pipeline of two
+SHORT = {("nan", "dp2", 1, "mlp"), ("nan", "dp2", 1, "weight"), ("inf", "zero1", 0, "gradient"),
+         ("inf", "pp2", 1, "gradient")}  # fmt: skip
 FLIPPED = dict(
     dp2="blocks.0.mlp.up.weight",
     zero1="blocks.1.attention.qkv.weight",
@@ -45,7 +47,7 @@ def cases() -> list[Case]:
                 for place in PLACES:
                     if layout == "pp2" and STAGES[place] != rank:
                         continue
-                    short = value == "nan" and (layout, rank) == ("dp2", 1) or (layout, place) == ("pp2", "gradient")
+                    short = (value, layout, rank, place) in SHORT
                     found.append(Case(f"{value}/{layout}/{place}/rank{rank}", SPOILT, STOPPED, partial(
                         spoilt, layout, rank, place, value), place, rank, short))  # fmt: skip
     for layout in TWO:

@@ -60,13 +60,13 @@ def cases() -> list[Case]:
         found.append(Case(f"kill/{layout}/any-time", "SIGKILL of a rank at random times", RECOVERED,
                           partial(killed_at_random, layout), short=layout == "dp2"))  # fmt: skip
         found.append(Case(f"kill/{layout}/save", "SIGKILL of all ranks during a save", RECOVERED,
-                          partial(killed_in_saves, layout), "save", short=layout == "zero1"))  # fmt: skip
+                          partial(killed_in_saves, layout), "save"))  # fmt: skip
     for name in SIGNALS:
         for times in (1, 2):
             for layout, rank in (("dp2", 0), ("dp2", 1), ("tp2", 0), ("pp2", 1)):
                 found.append(Case(f"signal/{name}/{times}x/{layout}/rank{rank}", "SIGTERM, USR1, INT, HUP, once and twice",
                                   RECOVERED, partial(signalled, layout, rank, name, times), "forward", rank,
-                                  short=(layout, rank) == ("dp2", 1) and (times == 2 or name == "SIGHUP")))  # fmt: skip
+                                  short=(layout, rank) == ("dp2", 1) and times == 2))  # fmt: skip
     for layout in TWO:
         for rank in range(2):
             found.append(Case(f"stdout/{layout}/rank{rank}", "closed standard output", RECOVERED, short=rank == 0 and layout

@@ -47,6 +47,8 @@ class Job:
     common: where its data lies, and the results of clean runs
     more:   further flags
     cache:  where its index maps lie; None: where those of all jobs do
+    ranks:  if it is not started on as many as its layout has
+    claimed: the number of ranks that they are told, if it is not theirs
     """
 
     layout: str
@@ -54,6 +56,8 @@ class Job:
     common: Path
     more: str = ""
     cache: Optional[Path] = None
+    ranks: Optional[int] = None
+    claimed: Optional[int] = None
 
     @property
     def save(self) -> Path:
@@ -61,7 +65,7 @@ class Job:
 
     @property
     def world(self) -> int:
-        return LAYOUTS[self.layout][0]
+        return self.ranks or LAYOUTS[self.layout][0]
 
     def flags(self) -> list[str]:
         """Those of the first start and of every restart alike."""
@@ -75,7 +79,7 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(list(self.folder.glob("attempt-*.log")))
         log = self.folder / f"attempt-{number}.log"
-        codes = launch(self.world, self.flags(), log, fault, kill)
+        codes = launch(self.world, self.flags(), log, fault, kill, claimed=self.claimed)
         return Attempt(codes, log.read_text(errors="replace"), read_tracker(self.save))
 
 
@@ -119,7 +123,8 @@ def corpus(common: Path) -> Path:
 
 
 def launch(world: int, flags: list[str], log: Path, fault: Optional[Fault] = None,
-           kill: Optional[tuple[float, int]] = None, patience: float = 90.0) -> list:  # fmt: skip
+           kill: Optional[tuple[float, int]] = None, patience: float = 90.0,
+           claimed: Optional[int] = None) -> list:  # fmt: skip
     """Start the ranks of a job, wait for their end and return their exit codes; the output goes to `log`.
 
     When a rank fails the others have a moment to end by themselves; then, and after `patience` seconds, they are killed
@@ -127,12 +132,12 @@ def launch(world: int, flags: list[str], log: Path, fault: Optional[Fault] = Non
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    with _store(world) as port:
+    with _store(claimed or world) as port:
         ranks = {}
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
-                _rank(rank, world, port, flags, log, fault)
+                _rank(rank, claimed or world, port, flags, log, fault)
             ranks[pid] = rank
         return _wait(ranks, patience, kill)
 

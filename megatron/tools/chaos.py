@@ -9,12 +9,14 @@
 Everything happens on CPU processes of this machine, in a temporary folder. Exit code 0: all was as expected, 1: not.
 """
 
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -50,12 +52,29 @@ def main(argv: list[str]) -> None:
         return print(table(read_lines(settings.table)))
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes: ranks are forked, and repeat to the bit
     if settings.random:
-        from megatron.chaos.random_run import random_run
-
-        found = random_run(_folder(settings.work_dir), settings.minutes, settings.seed)
-        print(found.text())
-        sys.exit(0 if found.good else 1)
+        sys.exit(0 if _one_run(settings) else 1)
     sys.exit(0 if _cases(settings) else 1)
+
+
+def _one_run(settings: Chaos) -> bool:
+    """A random fault every few seconds; whether the run came to the bits of one without faults."""
+    from megatron.chaos.random_run import random_run
+
+    folder = _folder(settings.work_dir)
+    say = partial(print, flush=True)
+    say(f"everything lies in {folder}")
+    found = random_run(folder, settings.minutes, settings.seed, say)
+    with open(settings.output, "a", encoding="utf-8") as file:
+        file.write(json.dumps({**found.line(settings.seed), **_stamp()}) + "\n")
+    say(found.text())
+    return found.good
+
+
+def _stamp() -> dict[str, str]:
+    """What every line of a report holds besides."""
+    from megatron.records import source_commit
+
+    return dict(commit=source_commit() or "unknown", date=time.strftime("%Y-%m-%d"))
 
 
 def _cases(settings: Chaos) -> bool:
@@ -63,7 +82,6 @@ def _cases(settings: Chaos) -> bool:
     from megatron.chaos.case import all_cases, chosen
     from megatron.chaos.conduct import campaign
     from megatron.chaos.report import summary
-    from megatron.records import source_commit
 
     cases = chosen(all_cases(), settings.only, settings.tier == "short")
     if not cases:
@@ -72,10 +90,8 @@ def _cases(settings: Chaos) -> bool:
         print("\n".join(f"{case.id:<48} {case.group}{' (short)' if case.short else ''}" for case in cases))
         return True
     folder = _folder(settings.work_dir)
-    stamp = dict(commit=source_commit() or "unknown", date=time.strftime("%Y-%m-%d"))
-    lines = campaign(
-        cases, folder, seed=settings.seed, repeat=settings.repeat, output=Path(settings.output), stamp=stamp
-    )
+    lines = campaign(cases, folder, seed=settings.seed, repeat=settings.repeat, output=Path(settings.output),
+                     stamp=_stamp(), say=partial(print, flush=True))  # fmt: skip
     print(summary(lines))
     good = all(line["good"] for line in lines)
     if good and not settings.work_dir:
