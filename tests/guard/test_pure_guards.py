@@ -315,7 +315,7 @@ def test_a_layout_without_the_memory_for_it_is_passed_over():
     assert (ranks, _layout(words)) == (5, (5, 1))
     ranks, words = replan.fewer_ranks(words, 5, 1)
     assert (ranks, _layout(words)) == (4, (4, 1))
-    with pytest.raises(SettingsError, match="tp 2 pp 1 on 2 ranks would need 9[0-9] GB of each"):
+    with pytest.raises(SettingsError, match="tp 2 pp 1 on 2 ranks would need 1[0-9]+ GB of each"):
         replan.fewer_ranks(words, 4, 1)
 
 
