@@ -32,7 +32,11 @@ fi
 launch() { # GPUs and device that the flags are made for, then flags of pretrain_gpt.py
     MADE_FOR=$1 DEVICE=$2 FLAGS=("${@:3}")
     add_environment
-    if given --dry-run --preflight --print-topology --print-config --help --help-all -h; then
+    if given --preflight && [ -n "${RANK:-}${SLURM_STEP_ID:-}${NNODES:-}${NPROC:-}" ]; then # on machines that are there
+        add_mock_data
+        find_ranks
+        train
+    elif given --dry-run --preflight --print-topology --print-config --help --help-all -h; then
         look pretrain_gpt.py
     elif [ -n "${SHRINK:-}" ]; then
         look -m megatron.tools.twin
@@ -80,10 +84,14 @@ add_environment() { # paths that belong to a site, not to a command line that is
     fi
 }
 
+add_mock_data() { # for what needs no data
+    given --data-path --train-data-path --mock-data --config || FLAGS+=(--mock-data)
+}
+
 # ---- one process, before anything is started -------------------------------------------------------------------------
 
 look() { # what to run: the flags on the ranks that they are made for
-    given --data-path --train-data-path --mock-data --config || FLAGS+=(--mock-data)
+    add_mock_data
     given --world-size || FLAGS+=(--world-size "$MADE_FOR")
     given --local-world-size || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
     given --device-name --calibration --device || FLAGS+=(--device-name "$DEVICE")
@@ -114,7 +122,7 @@ find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody h
     fi
     if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_STEP_NUM_NODES:-}" ]; then
         slurm_step
-    elif [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then # an allocation: once on each node
+    elif [ -z "${PRINT:-}" ] && [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then # on each node
         run srun --ntasks-per-node=1 bash "$0" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}
     elif [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ]; then # one process a node, numbered as if nodes were ranks
         NNODES=$WORLD_SIZE NODE_RANK=$RANK
