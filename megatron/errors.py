@@ -190,6 +190,7 @@ def _leave(code: int) -> None:
     """Exit. A rank that failed is not held up, or brought down with another code, by its connections to the others."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is for a process that was started without one
+            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -35,7 +35,11 @@ def conduct(case: Case, seed: int, folder: Path) -> dict[str, Any]:
         receive.close()
         _in_child(case, seed, folder, send)
     send.close()
-    got = _answer(receive, pid, case.limit)
+    try:
+        got = _answer(receive, pid, case.limit)
+    except BaseException:  # the tool is told to end
+        _end(pid)
+        raise
     receive.close()
     line = dict(id=case.id, group=case.group, seed=seed, phase=case.phase, rank=case.rank, expected=case.expected,
                 got=got.text[:TOLD], exit=got.exit, faults=got.faults, good=got.text == case.expected,
@@ -48,6 +52,7 @@ def conduct(case: Case, seed: int, folder: Path) -> dict[str, Any]:
 def _in_child(case: Case, seed: int, folder: Path, send: Connection) -> None:
     """Body of the forked process: its output goes to a file, its descendants end before it does."""
     processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(folder / "case.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -66,9 +71,7 @@ def _in_child(case: Case, seed: int, folder: Path, send: Connection) -> None:
 def _answer(receive: Connection, pid: int, limit: float) -> Got:
     """What the process says, or how it ended without a word."""
     if not receive.poll(limit):
-        for process in [pid, *processes.descendants(pid)]:
-            processes.send(process, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        _end(pid)
         return Got(f"no answer within {limit:.0f} s")
     try:
         got = Got(*receive.recv())
@@ -76,6 +79,13 @@ def _answer(receive: Connection, pid: int, limit: float) -> Got:
         got = None
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return got or Got(f"the case itself ended with {code}", code)
+
+
+def _end(pid: int) -> None:
+    """A case's process and all that it has started."""
+    for process in [pid, *processes.descendants(pid)]:
+        processes.send(process, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def campaign(cases: Iterable[Case], folder: Path, *, seed: int = 0, repeat: int = 1, output: Optional[Path] = None,

@@ -39,6 +39,7 @@ SHORT = {  # one layout a phase, so that each layout and each rank has some
     ("tp2", "collective", 0), ("zero1", "optimizer", 1), ("dp2", "eval", 0), ("dp2", "shard write", 1),
     ("zero1", "before manifest", 0), ("pp2", "before rename", 0), ("dp2", "before tracker", 0), ("tp2", "retention", 0),
 }  # fmt: skip
+UNHARMED = "trained to the end, to the bits of a clean run"
 SIGNALS = {  # name -> code of the rank that hears it, and of the other
     "SIGTERM": (Preempted.code, Preempted.code),
     "SIGUSR1": (Preempted.code, Preempted.code),
@@ -71,6 +72,7 @@ def cases() -> list[Case]:
         for rank in range(2):
             found.append(Case(f"stdout/{layout}/rank{rank}", "closed standard output", RECOVERED, short=rank == 0 and layout
                               == "dp2", run=partial(unheard, layout, rank), phase="data", rank=rank))  # fmt: skip
+    found.append(Case("stdout/dp2/none", "closed standard output", UNHARMED, partial(without_output, "dp2"), rank=0))
     return found
 
 
@@ -132,6 +134,14 @@ def signalled(layout: str, rank: int, name: str, times: int, folder: Path, seed:
     if own == Preempted.code and first.saved != step:
         return Got(f"stopped at step {step} with a checkpoint of {first.saved}", own, faults=times)
     return Got(restarted(job, first), own, faults=times)
+
+
+def without_output(layout: str, folder: Path, seed: int) -> Got:
+    """The rank that prints was started without any standard output (`>&-`): it trains all the same."""
+    job = Job(layout, folder, folder.parent)
+    first = job.start(Fault("rendezvous", str(folder / "marker"), rank=0, action="shut"))
+    found = compare(clean_run(layout, folder.parent), record(job.save)) if first.codes == [0, 0] else str(first.codes)
+    return Got(UNHARMED if found == RECOVERED else found, first.codes[0])
 
 
 def unheard(layout: str, rank: int, folder: Path, seed: int) -> Got:

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -203,8 +204,12 @@ def _rank(rank: int, world: int, port: int, flags: list[str], log: Path, fault: 
         run_main(pretrain_gpt.main, flags)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):  # somebody may have closed what it writes to
+            stream.flush()
     os._exit(code)
 
 

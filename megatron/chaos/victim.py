@@ -37,7 +37,8 @@ class Fault:
     target:  the rank that is hurt, by a signal of the other; None: the same; ALL: every rank
     step:    of this process; 0: also before the first
     call:    the how-manieth call of the function from that step on
-    action:  names of signals, sent one after the other; "close": nobody reads standard output any more; "nan", "inf"
+    action:  names of signals, sent one after the other; "close": nobody reads standard output any more; "shut": there
+             is none; "nan", "inf"
     module:  at the place "value": see `spoil`; at the place "bit": the parameter
     again:   the fault happens again when the step is repeated
     delay:   seconds from the call to what happens, in which the function goes on
@@ -131,6 +132,10 @@ class Trap:
             reader, writer = os.pipe()
             os.close(reader)
             os.dup2(writer, 1)
+            return
+        if self.fault.action == "shut":
+            os.close(1)
+            sys.stdout = None  # as Python has it that was started like this
             return
         target = self.rank if self.fault.target is None else self.fault.target
         hurt = {self.rank: os.getpid()}

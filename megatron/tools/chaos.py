@@ -2,8 +2,8 @@
 """Do terrible things to training jobs and their files, and count what survives.
 
     python -m megatron.tools.chaos --tier short
-    python -m megatron.tools.chaos --only 'kill/tp2/*' --repeat 5 --output chaos.jsonl
-    python -m megatron.tools.chaos --table chaos.jsonl            a table of what was counted
+    python -m megatron.tools.chaos --only 'kill/tp2/*' --repeat 5 --output runs/tp2.jsonl
+    python -m megatron.tools.chaos --table runs/chaos.jsonl       a table of what was counted
     python -m megatron.tools.chaos --random --minutes 30          a random fault every 10-20 s, in one long run
 
 Everything happens on CPU processes of this machine, in a temporary folder. Exit code 0: all was as expected, 1: not.
@@ -12,6 +12,7 @@ Everything happens on CPU processes of this machine, in a temporary folder. Exit
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ class Chaos:
     tier: Literal["short", "full"] = setting("short: some seconds a kind of fault; full: everything", "full")
     repeat: int = setting("times that each case runs, with another seed each time", 1)
     seed: int = setting("of the first time", 0)
-    output: str = setting("file to which the JSON lines are appended, one a case", "chaos.jsonl")
+    output: str = setting("file to which the JSON lines are appended, one a case", "runs/chaos.jsonl")
     list: bool = setting("name the cases and leave", False)
     work_dir: Optional[str] = setting("folder to work in (default: a temporary one, in memory)", None)
     table: Optional[tuple[str, ...]] = setting("print the Markdown table of these files of lines and leave", None)
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> None:
         from megatron.chaos.report import read_lines, table
 
         return print(table(read_lines(settings.table)))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and what was started ends too
+    Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes: ranks are forked, and repeat to the bit
     if settings.random:
         sys.exit(0 if _one_run(settings) else 1)
