@@ -12,6 +12,7 @@ kill is skipped.
 import dataclasses
 import json
 import math
+import os
 import platform
 import socket
 import subprocess
@@ -32,6 +33,7 @@ def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict
         iteration=iteration,
         time=now(),
         host=socket.gethostname(),
+        pid=os.getpid(),
         machine=f"{platform.system()} {platform.machine()}",
         command=sys.argv,
         commit=source_commit(),

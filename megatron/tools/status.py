@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs do, a line each: iteration, speed, time left, last checkpoint, and whether they are alive.
+
+    python -m megatron.tools.status runs/*
+    python -m megatron.tools.status --watch 10 runs/345M runs/1.3B
+
+Read from metrics.jsonl in a run's folder, its checkpoints, and the heartbeats of its ranks where it has any. A folder that
+is no run itself stands for the runs in it. States: starting, running, stalled (no sign of life for longer than its steps
+take), done, stopped (before its last step, in order; it can go on), failed (with the reason).
+"""
+
+import json
+import mmap
+import os
+import socket
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional
+
+from megatron.batch import total_iterations
+from megatron.config import Config, from_record, setting
+from megatron.errors import DataError, UsageError, run_main
+from megatron.flags import parse
+from megatron.guard import processes
+from megatron.guard.command import newest_checkpoint
+from megatron.guard.heartbeat import read_beats
+from megatron.metrics import duration
+
+TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
+PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
+START = 1800.0  # the same before the first step of a launch
+LAUNCH = b'{"kind": "run"'
+
+
+@dataclass(frozen=True)
+class Status:
+    """How the state of runs is shown."""
+
+    json: bool = setting("print a JSON list instead of a table", False)
+    watch: Optional[float] = setting("print again every so many seconds", None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is known of a run. Seconds and Unix times; None: not known."""
+
+    run: str
+    state: str
+    why: str  # of a run that failed, stopped or stalls: what is known; of others: what its first rank is doing
+    iteration: int
+    iterations: Optional[int]
+    tokens_per_second: Optional[float]
+    loss: Optional[float]
+    seconds_left: Optional[float]
+    checkpoint: Optional[int]
+    checkpoint_age: Optional[float]
+    restarts: int
+    age: float  # seconds since the last sign of life
+
+
+def main(argv: list[str]) -> None:
+    """Look once, or again and again."""
+    names = [
+        word
+        for number, word in enumerate(argv)
+        if not word.startswith("-") and argv[number - 1 : number] != ["--watch"]
+    ]
+    flags = [word for number, word in enumerate(argv) if word not in names]
+    asked = parse(flags, {"status": Status}, prog=PROG, description=DESCRIPTION, common=COMMON)["status"]
+    if not names:
+        raise UsageError("which runs?", do=f"{PROG} FOLDER...")
+    while True:
+        lines = [look(folder) for folder in folders(names)]
+        text = json.dumps([asdict(line) for line in lines], indent=1) if asked.json else table(lines)
+        print(f"\033[H\033[J{text}" if asked.watch and os.isatty(1) else text, flush=True)
+        if not asked.watch:
+            return
+        time.sleep(asked.watch)
+
+
+PROG = "python -m megatron.tools.status"
+DESCRIPTION = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
+COMMON = tuple(Status.__dataclass_fields__)
+
+
+def folders(names: list[str]) -> list[Path]:
+    """The folders of runs. Raises DataError where there are none."""
+    found = []
+    for name in names:
+        inside = (
+            [Path(name)]
+            if _metrics(Path(name)).is_file()
+            else sorted(path.parent for path in Path(name).glob("*/metrics.jsonl"))
+        )
+        if not inside and not newest_checkpoint(name):
+            raise DataError(f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                            "a run writes it beside its checkpoints (--save), or to --metrics-file")  # fmt: skip
+        found += inside or [Path(name)]
+    return found
+
+
+def _metrics(folder: Path) -> Path:
+    return folder if folder.suffix == ".jsonl" else folder / "metrics.jsonl"
+
+
+def look(folder: Path, now: Optional[float] = None) -> Line:
+    """What a run does at this moment."""
+    now = time.time() if now is None else now
+    launch, restarts, records = read(_metrics(folder))
+    config = from_record(launch["config"]) if "config" in launch else None
+    steps = [record for record in records if record.get("kind") == "step" and record.get("seconds")]
+    seconds = [step["seconds"] for step in steps[-50:]]
+    iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
+    total = config and _total(config, launch.get("mesh") or {})
+    state, why, age = alive(folder, launch, records, statistics.median(seconds or [0.0]), now)
+    if state == "ended":
+        code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
+        finished = total is not None and iteration >= total
+        state = "failed" if code not in (0, 9) else "done" if finished else "stopped"
+    samples = sum(step.get("batch_size", 0) for step in steps[-50:])
+    left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
+    checkpoint, written = _checkpoint(folder, config)
+    return Line(
+        str(folder), state, why, iteration, total,
+        tokens_per_second=round(samples * config.model.seq_length / sum(seconds), 1) if seconds else None,
+        loss=next((step["lm loss"] for step in reversed(steps) if step.get("lm loss") is not None), None),
+        seconds_left=left and round(left, 1), checkpoint=checkpoint,
+        checkpoint_age=None if checkpoint is None else round(now - written, 1), restarts=restarts, age=round(age, 1),
+    )  # fmt: skip
+
+
+def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], float]:
+    """(iteration of the newest checkpoint, when it was written): beside the metrics, or under `--save`."""
+    for place in (folder, Path(config.checkpoint.save) if config and config.checkpoint.save else folder):
+        found = newest_checkpoint(str(place))
+        if found is not None:
+            return found, _written(place / f"iter_{found:07d}" / "index.json")
+    return None, 0.0
+
+
+def read(path: Path) -> tuple[dict, int, list[dict]]:
+    """(the record of the newest launch, launches before it, its last records) of a metrics file, however long that is."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            at = text.rfind(LAUNCH)
+            start = max(at, len(text) - TAIL, 0)
+            tail, launch = text[start:], text[max(at, 0) : text.find(b"\n", max(at, 0)) + 1] if at >= 0 else b"{}"
+            launches, found = 0, text.find(LAUNCH)
+            while found >= 0:
+                launches, found = launches + 1, text.find(LAUNCH, found + 1)
+    except (OSError, ValueError):  # not there, or empty
+        return {}, 0, []
+    records = [record for record in map(_record, tail.splitlines()) if record]
+    return _record(launch), max(0, launches - 1), [record for record in records if record.get("kind") != "run"]
+
+
+def _record(line: bytes) -> dict:
+    try:
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+    except ValueError:  # torn
+        return {}
+
+
+def alive(folder: Path, launch: dict, records: list[dict], usual: float, now: float) -> tuple[str, str, float]:
+    """(state, what is known of it, seconds since the last sign of life); "ended" where the run itself has said how."""
+    age = now - _written(_metrics(folder))
+    if records and records[-1].get("kind") == "end":
+        return "ended", "", age
+    beats, doing = _beats(launch), ""
+    if beats:
+        age = now - max(_written(path) for _, path in beats)
+        lost = [beat for beat, _ in beats if beat.ended or beat.ended is None and processes.is_gone(beat)]
+        if lost:
+            return "failed", f"rank {lost[0].rank}: {lost[0].why or 'killed'}", age
+        doing = f"{beats[0][0].phase} of step {beats[0][0].step}"
+    elif (
+        launch.get("host") == socket.gethostname() and launch.get("pid") and not Path(f"/proc/{launch['pid']}").exists()
+    ):
+        return "failed", "killed: it ended without a word", age
+    started = any(record.get("kind") == "step" for record in records)
+    if age > (max(PATIENCE, 10 * usual) if started else START):
+        return "stalled", doing, age
+    return ("running" if started else "starting"), doing, age
+
+
+def _beats(launch: dict) -> list[tuple]:
+    """(heartbeat, its file) of each rank of this launch, where there are any."""
+    folder = ((launch.get("config") or {}).get("guard") or {}).get("heartbeat_dir")
+    beats = read_beats(Path(folder)) if folder and Path(folder).is_dir() else []
+    return [(beat, Path(folder) / f"rank_{beat.rank:05d}.beat") for beat in beats]
+
+
+def _total(config, mesh: dict) -> Optional[int]:
+    try:
+        return total_iterations(config.batch, int(mesh.get("replicate", 1)) * int(mesh.get("shard", 1)))
+    except (ValueError, TypeError):
+        return None
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def table(lines: list[Line]) -> str:
+    """The lines under their titles."""
+    rows = [("run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint", "restarts", "")]
+    for line in lines:
+        share = f" of {line.iterations} ({line.iteration / line.iterations:.0%})" if line.iterations else ""
+        saved = "-" if line.checkpoint is None else f"{line.checkpoint}, {_ago(line.checkpoint_age)} ago"
+        left = "-" if line.seconds_left is None else duration(line.seconds_left)
+        since = f"{', ' if line.why else ''}{_ago(line.age)} ago" if line.state in QUIET else ""
+        rows.append((line.run, line.state, f"{line.iteration}{share}", _or(line.tokens_per_second, "{:,.0f}"),
+                     _or(line.loss, "{:.4f}"), left, saved, str(line.restarts), line.why + since))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+QUIET = ("stalled", "failed", "stopped")
+
+
+def _or(value: Optional[float], form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What megatron.tools.status says of runs in every state that a run can be in."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from megatron.errors import DataError, UsageError
+from megatron.guard.heartbeat import Heartbeat
+from megatron.tools.status import folders, look, main
+
+CONFIG = dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16), guard=dict(heartbeat_dir=None),
+              batch=dict(train_iters=100, micro_batch_size=2, global_batch_size=8))  # fmt: skip
+ENDED = 2**22 + 1  # no process has such a number
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a run's folder: `run(records..., age=seconds since the last of them, beats=folder)`."""
+
+    def write(*records, age=1.0, pid=None, iteration=0, beats=None, launches=1, name="a"):
+        folder = tmp_path / name
+        (folder / "iter_0000020").mkdir(parents=True)
+        (folder / "iter_0000020" / "index.json").touch()
+        config = {**CONFIG, "guard": dict(heartbeat_dir=beats and str(beats)), "checkpoint": dict(save=str(folder))}
+        launch = dict(kind="run", iteration=iteration, host=socket.gethostname(), pid=pid or os.getpid(), config=config,
+                      mesh=dict(pp=1, replicate=1, shard=2, cp=1, tp=1))  # fmt: skip
+        lines = [json.dumps(record) for record in [launch] * launches + list(records)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
+        return folder
+
+    return write
+
+
+def step(iteration, seconds=0.5):
+    return dict(kind="step", iteration=iteration, batch_size=8, seconds=seconds, **{"lm loss": 10.0 - iteration / 100})
+
+
+def end(code, why=""):
+    return dict(kind="end", iteration=30, code=code, why=why)
+
+
+STEPS = [step(n) for n in range(1, 31)]
+
+
+def test_a_run_that_goes_on(run):
+    line = look(run(*STEPS, launches=3))
+    assert (line.state, line.iteration, line.iterations, line.restarts, line.checkpoint) == ("running", 30, 100, 2, 20)
+    assert (line.tokens_per_second, line.seconds_left, line.loss) == (8 * 16 / 0.5, 35.0, 9.7)
+
+
+@pytest.mark.parametrize(
+    "records, more, state, why",
+    [
+        ([], dict(iteration=20), "starting", ""),
+        ([], dict(age=4000.0), "stalled", ""),
+        (STEPS, dict(age=50.0), "running", ""),
+        (STEPS, dict(age=70.0), "stalled", ""),
+        ([step(n, 30.0) for n in range(1, 9)], dict(age=200.0), "running", ""),  # steps of half a minute
+        (STEPS, dict(pid=ENDED), "failed", "killed"),
+        ([*STEPS, end(8, "iteration 31: loss nan")], {}, "failed", "loss nan"),
+        ([*STEPS, end(9, "signal caught")], dict(age=9e4, pid=ENDED), "stopped", "signal caught"),
+        ([*STEPS, end(0)], {}, "stopped", ""),
+        ([step(100), dict(kind="end", iteration=100, code=0, why="")], dict(pid=ENDED), "done", ""),
+        ([*STEPS, dict(kind="rewind", iteration=20)], {}, "running", ""),
+    ],
+)
+def test_states_of_a_run_without_heartbeats(records, more, state, why, run):
+    line = look(run(*records, **more))
+    assert line.state == state and why in line.why
+    assert line.iteration == (records[-1]["iteration"] if records else more.get("iteration", 0))
+
+
+def test_heartbeats_say_more(run, tmp_path):
+    folder = run(*STEPS, age=500.0, beats=tmp_path / "beats", pid=ENDED)
+    hearts = [Heartbeat(str(tmp_path / "beats"), rank) for rank in range(2)]
+    for heart in hearts:
+        heart.beat("evaluate", step=31)
+    line = look(folder)
+    assert (line.state, line.why) == ("running", "evaluate of step 31") and line.age < 5
+    line = look(folder, now=time.time() + 300)
+    assert (line.state, line.why) == ("stalled", "evaluate of step 31")
+    hearts[1].close(RuntimeError("disk is full"), 6)
+    line = look(folder)
+    assert (line.state, line.why) == ("failed", "rank 1: disk is full")
+    hearts[0].close()
+
+
+def test_long_torn_and_missing_files(run, tmp_path):
+    folder = run(*[step(n) for n in range(1, 2000)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "iterat')
+    assert look(folder).iteration == 1999
+    assert [path.name for path in folders([str(tmp_path)])] == ["a"]
+    (folder / "metrics.jsonl").write_text("")
+    line = look(folder)
+    assert (line.iteration, line.iterations, line.checkpoint) == (0, None, 20)
+    with pytest.raises(DataError, match="no metrics.jsonl"):
+        folders([str(tmp_path / "nowhere")])
+
+
+def test_the_command_prints_a_line_a_run(run, tmp_path, capsys):
+    run(*STEPS, name="one")
+    run(*STEPS, end(4, "the file is gone"), name="two")
+    main([str(tmp_path)])
+    first, one, two = capsys.readouterr().out.splitlines()
+    assert first.split() == ["run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint", "restarts"]
+    assert (
+        "running  30 of 100 (30%)  256       9.7000  0:00:35" in one and "failed" in two and "the file is gone" in two
+    )
+    main(["--json", str(tmp_path / "two")])
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["state"] == "failed" and found["checkpoint"] == 20
+    with pytest.raises(UsageError, match="which runs"):
+        main(["--json"])
