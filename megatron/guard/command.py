@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Optional
 
@@ -82,13 +83,14 @@ def shape_of(words: list[str]) -> tuple[int, int]:
     >>> shape_of("srun -N 4 torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py".split())
     (4, 8)
     """
-    each = _number(value_of(words, *RANKS))
-    if each is not None or not of_slurm(words):
-        return _number(value_of(words, *NODES)) or 1, each or 1
+    words = expanded(words)
+    nodes, each = _number(value_of(words, *NODES)), _number(value_of(words, *RANKS))
+    if not of_slurm(words):
+        return nodes or 1, each or 1
     own = words[: script_at(words)]
-    tasks = _number(value_of(own, *SLURM_TASKS)) or _number(os.environ.get("SLURM_NTASKS")) or 1
-    nodes = _number(value_of(own, *SLURM_NODES)) or _number(os.environ.get("SLURM_NNODES")) or 1
-    return (nodes, tasks // nodes) if tasks % nodes == 0 else (1, tasks)
+    nodes = nodes or _number(value_of(own, *SLURM_NODES)) or _number(os.environ.get("SLURM_NNODES")) or 1
+    tasks = _number(value_of(own, *SLURM_TASKS)) or _number(os.environ.get("SLURM_NTASKS")) or nodes
+    return nodes, each or max(1, tasks // nodes)
 
 
 def ranks_of(words: list[str]) -> int:
@@ -109,15 +111,17 @@ def with_ranks(words: list[str], ranks: int) -> list[str]:
     'srun --nodes=2 torchrun --nnodes=2 --nproc-per-node=8 pretrain_gpt.py'
     """
     nodes, each = shape_of(words)
-    each = min(each, ranks)
-    nodes = ranks // each
-    if value_of(words, *RANKS) is not None:
-        words = _put(_put(words, RANKS, each), NODES, nodes) if value_of(words, *NODES) else _put(words, RANKS, each)
-    elif not of_slurm(words):
+    one_each = nodes * each == (_number(value_of(words, *SLURM_TASKS)) or _number(os.environ.get("SLURM_NTASKS")))
+    launched = value_of(words, *RANKS) is not None
+    if not launched and (not of_slurm(words) or ranks % each and not one_each):
         raise SettingsError(f"the command does not say how many processes it starts: {' '.join(words)}",
                             do="torchrun --nproc-per-node N ...")  # fmt: skip
+    each = min(each, ranks)
+    nodes = ranks // each
+    if launched:
+        words = _put(_put(words, RANKS, each), NODES, nodes)
     if of_slurm(words):
-        tasks = nodes if value_of(words, *RANKS) is not None else ranks
+        tasks = ranks if one_each and not launched else nodes
         for flags, number, inherited in ((SLURM_NODES, nodes, "SLURM_NNODES"), (SLURM_TASKS, tasks, "SLURM_NTASKS")):
             if value_of(words[: script_at(words)], *flags) is not None:
                 words = _put(words, flags, number)
@@ -154,16 +158,27 @@ def config_of(words: list[str]) -> Optional[Config]:
 
 
 def flags_of(words: list[str]) -> list[str]:
-    """The training's own flags; a script of `scripts/` is asked for those that it stands for (PRINT=1)."""
+    """The training's own flags."""
+    words = expanded(words)
+    return words[script_at(words) + 1 :]
+
+
+def expanded(words: list[str]) -> list[str]:
+    """The command with a script of `scripts/` replaced by what that runs, which it tells (PRINT=1)."""
     at = script_at(words)
     if not words[at].endswith(".sh"):
-        return words[at + 1 :]
-    told = subprocess.run(["bash", *words[at:]], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
+        return words
+    start = at - 1 if at and Path(words[at - 1]).name in ("bash", "sh") else at
+    return [*words[:start], *_said_by(*words[at:])]
+
+
+@cache
+def _said_by(*words: str) -> list[str]:
+    told = subprocess.run(["bash", *words], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
                           capture_output=True, timeout=60, check=False)  # fmt: skip
     if told.returncode:
-        raise SettingsError(f"{words[at]} does not say what it runs", told.stderr.strip()[:500])
-    meant = shlex.split(told.stdout)
-    return meant[script_at(meant) + 1 :]
+        raise SettingsError(f"{words[0]} does not say what it runs", told.stderr.strip()[:500])
+    return shlex.split(told.stdout)
 
 
 def newest_checkpoint(folder: Optional[str]) -> Optional[int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.config import Config
 from megatron.errors import Failure, SettingsError
-from megatron.guard.command import config_of, of_slurm, shape_of, with_flag, with_ranks, without
+from megatron.guard.command import RANKS, config_of, of_slurm, shape_of, value_of, with_flag, with_ranks, without
 from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.target import cluster_of, job_of
@@ -38,7 +38,8 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
                             do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
     size = resolve(config, now).batch.global_batch_size
     words = with_flag(without(words, "--data-parallel-size"), "--global-batch-size", str(size))
-    numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks < each or ranks % each == 0]
+    divisible = value_of(words, *RANKS) is not None  # the ranks of one machine
+    numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
     why: list[str] = []
     for ranks in numbers:
         found = check(config_of(words), ranks)
