@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.chaos.runs import RECOVERED, Job, compare, launch, record
+from megatron.chaos.runs import RECOVERED, Job, attempts_in, compare, going_back, launch, record
 from megatron.chaos.supervised import command, environment
 from megatron.chaos.victim import Fault
 from megatron.checkpoint.state import checkpoints, read_tracker
@@ -30,6 +30,7 @@ GAP = (10.0, 20.0)  # seconds between two faults
 LAYOUT = "zero1"
 MORE = "--train-iters 100000 --save-interval 40 --keep-last 3 --eval-iters 0"
 PACE = 0.03  # seconds that a step takes longer than it must, so that ten minutes of steps are checked in one
+DAMAGE = "damage of the newest checkpoint"
 GOING_ON = 120.0  # seconds that a job has, after the last fault, to come to its next checkpoint
 SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry")
 
@@ -44,11 +45,13 @@ class Account:
     supervisors: int = 0  # times that the supervisor was started
     given_up: list[int] = field(default_factory=list)  # codes with which one ended that nobody had asked to
     steps: int = 0
+    back: list[str] = field(default_factory=list)  # starts from an older checkpoint than the newest
     verdict: str = "it has not come to its end"
 
     @property
     def good(self) -> bool:
-        return self.verdict == RECOVERED and not self.given_up and self.survived == sum(self.injected.values())
+        whole = self.survived == sum(self.injected.values()) and len(self.back) <= self.injected[DAMAGE]
+        return self.verdict == RECOVERED and not self.given_up and whole
 
     def text(self) -> str:
         """For the terminal."""
@@ -56,6 +59,8 @@ class Account:
         return "\n".join([
             f"{self.survived} of {sum(self.injected.values())} faults survived in {self.seconds / 60:.1f} minutes: {kinds}",
             f"{self.steps} steps, {self.supervisors} starts of the supervisor, given up with {self.given_up or 'none'}",
+            f"went on from an older checkpoint than the newest {len(self.back)} times; damaged was one "
+            f"{self.injected[DAMAGE]} times",
             f"compared with a clean run of {self.steps} steps: {self.verdict}",
         ])  # fmt: skip
 
@@ -65,7 +70,7 @@ class Account:
         count = sum(self.injected.values())
         return dict(id="random/run", group=group, seed=seed, phase="", rank=None, expected=RECOVERED, got=self.verdict,
                     exit=None, faults=count, good=self.good, seconds=round(self.seconds, 1), survived=self.survived,
-                    kinds=dict(self.injected), steps=self.steps)  # fmt: skip
+                    kinds=dict(self.injected), steps=self.steps, back=self.back)  # fmt: skip
 
 
 def random_run(folder: Path, minutes: float, seed: int, say: Callable[[str], None] = print) -> Account:
@@ -78,6 +83,7 @@ def random_run(folder: Path, minutes: float, seed: int, say: Callable[[str], Non
         processes.end_descendants(os.getpid())
     account = hunt.account
     account.seconds = time.monotonic() - started
+    account.back = going_back(attempts_in((hunt.job.folder / "supervisor.log").read_text(errors="replace")))
     account.steps = read_tracker(hunt.job.save) or 0
     say(f"a clean run of {account.steps} steps")
     clean = Job(LAYOUT, folder / "clean", folder, f"{MORE} --exit-interval {account.steps}")
@@ -210,5 +216,5 @@ FAULTS = {  # kind -> weight, what it does
     "SIGTERM to the supervisor": (2, Hunt.preempt),
     "SIGKILL of torchrun": (2, Hunt.kill_launcher),
     "NaN in a layer": (3, Hunt.spoil),
-    "damage of the newest checkpoint": (3, Hunt.damage),
+    DAMAGE: (3, Hunt.damage),
 }

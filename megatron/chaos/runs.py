@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -255,14 +256,9 @@ def clean_run(layout: str, common: Path, more: str = "") -> Record:
     return Record(*json.loads(path.read_text()))
 
 
-def compare(clean: Record, found: Record, attempts: list[Attempt] = ()) -> str:
+def compare(clean: Record, found: Record, attempts: Sequence[Attempt] = ()) -> str:
     """`RECOVERED`, or what is not as it should be."""
-    wrong = []
-    saved = 0
-    for attempt in attempts:
-        if attempt.resumed is not None and attempt.resumed < saved:
-            wrong.append(f"iteration {saved} was saved and a later start went on from {attempt.resumed}")
-        saved = max(saved, attempt.saved)
+    wrong = going_back(attempts)
     if found.repeats:
         wrong.append(f"iterations {list(found.repeats)} had other samples the second time")
     other = [n for n in sorted({*clean.ledger, *found.ledger}, key=int) if clean.ledger.get(n) != found.ledger.get(n)]
@@ -275,6 +271,24 @@ def compare(clean: Record, found: Record, attempts: list[Attempt] = ()) -> str:
     if bits:
         wrong.append(f"{len(bits)} of {len(clean.tensors)} tensors have other bits ({bits[0]})")
     return "; ".join(wrong) or RECOVERED
+
+
+def attempts_in(said: str) -> list[Attempt]:
+    """The starts of a supervised job, read off what was said in all of them."""
+    return [
+        Attempt([], text, None) for text in re.split(r"^\[supervise [\d:]+\] attempt \d+ on ", said, flags=re.M)[1:]
+    ]
+
+
+def going_back(attempts: Sequence[Attempt]) -> list[str]:
+    """Starts that went on from an older checkpoint than one that was said to be saved."""
+    saved, found = 0, []
+    for attempt in attempts:
+        if attempt.resumed is not None and attempt.resumed < saved:
+            found.append(f"iteration {saved} was saved and a later start went on from {attempt.resumed}")
+            saved = attempt.resumed
+        saved = max(saved, attempt.saved)
+    return found
 
 
 def restarted(job: Job, first: Attempt, limit: int = 3) -> str:

@@ -18,7 +18,7 @@ from typing import Optional
 
 from megatron.chaos.case import Case, Got
 from megatron.chaos.processes import TWO
-from megatron.chaos.runs import RECOVERED, STEPS, Job, clean_run, compare, record
+from megatron.chaos.runs import RECOVERED, STEPS, Job, attempts_in, clean_run, compare, record
 from megatron.chaos.victim import Fault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -83,7 +83,7 @@ class Supervised:
 
     def compared(self) -> str:
         """With the clean run."""
-        return compare(clean_run(self.job.layout, self.job.common), record(self.job.save))
+        return compare(clean_run(self.job.layout, self.job.common), record(self.job.save), attempts_in(self.said))
 
 
 def hung(layout: str, rank: int, folder: Path, seed: int) -> Got:
