@@ -102,10 +102,12 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
     parallel = replace(parallel, data_parallel_size=None, pipeline_timeline=None)
     quiet = dict(
         checkpoint=schema.Checkpoint(),
+        optimizer=replace(
+            config.optimizer, param_cpu_offload=config.optimizer.param_cpu_offload and parallel.sharding_stage == 3
+        ),
         data=replace(config.data, num_workers=0),
         kernels=replace(config.kernels, device="cpu"),
-        logging=replace(config.logging, log_interval=10**9, log_progress=False, metrics_file=None, tensorboard_dir=None,
-                        wandb_project=None, wandb_exp_name=None),
+        logging=schema.Logging(log_interval=10**9, seed=config.logging.seed),
     )  # fmt: skip
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
 

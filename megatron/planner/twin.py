@@ -25,6 +25,7 @@ from megatron.config import (
     Checkpoint,
     Config,
     Data,
+    Logging,
     Model,
     Optimizer,
     Parallel,
@@ -109,7 +110,7 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
 def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: int = 10) -> Config:
     """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
     batch = _batch(config.batch, sizes, micros or max(2, sizes.pp), steps)
-    guard, logging = config.guard, config.logging
+    guard = config.guard
     return replace(
         config,
         model=_model(config.model, sizes),
@@ -126,8 +127,7 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
         guard=replace(guard, check_replicas_interval=guard.check_replicas_interval and 1, kill_switch_file=None,
                       heartbeat_dir=None, on_spike="continue" if guard.on_spike == "rollback" else guard.on_spike,
                       iterations_to_skip=None, override=None),
-        logging=replace(logging, log_interval=1, log_progress=False, metrics_file=None, tensorboard_dir=None,
-                        wandb_project=None, wandb_exp_name=None),
+        logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
     )  # fmt: skip
 

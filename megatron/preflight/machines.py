@@ -9,11 +9,12 @@ for a product of matrices or for an all-reduce inside their node.
 import hashlib
 import os
 import platform
+import shutil
 import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -46,12 +47,14 @@ class Facts(NamedTuple):
     code: dict[str, str]
     settings: dict[str, str]
     files: dict[str, int | None]
+    free: int | None = None  # bytes on the disk of --save
 
 
-def check_machines(config: schema.Config, context: Context) -> Iterator[Check]:
+def check_machines(config: schema.Config, context: Context, checkpoint_bytes: float) -> Iterator[Check]:
     """All ranks together, with the same result on each."""
-    world = context.mesh.world
-    own = Facts(node_of(), versions(context.device), code_hashes(), settings_of(config), file_sizes(config))
+    world, save = context.mesh.world, config.checkpoint.save
+    own = Facts(node_of(), versions(context.device), code_hashes(), settings_of(config), file_sizes(config),
+                free_bytes(save) if save else None)  # fmt: skip
     ranks: list[Facts] = collectives.gather_objects(own, world)
     nodes = [facts.node for facts in ranks]
     yield Check("ranks", f"{len(ranks)} ranks on {len(set(nodes))} node(s): "
@@ -59,11 +62,16 @@ def check_machines(config: schema.Config, context: Context) -> Iterator[Check]:
                 lopsided(nodes), "start the same number of processes on every node")  # fmt: skip
     yield alike("versions", ranks, "versions", "install the same everywhere")
     yield alike("code", ranks, "code", "copy the same code to every node, or use one shared folder")
-    yield alike("settings", ranks, "settings", "start every rank with the same command line")
+    yield alike("command", ranks, "settings", "start every rank with the same command line")
     yield check_files(ranks)
+    if save:
+        least, needed = min(facts.free for facts in ranks) / 1e9, checkpoint_bytes / 1e9
+        fault = f"--save {save} has {least:,.1f} GB free, and a checkpoint takes {needed:,.1f} GB"
+        yield Check("disk", f"{least:,.1f} GB free for checkpoints of {needed:,.1f} GB", fault if least < needed else "",
+                    "free some, or give another folder")  # fmt: skip
     yield check_clocks(clock_offsets(context), nodes)
     seconds = gemm_seconds(context.device)
-    yield compared("gemm", gather_numbers(seconds, context), nodes, "products of matrices",
+    yield compared("gemm", gather_numbers(seconds, context), lambda odd: who(odd, nodes), "products of matrices",
                    "drain that node, or see what else runs on it")  # fmt: skip
     yield check_all_reduce(context, nodes)
 
@@ -121,6 +129,12 @@ def file_sizes(config: schema.Config) -> dict[str, int | None]:
         except OSError:
             found[path] = None
     return found
+
+
+def free_bytes(folder: str) -> int:
+    """Of the disk that a folder lies on, or will."""
+    path = Path(folder).absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -194,17 +208,15 @@ def check_clocks(offsets: Sequence[float], nodes: Sequence[tuple[str, str]]) -> 
     return Check("clocks", f"at most {1000 * spread:.0f} ms apart", fault, "set it by NTP (timedatectl, chronyc)")
 
 
-def compared(name: str, seconds: Sequence[float], nodes, what: str, do: str) -> Check:
-    """Whether somebody needs more than 20 % longer than the median of all."""
+def compared(name: str, seconds: Sequence[float], words: Callable[[list[int]], str], what: str, do: str) -> Check:
+    """Whether somebody needs more than 20 % longer than the median of all; `words` says who has these places."""
     median = statistics.median_low(seconds)
     odd = [rank for rank, took in enumerate(seconds) if took > SLOW * median]
     told = f"{what}: {1000 * min(seconds):.2f} to {1000 * max(seconds):.2f} ms, median {1000 * median:.2f} ms"
     fault = ""
     if odd:
         worst = max(seconds[rank] for rank in odd)
-        fault = (
-            f"{who(odd, nodes)}: {what} take {worst / median - 1:.0%} longer than the median of {1000 * median:.2f} ms"
-        )
+        fault = f"{words(odd)}: {what}: {worst / median - 1:.0%} slower than the median of {1000 * median:.2f} ms"
     return Check(name, told, fault, do)
 
 
@@ -270,15 +282,14 @@ def check_all_reduce(context: Context, nodes: Sequence[tuple[str, str]]) -> Chec
     mine = next((axis for axis in axes if context.mesh.rank in axis.ranks), None)
     inside = gather_numbers(all_reduce_seconds(mine, context.device) if mine else 0.0, context)
     everywhere = max(gather_numbers(all_reduce_seconds(context.mesh.world, context.device), context))
-    slowest = [max(inside[rank] for rank in group) for group in groups]
-    alike_sized = [at for at, group in enumerate(groups) if len(group) == usual > 1]
-    size = _elements(context.device) * 4 / 2**20
-    whole = f"{size:.0f} MiB over all ranks in {1000 * everywhere:.2f} ms"
-    if not alike_sized:
+    whole = f"{_elements(context.device) * 4 / 2**20:.0f} MiB over all ranks in {1000 * everywhere:.2f} ms"
+    like = [group for group in groups if len(group) == usual > 1]
+    if not like:
         return Check("all-reduce", whole)
-    check = compared("all-reduce", [slowest[at] for at in alike_sized], [nodes[groups[at][0]] for at in alike_sized],
-                     f"{size:.0f} MiB inside a node", "see nvidia-smi topo -m and the links of that node")  # fmt: skip
-    return check._replace(told=f"{check.told}; {whole}")
+    slowest = [max(inside[rank] for rank in group) for group in like]
+    check = compared("all-reduce", slowest, lambda odd: who([rank for at in odd for rank in like[at]], nodes),
+                     "the same inside a node", "see nvidia-smi topo -m and the links of that node")  # fmt: skip
+    return check._replace(told=f"{whole}; {check.told}")
 
 
 def _elements(device: torch.device) -> int:

@@ -14,8 +14,9 @@ Ranks that differ in their place in data parallel groups hold the same, so 128 r
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -26,6 +27,7 @@ from megatron import config as schema
 from megatron import flops
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
+from megatron.model.recompute import plan
 from megatron.mpu.context import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Mesh, ranks_along, sizes_of
 from megatron.optimizer.units import lay_out, owned_ranges, pieces_of
@@ -87,8 +89,8 @@ def check_ranks(design: Design) -> Iterator[Check]:
     pp, tp = design.sizes["pp"], design.sizes["tp"]
     model = design.config.model
     exact = flops.parameters(model, design.vocab_size)
-    yield Check("layers", f"{model.num_layers} layers on {pp} pipeline ranks; {held.ranks} distinct ranks "
-                f"({pp} x {tp}) built in {took:.1f} s", "; ".join(held.misplaced[:4]), OURS)  # fmt: skip
+    yield Check("layers", f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
+                f"{tp}, built in {took:.1f} s", "; ".join(held.misplaced[:4]), OURS)  # fmt: skip
     count = sum(math.prod(shape) for shape in held.shapes.values())
     wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
     yield Check("parameters", f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
@@ -129,11 +131,11 @@ def check_schedule(design: Design) -> Check:
     pipeline, batch = design.pipeline, design.config.batch
     dp = design.sizes["replicate"] * design.sizes["shard"]
     micros = batch.global_batch_size // (batch.micro_batch_size * dp)
-    short = pipeline.own.micros if pipeline.own else min(micros, 3 * pipeline.pp + micros % pipeline.pp)
-    plan = pipeline.own.plan if pipeline.own else make_plan(pipeline.name, pipeline.pp, short, pipeline.chunks)
+    short = pipeline.own.micros if pipeline.own else min(micros, max(8, 3 * pipeline.pp) + micros % pipeline.pp)
+    ops = pipeline.own.plan if pipeline.own else make_plan(pipeline.name, pipeline.pp, short, pipeline.chunks)
     fault = ""
     try:
-        verify(plan, short, pipeline.stages)
+        verify(ops, short, pipeline.stages)
     except (ValueError, AssertionError) as error:
         fault = str(error)
     part = f"{short} of {micros}" if short < micros else str(micros)
@@ -192,7 +194,9 @@ def census(design: Design) -> Census:
 def check_shapes(design: Design) -> Check:
     """A micro-batch forward and back through each kind of stage, on the first and the last tensor parallel rank."""
     started, kinds, wrong = time.perf_counter(), set(), []
-    pipeline, last = design.pipeline, design.sizes["tp"] - 1
+    last, recompute = design.sizes["tp"] - 1, design.config.recompute
+    pipeline = design.pipeline
+    pipeline = replace(pipeline, layers=tuple(few_of_each(layers, recompute) for layers in pipeline.layers))
     with _talking_to_nobody(last + 1):
         for mesh in design.distinct:
             if mesh.tp.rank not in (0, last):
@@ -202,7 +206,11 @@ def check_shapes(design: Design) -> Check:
                 continue
             kinds.add(kind)
             for stage in design.stages(mesh, pipeline):
-                wrong += [f"rank {mesh.rank}: {fault}" for fault in _walk(design, mesh, stage)]
+                try:
+                    faults = _walk(design, mesh, stage)
+                except (RuntimeError, AssertionError, TypeError) as error:
+                    faults = [" ".join(str(error).split())[:200]]
+                wrong += [f"rank {mesh.rank}: {fault}" for fault in faults]
     model, micro = design.config.model, design.config.batch.micro_batch_size
     took = time.perf_counter() - started
     told = (
@@ -211,11 +219,26 @@ def check_shapes(design: Design) -> Check:
     return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS)
 
 
+def few_of_each(layers: Sequence[int], settings: schema.Recompute) -> tuple[int, ...]:
+    """The first two groups of layers of each kind: layers are alike but for what is computed again.
+
+    >>> few_of_each(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"))
+    (4, 5, 7, 8)
+    """
+    seen, kept = Counter(), []
+    for group in plan(layers, settings):
+        kind = (group.again, len(group.layers))
+        seen[kind] += 1
+        kept += group.layers if seen[kind] <= 2 else ()
+    return tuple(kept)
+
+
 def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
     """What makes a pipeline rank differ from another in what it computes."""
-    last, exempt = len(pipeline.stages) - 1, design.config.recompute.exempt_layers
-    return tuple((stage == 0, stage == last, tuple(layer in exempt for layer in pipeline.layers[stage]))
-                 for stage in pipeline.stages_of(pp))  # fmt: skip
+    last, settings = len(pipeline.stages) - 1, design.config.recompute
+    groups = [plan(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
+    return tuple((stage == 0, stage == last, tuple((group.again, len(group.layers)) for group in of_stage))
+                 for stage, of_stage in zip(pipeline.stages_of(pp), groups))  # fmt: skip
 
 
 @contextlib.contextmanager

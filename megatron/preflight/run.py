@@ -32,12 +32,12 @@ def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[s
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
     report.add(*check_settings(config, found, cluster, source, started))
-    if found.resolved is None or found.settings:
+    if any(check.name == "settings" for check in report.failed):
         raise refusal(report.failed, len(report.checks))
     if rank == 0:
         check_design(found, cluster.world_size, recipe(), report)
     if started > 1:
-        together(config, found.resolved, report)
+        together(config, found, report)
     report.end()
 
 
@@ -82,13 +82,14 @@ def check_design(found: Inspection, world_size: int, recipe, report: Report) -> 
     torch.set_num_threads(threads)
 
 
-def together(config: schema.Config, resolved: schema.Config, report: Report) -> None:
+def together(config: schema.Config, found: Inspection, report: Report) -> None:
     """All ranks of a job that was started: join, compare, measure. Every rank raises what the first one found, too."""
     from megatron.mpu import collectives, context
     from megatron.preflight.machines import check_machines
 
-    place = context.join(resolved.parallel, resolved.kernels)
-    for check in check_machines(config, place):
+    place = context.join(found.resolved.parallel, found.resolved.kernels)
+    weights = flops.parameters(found.job.model, found.job.vocab_size)
+    for check in check_machines(config, place, weights * (4 if config.checkpoint.no_save_optim else 12)):
         report.add(check)
     failed, number = collectives.broadcast_object((report.failed, len(report.checks)), place.mesh.world)
     context.leave(place)
