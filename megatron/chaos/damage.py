@@ -189,40 +189,39 @@ class Tokens(Subject):
             return "tools.verify_data finds nothing"
         return "other tokens, found good" if not problems and self.content() != self.truth else None
 
+    def samples(self) -> list[bytes]:
+        """Samples of it, as training has them."""
+        said: list[str] = []
+        data = Data(data_path=[self.prefix], split="8,2,0", data_cache_path=str(self.folder / "cache"))
+        train, valid, _ = build_datasets(data, 16, (300, 30, 0), 7, vocab_size=99, say=said.append)
+        self.said = said
+        return [split[i].tobytes() for split in (train, valid) for i in range(0, len(split), 7)]
+
 
 # ---- index caches ----------------------------------------------------------------------------------------------------
 
 
-class IndexCache(Subject):
+class IndexCache(Tokens):
     """The index maps of training and validation data. Damaged are those of training."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.prefix = token_files(folder / "a", seed=1)
-        self.truth, _ = self.samples()
+        self.truth = self.samples()
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("cache/*/*"))
         train = [name for name in names if "-train-" in name]
         self.files = self.remember(train + [name for name in names if name not in train])
         for name in train:
             file = name.rpartition("/")[2]
             self.twins[name] = [other for other in names if other not in train and other.endswith(file)]
-        self.twins[train[0]].append(train[1])
+        self.twins[train[0]].append(train[2])
         self.twins[train[2]].append(train[3])
-
-    def samples(self) -> tuple[list[bytes], list[str]]:
-        """(all samples, what was said meanwhile)"""
-        said: list[str] = []
-        data = Data(data_path=[self.prefix], split="8,2,0", data_cache_path=str(self.folder / "cache"))
-        train, valid, _ = build_datasets(data, 16, (300, 30, 0), 7, vocab_size=99, say=said.append)
-        return [split[i].tobytes() for split in (train, valid) for i in range(0, len(split), 7)], said
 
     def use(self, name: str) -> Optional[str]:
         """As training does: a damaged cache is built again, and said."""
-        samples, said = self.samples()
         missing = not (self.folder / name).exists()
-        if samples != self.truth:
+        if self.samples() != self.truth:
             return "other samples"
-        return "built again without a word" if missing and not said else None
+        return "built again without a word" if missing and not self.said else None
 
 
 # ---- the cases -------------------------------------------------------------------------------------------------------

@@ -121,7 +121,10 @@ def _file_names(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} has no model.safetensors",
                               "it holds pickled weights, which are not opened" if pickled else None,
                               "save the model with safe_serialization=True" if pickled else None)  # fmt: skip
-    names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in listed.values()})
     for name in names:
         if not _PLAIN.fullmatch(name):
             raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")

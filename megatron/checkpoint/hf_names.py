@@ -151,9 +151,14 @@ def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"model_type {kind!r} in config.json is not read here", "there are: gpt2, llama")
     try:
-        return kind, *(_from_gpt2 if kind == "gpt2" else _from_llama)(theirs)
-    except (KeyError, TypeError, ValueError) as error:
+        model, vocab_size = (_from_gpt2 if kind == "gpt2" else _from_llama)(theirs)
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"config.json is not complete: {error!r}") from None
+    sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length, model.ffn_hidden_size,
+             vocab_size)  # fmt: skip
+    if not all(0 < size < 1 << 31 for size in sizes):
+        raise CheckpointError(f"config.json describes no model: sizes {', '.join(map(str, sizes))}")
+    return kind, model, vocab_size
 
 
 def _refuse(theirs: dict[str, Any], **allowed) -> None:

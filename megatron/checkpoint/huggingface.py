@@ -113,6 +113,10 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     """
     kind, model, vocab_size = our_settings(hf_files.read_json(source / "config.json"))
     files = hf_files.TensorFiles(source)
+    if model.num_layers > len(files.shapes):  # before anything is made for each of them
+        raise CheckpointError(
+            f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"
+        )
     wanted = {match.ours: match for match in matches(kind, model)}
     names = _fitting_names(source, files, kind, model)
     shapes = {

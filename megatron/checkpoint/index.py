@@ -99,7 +99,8 @@ def _tensor(name: str, entry: dict, block: int, files: dict) -> Tensor:
         size = box.size * dtype.itemsize
         _demand(file in files, f"{name}: file {file!r} is not listed")
         _demand(size <= files[file][0], f"{name}: {size} bytes in a file of {files[file][0]}")
-        _demand(type(key) is str and len(checksums) == -(-size // block), f"{name}: key {key!r} and its checksums")
+        _demand(type(key) is str and type(checksums) is list, f"{name}: key {key!r} and its checksums")
+        _demand(len(checksums) == -(-size // block), f"{name}: {len(checksums)} checksums of {size} bytes")
         stored.append(Stored(box, file, key, checksums))
     flaw = find_flaw(shape, [item.box for item in stored])
     _demand(flaw is None, f"{name}: {flaw}")

@@ -112,10 +112,10 @@ def find_parts(source: Path, step: Optional[int]) -> list[Part]:
     folder = source
     if not any(source.glob("mp_rank_*")):
         try:
-            word = str(step) if step is not None else (source / TRACKER).read_text().strip()
+            text = (source / TRACKER).read_bytes()[:32] if step is None else str(step).encode()
         except OSError as error:
             raise CheckpointError(f"{source} holds no mp_rank_* and no {TRACKER}: {error.strerror}") from None
-        folder = source / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
+        folder = source / (f"iter_{int(text):07d}" if text.strip().isdigit() else "release")
     parts = []
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)

@@ -76,7 +76,8 @@ def read_manifest(prefix: str) -> dict[str, Any]:
         if content["format"] != _FORMAT or type(block) is not int or block < 4096:
             raise ValueError("not a manifest")
         for suffix in SUFFIXES:
-            if len(files[suffix]["sums"]) != -(-files[suffix]["bytes"] // block):
+            size, sums = files[suffix]["bytes"], files[suffix]["sums"]
+            if type(size) is not int or type(sums) is not list or len(sums) != -(-size // block):
                 raise ValueError("checksums are missing")
     except Damaged as problem:
         raise DataError(problem.what) from None

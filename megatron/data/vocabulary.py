@@ -19,8 +19,11 @@ def identity_of(prefix: str) -> dict | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
-    except (ValueError, AttributeError):
+        identity = json.loads(path.read_text(encoding="utf-8"))["tokenizer"]
+        if identity is None or all(isinstance(value, (str, int, type(None))) for value in identity.values()):
+            return identity
+        raise ValueError(identity)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DataError(f"{path}: damaged", do="remove it: it is not needed, only checked") from None
 
 
