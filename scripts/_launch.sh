@@ -148,6 +148,8 @@ count_devices() { # that a process on this node may use: at least 1, the CPU
         echo $((count + 1))
     elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
         echo "$SLURM_GPUS_ON_NODE"
+    elif [ -n "${CUDA_VISIBLE_DEVICES+hidden}" ]; then
+        echo 1
     else
         count=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
         echo $((count > 0 ? count : 1))

@@ -29,7 +29,7 @@ FLOORS = (
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
     ("preflight.ranks preflight.machines preflight.verdict", 4),
     ("profiler run startup detours training tuning parity preflight.*", 5),  # where everything meets
-    ("tools.* chaos.* pretrain_* preprocess_data merge_datasets setup", 6),  # commands
+    ("tools.* chaos.* pretrain pretrain_* preprocess_data merge_datasets setup", 6),  # commands
     (
         "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos "
         "preflight",

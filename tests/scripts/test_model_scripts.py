@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every script of a model: its head, its dry run, its pre-flight and its twin; and what the launcher makes of the world."""
+
+import importlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import CheckpointError, UsageError
+from megatron.flags import parse_pretrain
+from megatron.planner.twin import original, twin_of
+from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
+
+SCRIPTS = {path.stem: path for path in model_scripts()}
+PROMISED = """pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_345M_single pretrain_gpt_1.3B_single
+    pretrain_gpt_1.3B_dp8 pretrain_gpt_2.7B pretrain_gpt_6.7B_sharding16 pretrain_gpt_13B pretrain_gpt_22B_auto
+    pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_175B_tp8_pp16 pretrain_gpt_530B pretrain_gpt_1T auto_gpt_345M_single
+    auto_gpt_1.3B_single auto_gpt_1.3B_dp8 auto_gpt_6.7B_sharding16 pretrain_llama_1B pretrain_llama_8B
+    pretrain_llama_70B""".split()
+LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC SUPERVISE
+    LOG_DIR PRINT OMP_NUM_THREADS""".split()
+CLEAN = {name: value for name, value in os.environ.items()
+         if name not in (*OWN_VARIABLES, *LAUNCHERS) and not name.startswith("SLURM")}  # fmt: skip
+CLEAN |= dict(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+
+
+def bash(script, *words, timeout=120, cwd=None, **env):
+    """A script through bash, in an environment that no launcher has touched."""
+    path = script if isinstance(script, Path) else FOLDER / f"{script}.sh"
+    return subprocess.run(["bash", str(path), *words], env=CLEAN | env, capture_output=True, text=True, timeout=timeout,
+                          cwd=cwd)  # fmt: skip
+
+
+def test_every_promised_script_is_there():
+    assert sorted(SCRIPTS) == sorted(PROMISED)
+
+
+# ---- each script -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_head_is_what_the_planner_says(name):
+    text = SCRIPTS[name].read_text()
+    assert text == with_head(text, head(SCRIPTS[name])), "python -m megatron.tools.script_heads"
+    assert "# needs    " in text and max(map(len, text.splitlines())) <= 120
+    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert commands[0].startswith("source ") and commands[1].startswith("launch ")
+    assert all(line.startswith("    ") for line in commands[2:]), "only flags"
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "pretrain_gpt_175B_mp8_pp16"])
+def test_dry_run_without_torch(name, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    done = bash(name, "--dry-run", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "dry run: nothing was found that cannot work" in done.stdout and "synthetic samples" in done.stdout
+
+
+def configured(name):
+    return parse_pretrain(command(SCRIPTS[name]))
+
+
+def twin(name):
+    config, world_size = original(configured(name), lambda text: None)
+    return twin_of(config, world_size)
+
+
+@pytest.fixture(scope="session")
+def first_with():
+    """`first_with(kind, name)`: the script whose twin is the same and was met first, so that nothing is run twice."""
+    seen = {}
+
+    def find(kind, name):
+        found = twin(name)
+        model = replace(found.config.model, init_method_std=0.02)  # nor do learning rates make another twin
+        config = replace(found.config, model=model, optimizer=None, planner=None)
+        return seen.setdefault((kind, found.world_size, repr(config)), name)
+
+    return find
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_preflight(name, first_with, monkeypatch):
+    from megatron.preflight import twins
+    from megatron.preflight.run import preflight
+    from megatron.preflight.verdict import Check
+    from pretrain_gpt import recipe
+
+    other, told = first_with("preflight", name), []
+    if other != name:
+        monkeypatch.setattr(twins, "check_twin", lambda *_: [Check("twin", f"that of {other}")])
+    preflight(configured(name), recipe, told.append, {})
+    assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "twin"] for line in told), told
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_twin_trains(name, first_with, capfd):
+    if first_with("training", name) != name:
+        pytest.skip(f"the same twin as that of {first_with('training', name)}")
+    from megatron.tools import twin as tool
+
+    tool.main([word for word in command(SCRIPTS[name]) if word != "--dry-run"])
+    out = capfd.readouterr().out
+    assert "iteration        3/       3" in out and "nan" not in out.replace("number of nan iterations:   0", "")
+
+
+def test_bash_runs_twin_and_preflight():
+    done = bash("pretrain_gpt2_small_zero3", SHRINK="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "iteration        3/       3" in done.stdout, done.stderr
+    done = bash("pretrain_gpt_175B_mp8_pp16", "--preflight", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "checks passed" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["evaluate_gpt_345M", "inference_gpt_345M", "export_gpt_345M"])
+def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
+    data = ["--data-path", "held_out"] if name.startswith("evaluate") else []
+    done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))
+    python, dash_m, module, *words = shlex.split(done.stdout)
+    assert (python, dash_m) == (sys.executable, "-m")
+    with pytest.raises(CheckpointError, match="none"):
+        importlib.import_module(module).main(words)
+
+
+# ---- the launcher ----------------------------------------------------------------------------------------------------
+
+TINY = """launch {ranks} A100-80GB --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 \\
+    --vocab-size 60 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 \\
+    --device cpu {flags} "$@"
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """`tiny(ranks=2, flags="")`: a script as those of scripts/, of a model that trains in a moment."""
+
+    def write(ranks=2, flags=""):
+        path = tmp_path / "pretrain_tiny.sh"
+        path.write_text(f"source {shlex.quote(str(FOLDER))}/_launch.sh\n" + TINY.format(ranks=ranks, flags=flags))
+        return path
+
+    return write
+
+
+def printed(path, *words, **env):
+    """What the launcher would run: (words up to pretrain_gpt.py, its flags)."""
+    done = bash(path, "--mock-data", *words, PRINT="1", **env)
+    assert done.returncode == 0, done.stderr
+    found = shlex.split(done.stdout)
+    at = found.index(str(FOLDER.parent / "pretrain_gpt.py"))
+    return " ".join(found[:at]).replace(sys.executable, "python"), found[at + 1 :]
+
+
+RUN = "python -m torch.distributed.run --nproc-per-node "
+NODE = dict(MASTER_ADDR="first", MASTER_PORT="5")
+STEP = dict(
+    SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="n[1-4]", SLURM_STEP_NUM_NODES="4", SLURM_NODEID="2"
+)
+PER_NODE = STEP | dict(SLURM_STEP_NUM_TASKS="4", SLURM_GPUS_ON_NODE="8", SLURM_PROCID="2", SLURM_LOCALID="0")
+PER_RANK = STEP | dict(SLURM_STEP_NUM_TASKS="32", SLURM_PROCID="21", SLURM_LOCALID="5")
+
+
+@pytest.mark.parametrize(
+    "ranks, env, words",
+    [
+        (1, {}, "python"),
+        (8, {}, "python"),  # no GPU here: one process
+        (8, dict(NPROC="4"), RUN + "4 --standalone"),
+        (8, dict(GPUS="0,1,2"), RUN + "3 --standalone"),
+        (1, dict(GPUS="0,1,2"), "python"),  # made for one
+        (8, dict(NPROC="2", LOG_DIR="l"), RUN + "2 --standalone --log-dir l/ranks-of-node-0 --redirects 3 --tee 0:3"),
+        (16, dict(NNODES="2", NODE_RANK="1", NPROC="8") | NODE,
+         RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5"),
+        (16, dict(WORLD_SIZE="2", RANK="1", LOCAL_WORLD_SIZE="8") | NODE,
+         RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5"),
+        (16, dict(WORLD_SIZE="2", RANK="0", CUDA_VISIBLE_DEVICES="0,1,2,3", MASTER_ADDR="first"),
+         RUN + "4 --nnodes 2 --node-rank 0 --master-addr first --master-port 29500"),
+        (16, dict(WORLD_SIZE="16", RANK="9", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8") | NODE, "python"),
+        (32, PER_NODE, RUN + "8 --nnodes 4 --node-rank 2 --master-addr 10.0.0.1 --master-port 20112"),
+        (32, PER_NODE | dict(SLURM_RESTART_COUNT="2"),
+         RUN + "8 --nnodes 4 --node-rank 2 --master-addr 10.0.0.1 --master-port 20306"),
+        (32, PER_NODE | NODE, RUN + "8 --nnodes 4 --node-rank 2 --master-addr first --master-port 5"),
+        (32, PER_RANK, "python"),
+        (2, dict(NPROC="2", SUPERVISE="--max-restarts 3"),
+         f"python -m megatron.tools.supervise --max-restarts 3 -- {RUN}2 --standalone"),
+    ],
+)  # fmt: skip
+def test_what_is_started(tiny, tmp_path, ranks, env, words):
+    scontrol = tmp_path / "scontrol"
+    answer = '[ "$2" = hostnames ] && printf "n1\\nn2\\n" || echo "NodeName=$3 NodeAddr=10.0.0.1 NodeHostName=h"'
+    scontrol.write_text(f"#!/bin/sh\n{answer}\n")
+    scontrol.chmod(0o755)
+    env = dict(env, PATH=f"{tmp_path}:{CLEAN['PATH']}")
+    started, flags = printed(tiny(ranks), "--seed", "5", **env)
+    assert started == words
+    assert flags[-3:] == ["--mock-data", "--seed", "5"] and "--world-size" not in flags
+
+
+def test_ranks_of_slurm_tasks(tiny, tmp_path):
+    """With a task for each rank, the environment is torchrun's."""
+    show = tmp_path / "python"
+    show.write_text('#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"\n')
+    show.chmod(0o755)
+    told = bash(tiny(32), "--mock-data", PYTHON=str(show), **PER_RANK, **NODE).stdout.split("\n")
+    assert told[0] == "21 32 5 8 first 5"
+    one = PER_RANK | dict(CUDA_VISIBLE_DEVICES="3")  # SLURM has given each task its own GPU
+    assert bash(tiny(32), "--mock-data", PYTHON=str(show), **one, **NODE).stdout.split("\n")[0] == "21 32 0 8 first 5"
+
+
+def test_paths_come_from_the_environment(tiny):
+    where = dict(DATA_PATH="0.3 a 0.7 b", VOCAB_FILE="my vocab.json", MERGE_FILE="m", CHECKPOINTS="my runs", PRINT="1")
+    flags = shlex.split(bash(tiny(1), **where).stdout)
+    told = " ".join(flags)
+    assert (
+        "--data-path 0.3 a 0.7 b --vocab-file my vocab.json --merge-file m --save my runs --save-interval auto" in told
+    )
+    assert flags[flags.index("--load") + 1] == "my runs" and "--auto-resume" in flags and "--mock-data" not in flags
+    own = bash(tiny(1), "--data_path=c", "--save", "s", "--save-interval", "5", **where).stdout
+    assert "0.3" not in own and "runs" not in own and "--auto-resume" not in own
+    looked = bash(tiny(1), "--dry-run", "--world-size", "4", PRINT="1", RANK="3", WORLD_SIZE="4").stdout
+    assert looked.endswith("--dry-run --world-size 4 --mock-data --local-world-size 1 \n")
+
+
+def test_what_cannot_work_is_said_before_anything_starts(tiny):
+    done = bash(tiny(1))
+    assert done.returncode == 4 and "DATA_PATH=PREFIX bash" in done.stderr and "--mock-data" in done.stderr
+    done = bash("pretrain_gpt_175B_tp8_pp16", "--mock-data", NPROC="8")
+    assert done.returncode == 3 and done.stdout == ""
+    assert "8 ranks cannot be divided by tensor x pipeline x context parallel size 8 x 16 x 1 = 128" in done.stderr
+    assert "pretrain_gpt_175B_tp8_pp16.sh is made for 128 ranks, and here are 8 (1 nodes x 8)" in done.stderr
+    done = bash(tiny(2), "--hidden-size", "17", DATA_PATH="nowhere", NPROC="2")
+    assert done.returncode == 3 and "17" in done.stderr and "nowhere" in done.stderr
+    done = bash(tiny(2), "--mock-data", WORLD_SIZE="2", RANK="0")
+    assert done.returncode == 2 and "MASTER_ADDR" in done.stderr
+    done = bash(tiny(2), "--mock-data", "--no-such-flag", NPROC="2")
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr
+
+
+def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
+    """Two nodes of one process, as a cluster that sets WORLD_SIZE and RANK for each node starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = tiny(2, "--tensor-model-parallel-size 2")
+    env = CLEAN | dict(
+        WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1"
+    )
+    nodes = [subprocess.Popen(["bash", str(path), "--mock-data"], env=env | dict(RANK=str(rank)), cwd=tmp_path, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]  # fmt: skip
+    told = [node.communicate(timeout=200) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert "iteration        2/       2" in told[0][0]
+
+
+def test_shellcheck():
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    files = [*FOLDER.glob("*_*.sh"), *FOLDER.glob("slurm/*")]
+    files = [str(path) for path in files if path.name not in ("_env.sh",)]
+    done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- a layout that nobody has to choose ------------------------------------------------------------------------------
+
+ASKED = """--task-type {task} --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500
+    --max-global-batch-size 16 --lr 1e-3 --train-iters 2 --eval-iters 0 --log-interval 1 --mock-data"""
+
+
+def test_pretrain_plans_for_another_cluster_and_trains_in_a_job(capsys, monkeypatch):
+    from megatron import pretrain
+
+    words = ASKED.format(task="llm.megatron.GPT").split()
+    pretrain.main([*words, "--world-size", "64", "--local_world_size=8", "--device-name", "A100-80GB"], {})
+    out = capsys.readouterr().out
+    assert "layouts looked at" in out and "torchrun --nnodes 8 --nproc-per-node 8" in out and "iteration" not in out
+    monkeypatch.delenv("RANK", raising=False)
+    pretrain.main([*words, "--device", "cpu"], {})
+    out = capsys.readouterr().out
+    assert "--auto-parallel: " in out and "iteration        2/       2" in out
+
+
+def test_pretrain_refuses_other_tasks():
+    from megatron import pretrain
+
+    with pytest.raises(UsageError, match="BERT"):
+        pretrain.main(ASKED.format(task="BERT").split(), {})
+    with pytest.raises(UsageError, match="needs a value"):
+        pretrain.main(["--task-type"], {})
