@@ -13,7 +13,7 @@ from megatron.batch import total_iterations
 from megatron.checkpoint.keeper import Keeper
 from megatron.checkpoint.store import share
 from megatron.data.loader import Batches
-from megatron.errors import Preempted, exit_code
+from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import Verdict, Watch
@@ -76,11 +76,19 @@ class State:
         return {**asdict(self), "scaler": self.scaler.state()}
 
     def restored(self, record: dict[str, Any]) -> "State":
-        """This state's settings with a checkpoint's counts."""
-        known = {**record, "scaler": self.scaler.restored(record["scaler"])}
-        if "recent" in record:  # checkpoints of earlier versions have none
-            known["recent"] = Recent.of(record["recent"])
-        return replace(self, **{**known, "left_out": tuple(sorted({*self.left_out, *record.get("left_out", ())}))})
+        """This state's settings with a checkpoint's counts. Raises CheckpointError where they are none."""
+        try:
+            known = {**record, "scaler": self.scaler.restored(record["scaler"])}
+            if "recent" in record:  # checkpoints of earlier versions have none
+                known["recent"] = Recent.of(record["recent"])
+            left_out = tuple(sorted({*self.left_out, *record.get("left_out", ())}))
+            found = replace(self, **{**known, "left_out": left_out})
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"state.json does not say where its run was: {error!r}") from None
+        for name, value in vars(found).items():
+            if isinstance(getattr(self, name), int) and not (type(value) is int and 0 <= value < 1 << 63):
+                raise CheckpointError(f"state.json does not say where its run was: {name} {value!r}")
+        return found
 
 
 @dataclass
@@ -146,7 +154,8 @@ class Run:
         for batches in (self.train_batches, self.valid_batches, self.test_batches):
             if batches:
                 batches.close()
-        why = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        stop = self.watch.stop.why if self.watch.stop else ""
+        why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
         self.metrics.end(self.state.iteration, 0 if error is None else exit_code(error), why)
         self.metrics.close()
         self.watch.close()

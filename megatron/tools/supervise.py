@@ -35,7 +35,7 @@ from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
 from megatron.guard.exits import Action, Verdict, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STOP, Beat, ask, clear, read_beats
+from megatron.guard.heartbeat import STOP, Beat, ask, born, clear, machine, read_beats
 from megatron.guard.replan import fewer_ranks
 from megatron.guard.stacks import explain
 
@@ -95,7 +95,7 @@ class Supervisor:
         self.began = time.monotonic()
         config = commands.config_of(command)
         self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
-        self.beats = Path(settings.heartbeat_dir or tempfile.mkdtemp(prefix="heartbeats-", dir=_memory()))
+        self.beats = Path(settings.heartbeat_dir) if settings.heartbeat_dir else heartbeat_folder()
         self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -355,9 +355,15 @@ def unused(folder: Path, number: int) -> Path:
     return folder / f"attempt_{number:03d}.log"
 
 
-def _memory() -> Optional[str]:
-    """A folder in memory, where there is one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def heartbeat_folder() -> Path:
+    """A new folder in memory, where there is such; those of supervisors that were killed are removed."""
+    where, own = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir(), os.getpid()
+    prefix = f"heartbeats-{machine().replace('/', '-')}"
+    for path in Path(where).glob(f"{prefix}.*"):
+        words = path.name.removeprefix(prefix).split(".")[1:3]
+        if len(words) == 2 and all(map(str.isdecimal, words)) and born(int(words[0])) != int(words[1]):
+            shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{born(own)}.", dir=where))
 
 
 def say(text: str) -> None:

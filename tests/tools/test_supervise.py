@@ -3,9 +3,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
 from megatron.guard.processes import descendants, die_with_parent, state
+from megatron.tools.supervise import heartbeat_folder
 
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
 # log. Faults come from the environment, as "what:rank:step", each happening once unless its name ends with "!".
@@ -260,3 +263,18 @@ def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
     account = json.loads((tmp_path / "goodput.json").read_text())
     assert found.returncode not in (0, None) and account["attempts"][0]["cause"] != "finished", found.stdout
     assert account["wall"] < 20
+    watched = Path(re.search(r"watching (\S+),", found.stdout)[1])
+    assert watched.name.startswith("heartbeats-") and not watched.exists()
+
+
+def test_folders_of_killed_supervisors_are_removed_and_those_of_living_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # no /dev/shm
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    alive = heartbeat_folder()
+    number = os.fork()
+    if number == 0:
+        heartbeat_folder()
+        os._exit(0)
+    os.waitpid(number, 0)
+    assert len(list(tmp_path.iterdir())) == 2 and heartbeat_folder().exists()
+    assert alive.exists() and len(list(tmp_path.iterdir())) == 2
