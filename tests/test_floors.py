@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     # Settings and plain arithmetic.
-    ("errors setting planning profiling config flags flag_* spelling presets rules batch flops records", 0),
+    (
+        "errors setting planning profiling config layer_groups flags flag_* spelling presets rules batch flops records",
+        0,
+    ),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
     ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
     ("pipeline.* inference.sampling", 0),

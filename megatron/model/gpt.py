@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.config import Kernels, Model, Recompute
 from megatron.fused_kernels.autocast import Autocast
+from megatron.layer_groups import plan
 from megatron.model import recompute as recomputation
 from megatron.model.attention import Context, allowed_pairs
 from megatron.model.block import Block
@@ -53,7 +54,7 @@ class GPT(nn.Module):
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model.head_dim, model.rotary_base, model.rotary_percent)
         layers = range(model.num_layers) if layers is None else layers
-        self.layer_groups = recomputation.plan(layers, recompute or Recompute())
+        self.layer_groups = plan(layers, recompute or Recompute())
         again = {n: group.again for group in self.layer_groups for n in group.layers}
         self.blocks = nn.ModuleDict(
             {

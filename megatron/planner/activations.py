@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron.config import Recompute
+from megatron.layer_groups import plan
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import padded_vocabulary
 
@@ -28,12 +28,12 @@ def layer_kept(job: Job, layout: Layout) -> Bytes:
 def stage_kept(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Of one pass of a micro-batch through the layers of a stage (their numbers in the whole network)."""
     kept = Bytes()
-    for again, members in groups(layers, layout.recompute):
-        if again == "full":  # the input of the first layer of the group, nothing else
+    for group in plan(layers, layout.recompute):
+        if group.again == "full":  # the input of the first layer of the group, nothing else
             kept["inputs of recomputed layers"] += passage(job, layout)
         else:
-            for kind, size in _layer_again(job, layout.tp, layout.sp, layout.micro, again).items():
-                kept[kind] += members * size
+            for kind, size in _layer_again(job, layout.tp, layout.sp, layout.micro, group.again).items():
+                kept[kind] += group.size * size
     if first:
         kept.update(_embedding(job, layout))
     if last:
@@ -106,31 +106,6 @@ def deferred(job: Job, layout: Layout) -> int:
 def passage(job: Job, layout: Layout) -> int:
     """Bytes of the hidden states between two layers."""
     return _cut(job, layout.tp, layout.sp, layout.micro) * job.model.hidden_size * job.element
-
-
-def groups(layers: Sequence[int], settings: Recompute) -> list[tuple[str, int]]:
-    """The layers of a stage as runs [(what is computed again or "", layers)]; `model.recompute.plan` in numbers.
-
-    >>> groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5"))
-    [('full', 1), ('', 1), ('full', 2)]
-    """
-    chosen, size, again = set(), 1, settings.recompute_granularity or ""
-    if again:
-        chosen = set(layers)
-        if settings.recompute_method == "block":
-            chosen = set(list(layers)[: settings.recompute_num_layers])
-        elif again == "full":
-            size = settings.recompute_num_layers or 1
-        chosen -= settings.exempt_layers
-    found: list[tuple[str, int]] = []
-    for n in layers:
-        name = again if n in chosen else ""
-        open_group = found and found[-1][0] == name and (n - 1 in layers)
-        if open_group and name and found[-1][1] < size:
-            found[-1] = (name, found[-1][1] + 1)
-        else:
-            found.append((name, 1))
-    return found
 
 
 # One layer ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from megatron import flops
 from megatron.config import Recompute
+from megatron.layer_groups import plan
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
@@ -123,8 +124,8 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
 def _repeated(settings: Recompute, layers: range) -> tuple[tuple[str, int], ...]:
     """How many layers are computed again, by granularity."""
     counts: dict[str, int] = {}
-    for name, members in activations.groups(layers, settings):
-        counts[name] = counts.get(name, 0) + members
+    for group in plan(layers, settings):
+        counts[group.again] = counts.get(group.again, 0) + group.size
     return tuple(sorted(counts.items()))
 
 

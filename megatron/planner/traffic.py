@@ -7,6 +7,7 @@ a message holds. Tests compare with what runs send. Legend as in `activations.py
 
 from dataclasses import dataclass
 
+from megatron.layer_groups import plan
 from megatron.planner import activations
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
@@ -78,12 +79,12 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 def again(job: Job, layout: Layout, layers) -> tuple[int, int]:
     """(gatherings, sums) that recomputing these layers of a stage repeats; it stops at the last tensor that is needed."""
     gathers = sums = 0
-    for name, members in activations.groups(layers, layout.recompute):
-        if name == "full":
-            gathers += 2 * members
-            sums += 2 * members - (job.model.hidden_dropout == 0)  # after the last sum only a dropout keeps anything
-        elif name == "full_attn":
-            gathers += members
+    for group in plan(layers, layout.recompute):
+        if group.again == "full":
+            gathers += 2 * group.size
+            sums += 2 * group.size - (job.model.hidden_dropout == 0)  # after the last sum only a dropout keeps anything
+        elif group.again == "full_attn":
+            gathers += group.size
     return gathers, sums
 
 
@@ -140,10 +141,8 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     for stage in stages:
         layers = pipeline.layers[stage]
         passes += 2 * len(layers)
-        for name, members in activations.groups(layers, layout.recompute):
-            passes += (
-                members - 1 if name == "full" else 0
-            )  # all of a group but its last layer are gathered to run again
+        for group in plan(layers, layout.recompute):  # all of a group but its last layer are gathered to run again
+            passes += group.size - 1 if group.again == "full" else 0
     for unit in units.others:
         if unit.name:
             among = tuple(

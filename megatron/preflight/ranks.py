@@ -27,7 +27,7 @@ from megatron import config as schema
 from megatron import flops
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
-from megatron.model.recompute import plan
+from megatron.layer_groups import plan
 from megatron.mpu.context import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Mesh, ranks_along, sizes_of
 from megatron.optimizer.units import lay_out, owned_ranges, pieces_of

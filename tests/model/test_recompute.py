@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Recompute
-from megatron.model import recompute
+from megatron.layer_groups import plan
 from megatron.mpu.mesh import Mesh
 
 MODERN = dict(position_embedding_type="rope", num_query_groups=2, swiglu=True, normalization="RMSNorm", qk_layernorm=True,
@@ -124,7 +124,7 @@ def test_a_layer_runs_again_with_its_hooks_inside_the_backward_pass(tiny, batch)
 
 
 def chosen(layers, **settings) -> list:
-    return [layer for group in recompute.plan(layers, Recompute(**settings)) if group.again for layer in group.layers]
+    return [layer for group in plan(layers, Recompute(**settings)) if group.again for layer in group.layers]
 
 
 @pytest.mark.parametrize("granularity", ["core_attn", "full_attn", "full"])
@@ -146,7 +146,7 @@ def test_blocks_count_in_each_stage():
 )  # fmt: skip
 def test_every_layer_has_its_place(first, count, granularity, method, size, exempt):
     settings = Recompute(granularity, method, size, ",".join(map(str, exempt)))
-    groups = recompute.plan(range(first, first + count), settings)
+    groups = plan(range(first, first + count), settings)
     assert [layer for group in groups for layer in group.layers] == list(range(first, first + count))
     for group in groups:
         assert group.again in ("", granularity)
@@ -154,4 +154,4 @@ def test_every_layer_has_its_place(first, count, granularity, method, size, exem
             assert not exempt & set(group.layers)
             assert len(group.layers) <= (size if granularity == "full" and method != "block" else 1)
     bare = replace(settings, recompute_granularity=None)
-    assert not any(group.again for group in recompute.plan(range(first, first + count), bare))
+    assert not any(group.again for group in plan(range(first, first + count), bare))

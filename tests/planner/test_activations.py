@@ -6,10 +6,9 @@ import torch
 
 from megatron.config import Kernels, Model, Recompute
 from megatron.data.loader import MicroBatch
-from megatron.model import recompute
 from megatron.model.gpt import GPT
 from megatron.mpu.mesh import Mesh
-from megatron.planner.activations import groups, hooked, stage_kept
+from megatron.planner.activations import hooked, stage_kept
 from megatron.planner.layout import Job, Layout
 
 GPT_SHAPE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=128)
@@ -101,15 +100,3 @@ def test_tensor_parallel(run_ranks, shape, sp):
     found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
     for layout, bytes_seen in zip(layouts, found):
         assert predicted(model, layout) == pytest.approx(bytes_seen, rel=0.05), layout.recompute
-
-
-@pytest.mark.parametrize("layers", [range(0, 6), range(3, 8), range(0)])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        Recompute(), Recompute("full"), Recompute("core_attn"), Recompute("full", recompute_num_layers=3),
-        Recompute("full", "block", 2), Recompute("full", "uniform", 2, "4,5"), Recompute("full_attn", None, None, "0"),
-    ],
-)  # fmt: skip
-def test_groups_are_those_of_the_model(layers, settings):
-    assert groups(layers, settings) == [(g.again, len(g.layers)) for g in recompute.plan(layers, settings)]
