@@ -122,7 +122,7 @@ class _Sum:
 
     def wait(self) -> None:
         self.work.wait()
-        torch.sum(self.parts, 0, out=self.piece.view(-1))
+        self.piece.view(-1).copy_(self.parts.sum(0))  # no `out=`: an autocast region may bring another format
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:

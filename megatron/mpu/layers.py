@@ -8,6 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose, reference
 from megatron.fused_kernels.autocast import op
-from megatron.mpu import mappings
+from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -30,42 +31,79 @@ def matmul(x: torch.Tensor):
 
 @op
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-           later: WeightGradients | None = None) -> torch.Tensor:  # fmt: skip
+           later: WeightGradients | None = None, gather: Axis | None = None) -> torch.Tensor:  # fmt: skip
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
 
-    later: where the product for the weight's gradient may wait.
+    later: where the product for the weight's gradient may wait. gather: x is this rank's piece along dim 0 of what is
+    multiplied; the pieces are gathered now and again for the weight's gradient, so that only the piece is kept
+    (arXiv:2205.05198, section 4.2.2).
     """
-    flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    flat, bias, put = weight.flatten(0, -2), None if bias is None else bias.flatten(), None
     product = matmul(x)
     if later is not None and x.requires_grad and weight.requires_grad:
         # Autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
-        return _Linear.apply(x, flat.detach(), bias, product, partial(later.put, weight))
-    return F.linear(x, flat, bias) if product is reference.matmul else _Linear.apply(x, flat, bias, product, None)
+        flat, put = flat.detach(), partial(later.put, weight)
+    elif gather is None and product is reference.matmul:
+        return F.linear(x, flat, bias)
+    return _Linear.apply(x, flat, bias, product, put, gather)
 
 
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
     put: takes the product that makes the weight's gradient, instead of autograd (`mpu/deferred.py`).
+    axis: what x is gathered over, and the gradient of x reduced and scattered; None: x is whole.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, put):
+    def forward(ctx, x, weight, bias, product, put, axis):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.put = product, bias is not None, put
-        return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+        ctx.product, ctx.has_bias, ctx.put, ctx.axis = product, bias is not None, put, axis
+        whole = x if axis is None else collectives.all_gather(x, axis)
+        return product(whole.reshape(-1, whole.shape[-1]), weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
-        rows, multiply, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None
-        d_x = multiply(rows, weight.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
-        columns = x.detach().reshape(-1, x.shape[-1]).t()
-        if ctx.needs_input_grad[1]:
-            d_weight = multiply(rows.t(), columns, None)
+        rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
+        # The pieces are on their way while the first product is made, and its sum is while the second one is.
+        columns = _columns(x, ctx.axis) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            d_x = _scattered(multiply(rows, weight.t(), None), x, ctx.axis)
+        if columns:
+            d_weight = multiply(rows.t(), columns(), None)
         elif ctx.put:
-            ctx.put(lambda: multiply(rows.t(), columns, None))
-        return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None, None
+            ctx.put(lambda: multiply(rows.t(), _columns(x, ctx.axis)(), None))
+        return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None
+
+
+def _columns(x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
+    """What gives the whole of x [n, ..., i] as [i, tokens]; it is being gathered over the axis."""
+    x = x.detach()
+    if axis is None:
+        return x.reshape(-1, x.shape[-1]).t
+    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    work = collectives.start_all_gather(whole, x.contiguous(), axis)
+
+    def columns():
+        work.wait()
+        return whole.view(-1, x.shape[-1]).t()
+
+    return columns
+
+
+def _scattered(rows: torch.Tensor, x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
+    """What gives the gradient of x from `rows`, this rank's part of the whole one's; it is being summed over the axis."""
+    if axis is None:
+        return lambda: rows.view(x.shape)
+    piece = x.new_empty(x.shape)
+    work = collectives.start_reduce_scatter(piece, rows.contiguous(), axis)
+
+    def scattered():
+        work.wait()
+        return piece
+
+    return scattered
 
 
 class ColumnParallelLinear(nn.Module):
@@ -80,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, inputs: int, rows: tuple[int, ...], tp: Axis, *, cut: int = 0, std: float, bias: bool = True,
                  sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
         super().__init__()
-        self.tp, self.enter = tp, mappings.gather_sequence if sequence_parallel else mappings.copy_to
+        self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
         local = [n // tp.size if dim == cut else n for dim, n in enumerate(rows)]
         self.weight = nn.Parameter(torch.empty(*local, inputs, dtype=dtype, device=device))
         self.placements = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut})}
@@ -90,7 +128,8 @@ class ColumnParallelLinear(nn.Module):
             self.placements["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.enter(x, self.tp), self.weight, self.bias, self.weight_gradients)
+        x = x if self.gather else mappings.copy_to(x, self.tp)
+        return linear(x, self.weight, self.bias, self.weight_gradients, self.gather)
 
 
 class RowParallelLinear(nn.Module):

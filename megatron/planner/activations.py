@@ -2,8 +2,7 @@
 """What the forward pass keeps for the backward pass: bytes by kind, op by op as the model's code keeps them.
 
 Legend: n tokens of a micro-batch (s x b), h hidden, e bytes of an element, tp ranks that divide each matrix. Under
-sequence parallelism what lies between layers is cut by tp, and what a column-parallel layer keeps is not: it has gathered
-its input. Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
+sequence parallelism what lies between layers is cut by tp. Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
 """
 
 from collections import Counter
@@ -82,7 +81,9 @@ def workspace(job: Job, layout: Layout) -> int:
     m, e, n = job.model, job.element, _tokens(job, layout)
     again = layout.recompute.recompute_granularity
     up = m.ffn_size // layout.tp * (2 if m.swiglu else 1)
-    mlp = n * (m.ffn_size // layout.tp + up + m.hidden_size) * e
+    mlp = (
+        n * (m.ffn_size // layout.tp + up + m.hidden_size * (2 if layout.sp else 1)) * e
+    )  # sp: with the input, gathered
     attention = 0
     if job.attention_kernel != "flash":
         attention = 2 * layout.micro * m.num_attention_heads // layout.tp * m.seq_length**2 * e
@@ -100,7 +101,8 @@ def deferred(job: Job, layout: Layout) -> int:
     m, n = job.model, _tokens(job, layout)
     width, ffn = m.num_attention_heads * m.head_dim // layout.tp, m.ffn_size // layout.tp
     qkv = width + 2 * m.query_groups * m.head_dim // layout.tp
-    return n * (4 * m.hidden_size + width + qkv + ffn * (3 if m.swiglu else 2)) * job.element
+    between = 2 * (n + _cut(job, layout.tp, layout.sp, layout.micro)) * m.hidden_size
+    return (between + n * (width + qkv + ffn * (3 if m.swiglu else 2))) * job.element
 
 
 def passage(job: Job, layout: Layout) -> int:
@@ -133,9 +135,9 @@ def _layer(job: Job, tp: int, sp: bool, micro: int) -> Bytes:
     masks = 2 * rest * h if m.hidden_dropout > 0 else 0
     return Bytes({
         "norms": norms,
-        "attention": n * (h + width) * e,  # inputs of its two linear layers
+        "attention": (rest * h + n * width) * e,  # inputs of its two linear layers
         "attention core": _core(job, tp, micro)[0],
-        "mlp": n * (h + ffn * (4 if m.swiglu else 2)) * e,  # inputs of its linear layers, and of the function between
+        "mlp": (rest * h + n * ffn * (4 if m.swiglu else 2)) * e,  # those, and that of GeLU
         "dropout masks": masks,
     })  # fmt: skip
 

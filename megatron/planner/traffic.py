@@ -61,7 +61,7 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         twice = again(job, layout, layers)
         first, last = stage == 0, stage == len(pipeline.stages) - 1
         if layout.sp:
-            gathers += 4 * len(layers) + twice[0] + first + last
+            gathers += 6 * len(layers) + twice[0] + first + last  # inputs of column-parallel layers twice
             scatters += 4 * len(layers) + twice[1] + first + last
         else:
             reduces += 4 * len(layers) + twice[1] + first + last
