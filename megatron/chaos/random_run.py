@@ -30,9 +30,11 @@ GAP = (10.0, 20.0)  # seconds between two faults
 LAYOUT = "zero1"
 MORE = "--train-iters 100000 --save-interval 40 --keep-last 3 --eval-iters 0"
 PACE = 0.03  # seconds that a step takes longer than it must, so that ten minutes of steps are checked in one
+STOP = "SIGSTOP of a rank"
 DAMAGE = "damage of the newest checkpoint"
 GOING_ON = 120.0  # seconds that a job has, after the last fault, to come to its next checkpoint
-SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry")
+SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry",
+            "--hang-timeout", "10")  # fmt: skip
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Account:
     supervisors: int = 0  # times that the supervisor was started
     given_up: list[int] = field(default_factory=list)  # codes with which one ended that nobody had asked to
     steps: int = 0
+    hangs: int = 0  # that the supervisor has seen
     back: list[str] = field(default_factory=list)  # starts from an older checkpoint than the newest
     verdict: str = "it has not come to its end"
 
@@ -59,6 +62,7 @@ class Account:
         return "\n".join([
             f"{self.survived} of {sum(self.injected.values())} faults survived in {self.seconds / 60:.1f} minutes: {kinds}",
             f"{self.steps} steps, {self.supervisors} starts of the supervisor, given up with {self.given_up or 'none'}",
+            f"{self.hangs} hangs were seen, {self.injected[STOP]} ranks were stopped",
             f"went on from an older checkpoint than the newest {len(self.back)} times; damaged was one "
             f"{self.injected[DAMAGE]} times",
             f"compared with a clean run of {self.steps} steps: {self.verdict}",
@@ -70,7 +74,8 @@ class Account:
         count = sum(self.injected.values())
         return dict(id="random/run", group=group, seed=seed, phase="", rank=None, expected=RECOVERED, got=self.verdict,
                     exit=None, faults=count, good=self.good, seconds=round(self.seconds, 1), survived=self.survived,
-                    kinds=dict(self.injected), steps=self.steps, back=self.back)  # fmt: skip
+                    kinds=dict(self.injected), steps=self.steps, back=self.back,
+                    hangs=self.hangs)  # fmt: skip
 
 
 def random_run(folder: Path, minutes: float, seed: int, say: Callable[[str], None] = print) -> Account:
@@ -83,7 +88,8 @@ def random_run(folder: Path, minutes: float, seed: int, say: Callable[[str], Non
         processes.end_descendants(os.getpid())
     account = hunt.account
     account.seconds = time.monotonic() - started
-    account.back = going_back(attempts_in((hunt.job.folder / "supervisor.log").read_text(errors="replace")))
+    said = (hunt.job.folder / "supervisor.log").read_text(errors="replace")
+    account.back, account.hangs = going_back(attempts_in(said)), said.count("the job hangs:")
     account.steps = read_tracker(hunt.job.save) or 0
     say(f"a clean run of {account.steps} steps")
     clean = Job(LAYOUT, folder / "clean", folder, f"{MORE} --exit-interval {account.steps}")
@@ -211,7 +217,7 @@ class Hunt:
 
 FAULTS = {  # kind -> weight, what it does
     "SIGKILL of a rank": (6, Hunt.kill),
-    "SIGSTOP of a rank": (3, Hunt.stop),
+    STOP: (3, Hunt.stop),
     "SIGTERM to a rank": (2, Hunt.terminate),
     "SIGTERM to the supervisor": (2, Hunt.preempt),
     "SIGKILL of torchrun": (2, Hunt.kill_launcher),
