@@ -74,7 +74,7 @@ def main() -> None:
         shares += [share] if kind else []
         print(f"{'supervised' if kind else 'bare':<10} {seconds * 1e3:8.2f} ms a step", flush=True)
     step = statistics.median(bare)
-    print(f"supervised / bare: {statistics.median(supervised) / step:.4f} (medians of {arguments.repeats}); bare ones among "
+    print(f"supervised / bare: {statistics.median(supervised) / step:.4f} (medians of {arguments.repeats}); bare among "
           f"themselves: {min(bare) / step:.4f} to {max(bare) / step:.4f}")  # fmt: skip
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=where) as folder:
