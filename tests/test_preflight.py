@@ -2,6 +2,7 @@
 """`--preflight`: what is right passes in seconds, every planted fault is found and named; `--dry-run` refuses as much."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -32,8 +33,11 @@ GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 
     --device-name A100-80GB"""
 
 
-def test_175b_passes_in_seconds(capsys):
-    pretrain_gpt.main(f"{GPT_175B} --mock-data --preflight".split())
+def test_175b_passes_in_seconds(capsys, root):
+    """The command of docs/planning.md."""
+    commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)
+    [words] = [text.replace("\\\n", " ").split() for text in commands if "--preflight" in text]
+    pretrain_gpt.main(words[2:])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["settings", "files", "memory", "groups", "schedule", "layers",
                                                         "parameters", "shards", "shapes", "twin", "twin"]  # fmt: skip
@@ -51,7 +55,7 @@ MISTAKES = {  # flags -> what the user reads
     "--num-attention-heads 12": "--num-attention-heads 12 is not a multiple of --tensor-model-parallel-size 8; nearest: 8",
     "--num-layers 95": "--num-layers 95 cannot be cut into 16 even stages (--pipeline-model-parallel-size 16); nearest: 80",
     "--micro-batch-size 5": "--global-batch-size 1536 is not a multiple of --micro-batch-size 5 x data parallel size 1",
-    "--device-name A100-40GB": " GB on pipeline rank 0 (and on|--recompute-granularity full|would fit",
+    "--device-name V100-32GB": " GB on pipeline rank 0 (and on|--recompute-granularity full|would fit",
     "--tp 1 --world-size 16 --device-memory-gb 999": "--sequence-parallel has no effect without --tensor-model-parallel",
     "--data-path nowhere": "--data-path: there is no nowhere.idx and no nowhere.bin; preprocess_data.py writes them",
     "--data-path cut": "--data-path: cut.bin holds 20 tokens, its .idx describes 400",
@@ -165,7 +169,7 @@ def test_a_planted_bug_is_found(where, name, bug, found, monkeypatch):
 def test_a_wrong_shape_is_found(monkeypatch):
     from megatron.mpu import layers
 
-    monkeypatch.setattr(layers.mappings, "gather_sequence", lambda x, axis: x)  # a layer forgets to gather its input
+    monkeypatch.setattr(layers.mappings, "scatter_sequence", lambda x, axis: x)  # layers forget to cut their output
     assert checks()["shapes"].fault.startswith("rank 0: ")
 
 

@@ -2,6 +2,7 @@
 """The twin of a training: small, valid, and with every parallel feature of the original; and it trains."""
 
 import json
+import re
 from dataclasses import fields
 
 import pytest
@@ -156,6 +157,14 @@ def test_the_tool_trains_with_everything_on(capfd):
                   "data_path /nowhere/text -> none", "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8",
                   "using world size: 8, data-parallel size: 2", "iteration        2/       2", "lm loss: 4."):  # fmt: skip
         assert words in told
+
+
+def test_the_command_of_the_guide_runs(capfd, root):
+    commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)
+    [words] = [text.replace("\\\n", " ").split() for text in commands if "megatron.tools.twin" in text]
+    tool.main(words[3:])
+    told = capfd.readouterr().out
+    assert "the twin of 128 ranks, on 4:" in told and "iteration        3/       3" in told
 
 
 def test_checkpoints_of_its_own_are_gone_on_from(capfd, tmp_path):
