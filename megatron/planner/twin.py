@@ -107,6 +107,16 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
                 tuple(lost))  # fmt: skip
 
 
+def twins_of(config: Config, world_size: int, steps: int = 3) -> list[Twin]:
+    """The twin; and where it cannot have all axes, one without tensor parallelism, which has the others."""
+    twin, p = twin_of(config, world_size, steps), config.parallel
+    tp = p.tensor_model_parallel_size
+    if not twin.lost or tp == 1:
+        return [twin]
+    others = replace(p, tensor_model_parallel_size=1, sequence_parallel=False, data_parallel_size=None)
+    return [replace(twin, lost=()), twin_of(replace(config, parallel=others), world_size // tp, steps)]
+
+
 def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: int = 10) -> Config:
     """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
     batch = _batch(config.batch, sizes, micros or max(2, sizes.pp), steps)

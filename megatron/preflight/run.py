@@ -74,7 +74,8 @@ def check_design(found: Inspection, world_size: int, recipe, report: Report) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # no pool of threads may exist when the twin's ranks are forked
     config = found.resolved
-    config = replace(config, precision=replace(config.precision, precision=found.job.precision))
+    config = replace(config, precision=replace(config.precision, precision=found.job.precision),
+                     kernels=replace(config.kernels, torch_compile=False))  # fmt: skip
     for check in check_ranks(Design(config, world_size, found.job.vocab_size, recipe.build_model)):
         report.add(check)
     for check in check_twin(config, world_size, recipe, STEPS):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron import config as schema
 from megatron.mpu.forked import RankFailed
 from megatron.parity import TOLERANCE, compare, laid_out, layout_of, one_process, trace
-from megatron.planner.twin import twin_of
+from megatron.planner.twin import Twin, twins_of
 from megatron.preflight.verdict import Check
 from megatron.run import Recipe
 
@@ -19,21 +19,26 @@ DO = "python -m megatron.tools.verify_layout --shrink with parts of the layout (
 
 
 def check_twin(config: schema.Config, world_size: int, recipe: Recipe, steps: int) -> Iterator[Check]:
-    """A check for each number format."""
-    twin = twin_of(config, world_size, steps)
-    layout = layout_of(twin.config, twin.world_size)
+    """A check for each number format, and for each twin where it takes two to have all axes."""
+    twins = twins_of(config, world_size, steps)
     for precision in dict.fromkeys(("fp32", config.precision.precision)):
-        settings = replace(twin.config, precision=replace(twin.config.precision, precision=precision))
-        started, limits = time.perf_counter(), TOLERANCE[precision]
-        try:
-            reference = trace(one_process(settings), recipe, 1, steps)
-            found = compare(reference, trace(laid_out(settings, layout), recipe, twin.world_size, steps))
-        except RankFailed as failed:
-            yield Check(f"twin {precision}", "", f"the twin does not train: {str(failed).strip().splitlines()[-1]}", DO)
-            continue
-        told = (f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "
-                f"difference in loss {found.loss:.1e}, gradient norm {found.norm:.1e}, weights {found.weight:.1e} "
-                f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})")  # fmt: skip
-        fault = "" if found.passes(precision) else f"{told}; worst: {found.worst}"
-        lost = "".join(f"; not covered: {words}" for words in twin.lost)
-        yield Check(f"twin {precision}", f"{told}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)
+        for twin in twins:
+            settings = replace(twin.config, precision=replace(twin.config.precision, precision=precision))
+            yield compared(replace(twin, config=settings), recipe, steps)
+
+
+def compared(twin: Twin, recipe: Recipe, steps: int) -> Check:
+    """A twin against one process."""
+    started, precision = time.perf_counter(), twin.config.precision.precision
+    layout, limits = layout_of(twin.config, twin.world_size), TOLERANCE[precision]
+    try:
+        reference = trace(one_process(twin.config), recipe, 1, steps)
+        found = compare(reference, trace(laid_out(twin.config, layout), recipe, twin.world_size, steps))
+    except RankFailed as failed:
+        return Check(f"twin {precision}", "", f"the twin does not train: {str(failed).strip().splitlines()[-1]}", DO)
+    told = (f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "
+            f"difference in loss {found.loss:.1e}, gradient norm {found.norm:.1e}, weights {found.weight:.1e} "
+            f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})")  # fmt: skip
+    fault = "" if found.passes(precision) else f"{told}; worst: {found.worst}"
+    lost = "".join(f"; not covered: {words}" for words in twin.lost)
+    return Check(f"twin {precision}", f"{told}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)

@@ -13,7 +13,7 @@ from megatron.config import GROUPS
 from megatron.errors import SettingsError, run_main
 from megatron.flags import parse_pretrain
 from megatron.pipeline.stages import Pipeline
-from megatron.planner.twin import RANKS, original, reduced, twin_of
+from megatron.planner.twin import RANKS, original, reduced, twin_of, twins_of
 from megatron.rules import check, resolve
 from megatron.tools import twin as tool
 
@@ -91,9 +91,14 @@ def test_features_stay_and_sizes_go(flags, world, ranks, kept):
 
 
 def test_what_a_twin_cannot_keep_is_said():
-    _, twin = made("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32)
+    config, twin = made("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32)
     assert twin.lost == ("copies of sets of shards (--sharding-degree below the data parallel size): the twin would need "
                          "more than 8 ranks",)  # fmt: skip
+    one, other = twins_of(config, 32)
+    p = other.config.parallel
+    assert one.config == twin.config and not (one.lost or other.lost) and check(other.config, other.world_size) == []
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.sharding_degree) == (1, 2, 2)
+    assert other.world_size == 8 and len(twins_of(made("--tp 2", 4)[0], 4)) == 1
 
 
 def test_a_ramp_and_samples_stay():
