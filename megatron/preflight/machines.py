@@ -149,9 +149,9 @@ def who(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> str:
     words = []
     for node in dict.fromkeys(nodes[rank] for rank in ranks):
         mine = [rank for rank in ranks if nodes[rank] == node]
-        told = ", ".join(map(str, mine[:4])) + ", ..." * (len(mine) > 4)
+        told = f"rank{'s' * (len(mine) > 1)} " + ", ".join(map(str, mine[:4])) + ", ..." * (len(mine) > 4)
         whole = len(mine) == nodes.count(node) and len(set(nodes)) > 1
-        words.append(f"node {node[1]} (ranks {told})" if whole else f"rank{'s' * (len(mine) > 1)} {told} on {node[1]}")
+        words.append(f"node {node[1]} ({told})" if whole else f"{told} on {node[1]}")
     return "; ".join(words[:4]) + f" and {len(words) - 4} more nodes" * (len(words) > 4)
 
 
