@@ -68,6 +68,7 @@ SelectTypeParameters=CR_CPU
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
+SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 KillWait=10
 MinJobAge=3600

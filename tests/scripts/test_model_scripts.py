@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -111,11 +112,27 @@ def test_the_twin_trains(name, first_with, capfd):
     assert "iteration        3/       3" in out and "nan" not in out.replace("number of nan iterations:   0", "")
 
 
-def test_bash_runs_twin_and_preflight():
-    done = bash("pretrain_gpt2_small_zero3", SHRINK="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "iteration        3/       3" in done.stdout, done.stderr
-    done = bash("pretrain_gpt_175B_mp8_pp16", "--preflight", OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "checks passed" in done.stdout, done.stderr
+GUIDE = (FOLDER.parent / "docs" / "launching.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", GUIDE.replace("\\\n", ""), re.S)
+        for line in block.splitlines()
+    ],
+)
+def test_commands_of_the_guide_run_as_written(line):
+    env = CLEAN | dict(PATH=f"{Path(sys.executable).parent}:{CLEAN['PATH']}", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        ["bash", "-euc", line], cwd=FOLDER.parent, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    steps = "iteration        3/       3"
+    said = {"SHRINK": steps, "PRINT": "--mock-data", "--preflight": "checks passed", "--dry-run": "dry run: nothing",
+            "megatron.pretrain": "layouts looked at", "--train-iters": steps}  # fmt: skip
+    assert next(words for mark, words in said.items() if mark in line) in done.stdout
 
 
 @pytest.mark.parametrize("name", ["evaluate_gpt_345M", "inference_gpt_345M", "export_gpt_345M"])
