@@ -75,8 +75,11 @@ class Weights:
         """The shards have changed: gather them, or forget the old ones."""
         for memory in self.memory.values():
             self._free(memory)
-        for memory in self.memory.values() if self.keep else ():
-            self._start(memory) if self.ahead else self._need(memory)
+        kept = self.memory.values() if self.keep else ()
+        for memory in kept:
+            self._start(memory)
+        for memory in () if self.ahead else kept:
+            self._finish(memory)
 
     @contextmanager
     def present(self):
