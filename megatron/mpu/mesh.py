@@ -87,9 +87,14 @@ class Mesh:
 
                 group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks)
             if self.rank in ranks:
-                label = "all ranks" if len(ranks) == self.world_size else f"{name} group {number}"
-                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, label)
+                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, self._label(name, number))
         return mine
+
+    def _label(self, name: str, number: int) -> str:
+        if name == "world":
+            return "all ranks"
+        halves = dict(replicate="shard", shard="replicate")  # of data parallel: one alone is all of it
+        return f"{'dp' if self.sizes.get(halves.get(name)) == 1 else name} group {number}"
 
     def release(self) -> None:
         """Let go of all process groups, which ends their threads.

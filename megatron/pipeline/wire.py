@@ -52,7 +52,7 @@ class Wire:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self._groups.get((kind, source, self.axis.rank), self.axis.group)
         work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
-        return Receipt(work, x, label=f"the pipeline from rank {self.axis.ranks[source]}")
+        return Receipt(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
