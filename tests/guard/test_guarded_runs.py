@@ -4,7 +4,9 @@
 import dataclasses
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsError
 from megatron.flags import parse_pretrain
-from megatron.guard.heartbeat import Heartbeat, read_beats
+from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
 from megatron.rules import resolve
 from megatron.training import pretrain
@@ -69,6 +71,11 @@ def test_resuming_says_where_and_refuses_another_run(tmp_path, capsys):
         _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5")
     _pretrain(0, f"--train-iters 6 --load {tmp_path} --lr 2e-2")
     said = capsys.readouterr().out
+    parts = ("imports", "rendezvous", "model", "checkpoint", "data", "first step")
+    assert re.findall(r"the first step was done [\d.]+ s after the start: (.*)", said)[-1].count(", ") == len(parts) - 1
+    [start] = _records(tmp_path, "start")
+    assert tuple(start["parts"]) == parts and start["seconds"] == pytest.approx(sum(start["parts"].values()), abs=0.01)
+    assert [end["code"] for end in _records(tmp_path, "end")] == [0]
     assert "resuming at iteration 4, 32 samples consumed, learning rate" in said
     assert "layout tp 1 pp 1 cp 1 dp 1 then and now" in said
     assert "note: --lr was 0.01 in the checkpoint, is 0.02 now" in said
@@ -137,6 +144,8 @@ def test_the_kill_switch_stops_with_a_checkpoint_and_then_keeps_others_from_star
     _pretrain(0, flags, recipe=_with_event(lambda: switch.touch(), at_sample=0))
     assert (tmp_path / "a" / "iter_0000001").exists()
     assert "stopping at iteration 1: --kill-switch-file" in capsys.readouterr().out
+    [end] = _records(tmp_path / "a", "end")
+    assert (end["iteration"], end["code"]) == (1, 0) and end["why"].startswith("--kill-switch-file")
     with pytest.raises(SettingsError, match="is there already"):
         _pretrain(0, flags)
 
@@ -283,6 +292,30 @@ def test_a_heartbeat_says_what_a_rank_does_and_how_it_ended(tmp_path):
                   recipe=_poisoned("final_norm", [9], forward=NAN))  # fmt: skip
     [last] = read_beats(tmp_path / "beats")
     assert (last.step, last.ended) == (2, 8) and last.why.startswith("iteration 2: loss nan")
+
+
+def test_a_heartbeat_names_the_group_that_a_rank_waits_in(run_ranks, tmp_path):
+    """The first rank of a pipeline looks at what it waits in while its second one is late."""
+
+    def late(rank):
+        def event():  # where stage 1 comes to its first sample, stage 0 has sent it or is about to
+            if rank == 1:
+                deadline = time.monotonic() + 5
+                while time.monotonic() < deadline and not seen():
+                    time.sleep(0.002)
+
+        def seen():
+            groups.extend(beat.group for beat in read_beats(tmp_path) if beat.op == "B0" and "from" in beat.group)
+            return groups
+
+        groups = []
+        _pretrain(
+            rank, f"--train-iters 1 --pp 2 --micro-batch-size 8 --heartbeat-dir {tmp_path}", 2, _with_event(event, 0)
+        )
+        return groups[:1]
+
+    assert run_ranks(2, late)[1] == ["pp group 0 from rank 1"]
+    assert [beat.machine for beat in read_beats(tmp_path)] == [machine()] * 2
 
 
 def test_reading_beats_while_they_change_never_fails(tmp_path):
