@@ -57,9 +57,11 @@ def cases() -> list[Case]:
                 found.append(Case(f"kill/{layout}/{phase.replace(' ', '-')}/rank{rank}", "SIGKILL of a rank at a phase",
                                   RECOVERED, partial(killed, layout, phase, rank), phase, rank,
                                   short=(layout, phase, rank) in SHORT))  # fmt: skip
+    for layout, (world, _) in LAYOUTS.items():
+        if world == 2:
+            found.append(Case(f"kill/{layout}/any-time", "SIGKILL of a rank at random times", RECOVERED,
+                              partial(killed_at_random, layout), short=layout == "dp2"))  # fmt: skip
     for layout in TWO:
-        found.append(Case(f"kill/{layout}/any-time", "SIGKILL of a rank at random times", RECOVERED,
-                          partial(killed_at_random, layout), short=layout == "dp2"))  # fmt: skip
         for name, more in (("save", ""), ("async-save", "--async-save")):
             found.append(Case(f"kill/{layout}/{name}", f"SIGKILL of all ranks during a save{more and ' in the background'}",
                               RECOVERED, partial(killed_in_saves, layout, more), name))  # fmt: skip

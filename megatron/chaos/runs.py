@@ -33,7 +33,18 @@ from megatron.errors import run_main
 from megatron.guard import processes
 
 STEPS, EVERY = 12, 3  # of a job; between two checkpoints
-LAYOUTS = dict(one=(1, ""), dp2=(2, ""), zero1=(2, "--use-distributed-optimizer"), tp2=(2, "--tp 2"), pp2=(2, "--pp 2"))
+LAYOUTS = dict(  # name -> ranks, flags
+    one=(1, ""),
+    dp2=(2, ""),
+    zero1=(2, "--use-distributed-optimizer"),
+    tp2=(2, "--tp 2"),
+    pp2=(2, "--pp 2"),
+    zero2=(2, "--sharding-stage 2 --overlap-grad-reduce --async-save"),
+    zero3=(2, "--sharding-stage 3 --overlap-grad-reduce --bf16"),
+    tp2sp=(2, "--tp 2 --sequence-parallel --async-save"),
+    pp2vp2=(2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --bf16"),
+    zbv=(2, "--pp 2 --num-layers 4 --pipeline-schedule zb-v --async-save"),
+)
 TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer "
         "--vocab-size 99 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --device cpu --peak-tflops 1 "
         f"--train-iters {STEPS} --save-interval {EVERY} --keep-last 2 --eval-interval 5 --eval-iters 2 "
