@@ -4,7 +4,7 @@
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
 # needs    128 x A100-80GB: 16 nodes of 8
-# memory   47.9 of 85.9 GB on the fullest rank
+# memory   39.0 of 85.9 GB on the fullest rank
 # expects  146.35 s a step of 3,145,728 tokens, 21,495 tokens/s
 # expects  181 TFLOP/s a GPU, bubble 1.0% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

@@ -3,7 +3,7 @@
 # GPT of a trillion parameters on 64 nodes: tensor parallel 8, pipeline 64, as in arXiv:2205.05198, table 3.
 #
 # needs    512 x A100-80GB: 64 nodes of 8
-# memory   74.3 of 85.9 GB on the fullest rank
+# memory   62.0 of 85.9 GB on the fullest rank
 # expects  79.43 s a step of 1,048,576 tokens, 13,202 tokens/s
 # expects  158 TFLOP/s a GPU, bubble 11.0% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

@@ -4,7 +4,7 @@
 # table 1, with the sequence parallelism of arXiv:2205.05198.
 #
 # needs    512 x A100-80GB: 64 nodes of 8
-# memory   44.6 of 85.9 GB on the fullest rank
+# memory   32.9 of 85.9 GB on the fullest rank
 # expects  9.01 s a step of 3,145,728 tokens, 349,167 tokens/s
 # expects  166 TFLOP/s a GPU, bubble 7.7% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

@@ -4,7 +4,7 @@
 # arXiv:2205.05198, table 3.
 #
 # needs    280 x A100-80GB: 35 nodes of 8
-# memory   68.1 of 85.9 GB on the fullest rank
+# memory   57.2 of 85.9 GB on the fullest rank
 # expects  44.89 s a step of 573,440 tokens, 12,776 tokens/s
 # expects  147 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

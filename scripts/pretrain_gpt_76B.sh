@@ -4,7 +4,7 @@
 # table 1, with the sequence parallelism of arXiv:2205.05198.
 #
 # needs    1024 x A100-80GB: 128 nodes of 8
-# memory   38.7 of 85.9 GB on the fullest rank
+# memory   29.5 of 85.9 GB on the fullest rank
 # expects  10.10 s a step of 3,670,016 tokens, 363,537 tokens/s
 # expects  167 TFLOP/s a GPU, bubble 9.7% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

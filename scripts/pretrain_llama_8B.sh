@@ -3,7 +3,7 @@
 # Llama-like model of 8B parameters on 4 nodes, in the shape of Llama 3 8B (arXiv:2407.21783, table 3).
 #
 # needs    32 x H100-80GB: 4 nodes of 8
-# memory   61.9 of 85.9 GB on the fullest rank
+# memory   59.6 of 85.9 GB on the fullest rank
 # expects  13.11 s a step of 4,194,304 tokens, 319,953 tokens/s
 # expects  579 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
