@@ -70,6 +70,8 @@ def _one_run(settings: Chaos) -> bool:
     with open(settings.output, "a", encoding="utf-8") as file:
         file.write(json.dumps({**found.line(settings.seed), **_stamp()}) + "\n")
     say(found.text())
+    if found.good and not settings.work_dir:
+        shutil.rmtree(folder, ignore_errors=True)
     return found.good
 
 
