@@ -25,6 +25,12 @@ MODULES = (
     "numbers",
     "supervised",
     "resuming",
+    "crashes",
+    "damage",
+    "shortages",
+    "pickles",
+    "forgeries",
+    "rivals",
 )  # of this package, in the order of the report
 
 

@@ -27,7 +27,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import Failure
 from megatron.tools import verify_data
 
-NONE = "silently used: 0"
+NONE = "silently used: 0, surprises: 0"
 PAGE = 4096
 SIZE = 4000  # elements of the checkpoint's tensors: shards of several pages
 
@@ -67,13 +67,16 @@ class Subject:
                 path.write_bytes(content)
 
 
-def damages(subject: Subject, name: str, dice: random.Random, flips: int, others: int) -> Iterator[tuple[str, Edits]]:
-    """(kind, edits): `flips` single bits, `others` of each other random kind, and one of each of the rest."""
-    raw = subject.files[name]
-    for _ in range(flips):
+FLIPS, OTHERS, PARTS = 12, 4, 10  # damages of one part: single bits, each other random kind; parts of a file's cases
+
+
+def damages(subject: Subject, name: str, seed: int, part: int) -> Iterator[tuple[str, Edits]]:
+    """(kind, edits): random ones, others in each part, and in part 0 those of which there is one."""
+    raw, dice = subject.files[name], random.Random(seed * PARTS + part)
+    for _ in range(FLIPS):
         at = dice.randrange(len(raw))
         yield "flipped bit", {name: raw[:at] + bytes([raw[at] ^ 1 << dice.randrange(8)]) + raw[at + 1 :]}
-    for _ in range(others):
+    for _ in range(OTHERS):
         at, size = dice.randrange(len(raw)), dice.choice([1, 8, 64, 512, PAGE])
         page = at // PAGE * PAGE
         yield "zeroed page", {name: raw[:page] + bytes(len(raw[page : page + PAGE])) + raw[page + PAGE :]}
@@ -81,25 +84,26 @@ def damages(subject: Subject, name: str, dice: random.Random, flips: int, others
         yield "grown", {name: raw + dice.choice([bytes(size), dice.randbytes(size), raw[:size]])}
         yield "overwritten", {name: (raw[:at] + dice.randbytes(size) + raw[at + size :])[: len(raw)]}
         yield "lost piece", {name: raw[:at] + raw[at + size :]}
-    yield "empty", {name: b""}
-    yield "deleted", {name: None}
-    if name in subject.older:
-        yield "stale", {name: subject.older[name]}
-    for twin in subject.twins.get(name, ()):
-        yield f"copied from {twin}", {name: subject.files[twin]}
-        yield f"swapped with {twin}", {name: subject.files[twin], twin: raw}
+    if part == 0:
+        yield "empty", {name: b""}
+        yield "deleted", {name: None}
+        if name in subject.older:
+            yield "stale", {name: subject.older[name]}
+        for twin in subject.twins.get(name, ()):
+            yield f"copied from {twin}", {name: subject.files[twin]}
+            yield f"swapped with {twin}", {name: subject.files[twin], twin: raw}
 
 
-def damage(make: Callable[[Path], Subject], file: str, flips: int, others: int, folder: Path, seed: int) -> Got:
-    """Damage one file in all ways, and count what is used silently. `file`: the end of its name."""
+def damage(make: Callable[[Path], Subject], file: str, part: int, folder: Path, seed: int) -> Got:
+    """Damage one file in many ways, and count what is used silently. `file`: the end of its name."""
     with mock.patch.object(os, "fsync", lambda handle: None):  # no power fails here
-        return _damage(make(folder), file, flips, others, seed)
+        return _damage(make(folder), file, part, seed)
 
 
-def _damage(subject: Subject, file: str, flips: int, others: int, seed: int) -> Got:
+def _damage(subject: Subject, file: str, part: int, seed: int) -> Got:
     name = next(name for name in subject.files if name.endswith(file))
-    silent, count = [], 0
-    for kind, edits in damages(subject, name, random.Random(seed), flips, others):
+    silent, surprises, count = [], [], 0
+    for kind, edits in damages(subject, name, seed, part):
         if all(subject.files[each] == content for each, content in edits.items()):
             continue
         subject.apply(edits)
@@ -107,13 +111,15 @@ def _damage(subject: Subject, file: str, flips: int, others: int, seed: int) -> 
             used = subject.use(name)
         except Failure:
             used = None
+        except Exception as error:
+            used = None
+            surprises.append(f"{name}, {kind}: {type(error).__name__}: {error}")
         if used:
             silent.append(f"{name}, {kind}: {used}")
         count += 1
         subject.apply({each: subject.files[each] for each in edits})
-    return Got(
-        f"silently used: {len(silent)}" + (f" of {count}, the first: {silent[0]}" if silent else ""), faults=count
-    )
+    text = f"silently used: {len(silent)}, surprises: {len(surprises)}"
+    return Got("; ".join([text, *silent[:3], *surprises[:3]]), faults=count)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -235,11 +241,7 @@ FILES: dict[str, tuple[Callable[[Path], Subject], tuple[str, ...]]] = {
 
 
 def cases() -> list[Case]:
-    """A case for each file; in the short tier a few damages of each."""
-    found = []
-    for what, (make, names) in FILES.items():
-        for file in names:
-            where, group = f"{what.replace(' ', '-')}/{file.rpartition('/')[2]}", f"damaged files: {what}"
-            found.append(Case(f"damage/{where}", group, NONE, partial(damage, make, file, 120, 40)))
-            found.append(Case(f"damage-some/{where}", group, NONE, partial(damage, make, file, 12, 3), short=True))
-    return found
+    """Some cases for each file, of which the first is short."""
+    return [Case(f"damage/{what.replace(' ', '-')}/{file.rpartition('/')[2]}/{part}", f"damaged files: {what}", NONE,
+                 partial(damage, make, file, part), short=part == 0)
+            for what, (make, names) in FILES.items() for file in names for part in range(PARTS)]  # fmt: skip

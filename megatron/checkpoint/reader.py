@@ -26,6 +26,7 @@ from megatron.errors import CheckpointError
 
 PART = 1 << 26  # bytes of a part that `Reader.parts` yields: 16 blocks, so that few blocks are read twice
 _OPEN_FILES = 64  # at a time; a large job wrote thousands
+_STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict)  # where they are there
 _LISTED = 8  # tensors that a message lists
 
 # What becomes a notice instead of an error when names do not match: nothing, tensors that the checkpoint does not have
@@ -60,6 +61,10 @@ class Reader:
         mark, self.state = read_sealed(self.folder / "state.json")
         if mark != self.index.state_checksum:
             raise Damaged(f"{self.folder / 'state.json'} is not the one that index.json was written with")
+        wrong = [name for name, kind in _STATE.items() if not isinstance(self.state.get(name, kind()), kind)]
+        groups = [] if wrong else self.state.get("config", {}).values()
+        if wrong or not all(isinstance(group, dict) for group in groups):
+            raise Damaged(f"{self.folder / 'state.json'} is not what a run saves: {', '.join(wrong) or 'config'}")
         self._files: dict[str, ShardFile] = {}
         self._lock, self._thread = threading.Lock(), threading.local()
 
