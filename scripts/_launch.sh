@@ -46,7 +46,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
                 "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
                 "or, for a trial on synthetic samples: bash $0 --mock-data"
         find_ranks
-        [ -n "${PRINT:-}" ] || check_world
+        [ -n "${PRINT:-}$EACH" ] || check_world # ranks that somebody has started check themselves
         train
     fi
 }
