@@ -15,6 +15,9 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
+from megatron.config import Data
+from megatron.data.gpt_dataset import build_datasets
+from megatron.data.indexed import write_index
 from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsError
 from megatron.flags import parse_pretrain
 from megatron.guard.heartbeat import Heartbeat, machine, read_beats
@@ -217,6 +220,31 @@ def test_a_value_that_is_not_finite_is_traced_to_rank_micro_batch_module_and_sam
     text = str(failed.value)
     assert "iteration 3: loss" in text and "not finite" in text and where in text, text
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+
+
+def test_documents_behind_a_value_that_is_not_finite_are_named(tmp_path):
+    """Every document is a sample and a half long: 25 tokens for samples of 17 that overlap by one."""
+    tokens = np.random.default_rng(0).integers(0, 100, 64 * 25).astype(np.uint16)
+    tokens.tofile(tmp_path / "d.bin")
+    write_index(tmp_path / "d.idx", np.uint16, np.full(64, 25), np.arange(65))
+    flags = (f"--train-iters 5 --data-path {tmp_path / 'd'} --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 100 "
+             f"--data-cache-path {tmp_path}")  # fmt: skip
+    with pytest.raises(NumericsError) as failed:
+        pretrain(resolve(parse_pretrain(f"{TINY.replace('--mock-data --vocab-size 100', '')} {flags}".split()), 1),
+                 _poisoned("blocks.1.mlp", [20], forward=NAN))  # fmt: skip
+    [text] = re.findall(r"sample 20: .*/d, documents? ([\d, ]+) \(from token (\d+)\)", str(failed.value))
+    numbers, offset = [int(number) for number in text[0].split(",")], int(text[1])
+    train = training_samples(tmp_path)
+    found = np.concatenate(
+        [tokens.reshape(64, 25)[numbers[0]][offset:], *(tokens.reshape(64, 25)[n] for n in numbers[1:])]
+    )
+    assert found[:17].tolist() == np.asarray(train[20]).tolist()
+
+
+def training_samples(folder):
+    """The training samples of the run above, in its order."""
+    data = Data(data_path=[str(folder / "d")], split="1,0,0", data_cache_path=str(folder))
+    return build_datasets(data, 16, (40, 0, 0), 1234, vocab_size=101)[0]
 
 
 def test_a_fault_that_does_not_repeat_is_told_as_one():
