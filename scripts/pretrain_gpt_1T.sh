@@ -3,14 +3,14 @@
 # GPT of a trillion parameters on 64 nodes: tensor parallel 8, pipeline 64, as in arXiv:2205.05198, table 3.
 #
 # needs    512 x A100-80GB: 64 nodes of 8
-# memory   62.0 of 85.9 GB on the fullest rank
-# expects  79.43 s a step of 1,048,576 tokens, 13,202 tokens/s
-# expects  158 TFLOP/s a GPU, bubble 11.0% (by the planner; speeds are assumed)
+# memory   70.8 of 85.9 GB on the fullest rank
+# expects  71.82 s a step of 1,048,576 tokens, 14,601 tokens/s
+# expects  175 TFLOP/s a GPU, bubble 11.0% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \
     --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size 51200 \
     --tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --sequence-parallel \
-    --recompute-granularity full_attn \
+    --recompute-activations \
     --micro-batch-size 1 --global-batch-size 512 --bf16 \
     --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.004 \
     --train-iters 286000 --lr 4e-5 --min-lr 4e-6 --lr-decay-style cosine \

@@ -4,14 +4,14 @@
 # arXiv:2205.05198, table 3.
 #
 # needs    280 x A100-80GB: 35 nodes of 8
-# memory   57.2 of 85.9 GB on the fullest rank
-# expects  44.89 s a step of 573,440 tokens, 12,776 tokens/s
-# expects  147 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
+# memory   64.9 of 85.9 GB on the fullest rank
+# expects  41.03 s a step of 573,440 tokens, 13,976 tokens/s
+# expects  161 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 280 A100-80GB \
     --num-layers 105 --hidden-size 20480 --num-attention-heads 128 --seq-length 2048 --vocab-size 51200 \
     --tensor-model-parallel-size 8 --pipeline-model-parallel-size 35 --num-layers-per-virtual-pipeline-stage 1 \
-    --sequence-parallel --recompute-granularity full_attn \
+    --sequence-parallel --recompute-activations \
     --micro-batch-size 1 --global-batch-size 280 --bf16 \
     --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.005 \
     --train-iters 470000 --lr 5e-5 --min-lr 5e-6 --lr-decay-style cosine \

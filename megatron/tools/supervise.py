@@ -117,6 +117,8 @@ class Supervisor:
         try:
             while True:
                 verdict = self.attempt()
+                if self.asked_to_stop and verdict.action is Action.RETRY:  # it had nothing to save yet, say
+                    verdict = Verdict(Action.PREEMPTED, verdict.cause, 9)
                 outcome = self.end_of_job(verdict)
                 if outcome:
                     return self.report(outcome, verdict)
@@ -132,7 +134,7 @@ class Supervisor:
         settings, attempt = self.settings, self.attempts[-1]
         if verdict.action is Action.DONE:
             return "finished"
-        if verdict.action is Action.PREEMPTED or self.asked_to_stop:
+        if verdict.action is Action.PREEMPTED:
             requeued = settings.on_preempt == "requeue" and self.requeue()
             return "preempted" + (", back in the queue" if requeued else "")
         if verdict.action is Action.STOP:

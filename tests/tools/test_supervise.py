@@ -194,6 +194,16 @@ def test_sigterm_to_the_supervisor_saves_and_exits_with_9(root, tmp_path):
     assert newest_checkpoint(str(job.save)) >= account["attempts"][0]["last_step"]
 
 
+def test_sigterm_before_the_first_step_exits_with_9_too(root, tmp_path):
+    """There is nothing to save, but whoever puts preempted jobs back into a queue goes by the code."""
+    job = Supervised(root, tmp_path, "", steps=5000)
+    while "attempt 0" not in job.process.stdout.readline():
+        assert job.process.poll() is None
+    job.process.send_signal(signal.SIGTERM)
+    returned, said, account = job.end()
+    assert returned == 9 and account["outcome"] == "preempted", said
+
+
 def test_nothing_of_a_job_outlives_a_supervisor_that_is_killed(root, tmp_path):
     job = Supervised(root, tmp_path, "", steps=5000)
     while not (job.save / "iter_0000005").exists():
