@@ -11,12 +11,16 @@ def test_sum(run_ranks):
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: tests send it on purpose
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

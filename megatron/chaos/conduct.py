@@ -53,6 +53,7 @@ def _in_child(case: Case, seed: int, folder: Path, send: Connection) -> None:
     """Body of the forked process: its output goes to a file, its descendants end before it does."""
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     log = os.open(folder / "case.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

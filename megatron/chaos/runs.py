@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Optional
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import megatron.training  # noqa: F401  in memory before ranks are forked
@@ -206,6 +207,7 @@ def _rank(rank: int, world: int, port: int, flags: list[str], log: Path, fault: 
                       TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo")  # fmt: skip
     if world == 1:
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    torch.set_num_threads(1)  # by one thread, now: two that find torch's pool lost in the fork break each other
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

@@ -28,6 +28,7 @@ class Plan:
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
     tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
     emit: Optional[str] = setting("write the best plan as a script", None)
+    picture: Optional[str] = setting("draw the plans of the table: .svg, .png or .pdf", None)
     json: bool = setting("everything as JSON", False)
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
@@ -121,6 +122,12 @@ def _search(config: schema.Config, asked: Plan) -> None:
     else:
         _show(outcome, best, asked)
         print(f"\n{command_line(config, best, cluster)}")
+    if asked.picture:
+        from megatron.planner.picture import draw
+
+        draw(found.plans[: asked.top], cluster, asked.picture)
+        if not asked.json:
+            print(f"\nwritten: {asked.picture}")
     if asked.emit:
         try:
             Path(asked.emit).write_text(script(config, best, cluster), encoding="utf-8")

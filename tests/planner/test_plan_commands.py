@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron.errors import SettingsError, UsageError
+from megatron.errors import SettingsError, StorageError, UsageError
 from megatron.flags import parse_pretrain
 from megatron.planner.device import cpu
 from megatron.planner.layout import Layout
@@ -39,6 +39,25 @@ def test_the_advisors_command_line(capsys, tmp_path):
     config = resolve(parse_pretrain(flags), 64)
     assert config.model.num_layers == 48 and config.data.data_path == ["/mnt/data/enwiki_text_document"]
     assert config.batch.global_batch_size <= 64
+
+
+def test_a_picture_of_the_plans(tmp_path, capsys):
+    flags = [*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--top", "3"]
+    plan.main([*flags, "--picture", str(tmp_path / "plan.svg")])
+    drawn = (tmp_path / "plan.svg").read_text()
+    best = capsys.readouterr().out.partition("\n1  ")[2].split()[0]
+    for words in (
+        f"1  {best},",
+        "optimizer moments",
+        "tensor parallel",
+        "16 ranks, global batch 32",
+        "A100-80GB, 85.9 GB",
+    ):
+        assert words in drawn
+    with pytest.raises(SettingsError, match="cannot be drawn"):
+        plan.main([*flags, "--picture", str(tmp_path / "plan.txt")])
+    with pytest.raises(StorageError, match="cannot write --picture"):
+        plan.main([*flags, "--picture", str(tmp_path / "nowhere" / "plan.svg")])
 
 
 def test_json(capsys):

@@ -68,10 +68,15 @@ class Log:
     def text(self) -> str:
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
+    def behind(self, place: str) -> str:
+        """What was said behind the last place where this stands; nothing where it does not."""
+        text = self.text()
+        return text.rpartition(place)[2] if place in text else ""
+
     def wait_for(self, pattern: str, behind: str = "", seconds: float = 120) -> str:
         """The text, as soon as it matches behind the last place where `behind` stands."""
         deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.text().rpartition(behind)[2] if behind else self.text()):
+        while not re.search(pattern, self.behind(behind)):
             assert time.monotonic() < deadline, f"no {pattern} in\n{self.text()[-6000:]}"
             time.sleep(0.2)
         return self.text()
