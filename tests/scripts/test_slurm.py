@@ -71,7 +71,7 @@ class Log:
     def behind(self, place: str) -> str:
         """What was said behind the last place where this stands; nothing where it does not."""
         text = self.text()
-        return text.rpartition(place)[2] if place in text else ""
+        return text if not place else text.rpartition(place)[2] if place in text else ""
 
     def wait_for(self, pattern: str, behind: str = "", seconds: float = 120) -> str:
         """The text, as soon as it matches behind the last place where `behind` stands."""
