@@ -10,13 +10,14 @@
 
 import os
 
-from megatron.errors import run_main
+from megatron.errors import SettingsError, run_main
 from megatron.flags import parse_pretrain
 from megatron.rules import resolve
 
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
+    check_ranks()
     config = parse_pretrain(argv)
     if config.planner.dry_run:
         from megatron.planner.dry_run import dry_run
@@ -51,6 +52,15 @@ def print_topology(config) -> None:
 
     if os.environ.get("RANK", "0") == "0":
         print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
+
+
+def check_ranks() -> None:
+    """Refuse an environment whose numbers of ranks are none."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise SettingsError(f"{name}={value} in the environment is no number", "torchrun and srun set it for each rank",
+                                f"unset {name} to train in one process")  # fmt: skip
 
 
 def world_size(config) -> int:

@@ -393,6 +393,12 @@ def test_a_rank_that_does_not_exist(root, messy):
     assert "RANK=5 is not one of WORLD_SIZE=2 ranks" in done.stderr
 
 
+def test_a_number_of_ranks_that_is_none(root, messy):
+    done = shell(root, messy, root / "pretrain_gpt.py", *MOCK.split(), WORLD_SIZE="two")
+    assert (done.returncode, is_one_message(done.stderr)) == (3, True)
+    assert "WORLD_SIZE=two in the environment is no number" in done.stderr
+
+
 def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):
     """All ranks meet the same mistake after they have joined. torchrun's own report repeats it, with the exit codes."""
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()

@@ -39,7 +39,7 @@ class Chaos:
     work_dir: Optional[str] = setting("folder to work in (default: a temporary one, in memory)", None)
     table: Optional[tuple[str, ...]] = setting("print the Markdown table of these files of lines and leave", None)
     random: bool = setting("one supervised run with a random fault every few seconds, instead of cases", False)
-    minutes: float = setting("how long --random goes on", 30.0)
+    minutes: Optional[float] = setting("how long --random goes on (default: 30)", None)
 
 
 def main(argv: list[str]) -> None:
@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
         from megatron.chaos.report import read_lines, table
 
         return print(table(read_lines(settings.table)))
+    if settings.minutes is not None and not settings.random:
+        raise UsageError("--minutes is for the one long run", do="say --random, too, or leave it out")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and what was started ends too
     Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes: ranks are forked, and repeat to the bit
@@ -66,7 +68,7 @@ def _one_run(settings: Chaos) -> bool:
     folder = _folder(settings.work_dir)
     say = partial(print, flush=True)
     say(f"everything lies in {folder}")
-    found = random_run(folder, settings.minutes, settings.seed, say)
+    found = random_run(folder, settings.minutes or 30.0, settings.seed, say)
     with open(settings.output, "a", encoding="utf-8") as file:
         file.write(json.dumps({**found.line(settings.seed), **_stamp()}) + "\n")
     say(found.text())
