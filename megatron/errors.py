@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -30,6 +31,11 @@ class Failure(Exception):
 
     def __str__(self) -> str:
         return "\n".join([self.what] + [f"  {line}" for line in (self.why, self.do and f"-> {self.do}") if line])
+
+
+def numbered(lines: Iterable[str]) -> str:
+    """Several things to say as a list, to follow its heading."""
+    return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
 class UsageError(Failure):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import config as schema
-from megatron.errors import UsageError
+from megatron.errors import UsageError, numbered
 from megatron.flag_table import answer, known_flags
 from megatron.presets import SHAPES, preset
 from megatron.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
@@ -257,8 +257,8 @@ def usage_error(problems: list[str], prog: str) -> UsageError:
     """One error for all problems of a command line."""
     if len(problems) == 1:
         return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
-    lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
-    return UsageError(f"{len(problems)} problems with the command line:{lines}", do=f"{prog} --help (or --help-all)")
+    return UsageError(f"{len(problems)} problems with the command line:{numbered(problems)}",
+                      do=f"{prog} --help (or --help-all)")  # fmt: skip
 
 
 def _leave(text: str) -> None:

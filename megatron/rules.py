@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 
 from megatron import batch, config
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, numbered
 from megatron.optimizer import schedule
 from megatron.pipeline import stages
 from megatron.pipeline.own_schedule import is_file
@@ -25,8 +25,7 @@ def resolve(settings: config.Config, world_size: int) -> config.Config:
     if len(found) == 1:
         raise SettingsError(found[0])
     if found:
-        lines = "".join(f"\n  {number}. {text}" for number, text in enumerate(found, 1))
-        raise SettingsError(f"{len(found)} settings cannot work:{lines}")
+        raise SettingsError(f"{len(found)} settings cannot work:{numbered(found)}")
     return filled(settings, world_size)
 
 

@@ -13,12 +13,16 @@ It runs in a forked process of its own, in an empty folder, and is as expected w
 that it promised. An exception, a crash and a hang are texts too, and never the promised one. Needs no torch.
 """
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple, Optional
+
+from megatron.errors import Failure
 
 MODULES = (
     "processes",
@@ -63,6 +67,18 @@ class Case:
     rank: Optional[int] = None
     short: bool = False
     limit: float = 180.0
+
+
+def surprise_of(load: Callable[[], object]) -> Optional[str]:
+    """The error of a loader that is none of the suite's own; None where it loads or refuses. What it prints is lost."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            load()
+    except Failure:
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def all_cases() -> list[Case]:

@@ -8,7 +8,6 @@ values, point upwards, nest a thousand lists; and flip bytes.
 
 import contextlib
 import copy
-import io
 import json
 import random
 import re
@@ -24,7 +23,7 @@ from typing import Any, Optional
 import numpy as np
 
 from megatron import config
-from megatron.chaos.case import Case, Got
+from megatron.chaos.case import Case, Got, surprise_of
 from megatron.chaos.damage import SHARD, Checkpoint, IndexCache, Tokens
 from megatron.chaos.samples import pieces_of
 from megatron.checkpoint import huggingface, survey
@@ -351,13 +350,8 @@ def try_forgeries(make: Callable[[Path], tuple[Forge, Read]], count: int, part: 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
         forge(random.Random((seed * PARTS + part) * 1_000_003 + number))
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                read()
-        except Failure:
-            pass
-        except Exception as error:
-            surprises.append(f"number {number}: {type(error).__name__}: {error}")
+        if surprise := surprise_of(read):
+            surprises.append(f"number {number}: {surprise}")
         if outside:
             surprises.append(f"number {number}: opens {outside.pop()}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

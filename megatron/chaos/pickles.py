@@ -6,7 +6,6 @@ commands and training use; they end in an error of the suite, or pass over the f
 """
 
 import builtins
-import contextlib
 import io
 import json
 import operator
@@ -22,14 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.chaos.case import Case, Got
+from megatron.chaos.case import Case, Got, surprise_of
 from megatron.chaos.damage import Checkpoint, IndexCache, Subject, Tokens
 from megatron.checkpoint import huggingface, megatron_lm
 from megatron.checkpoint.state import TRACKER
 from megatron.config import Tokenizer
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.data.vocabulary import identity_of
-from megatron.errors import Failure
 from megatron.flags import parse
 from megatron.tokenizer import build_tokenizer
 
@@ -151,13 +149,8 @@ def try_all(places: Callable[[Path], list[Place]], folder: Path, seed: int) -> G
         whole = path.read_bytes() if path.exists() else None
         for name, payload in payloads(marker).items():
             path.write_bytes(payload)
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    load()
-            except Failure:
-                pass
-            except Exception as error:
-                surprises.append(f"{path.name}, {name}: {type(error).__name__}: {error}")
+            if surprise := surprise_of(load):
+                surprises.append(f"{path.name}, {name}: {surprise}")
             count += 1
             if marker.exists():
                 executed.append(f"{path.name}, {name}")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Optional
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 import megatron.training  # noqa: F401  in memory before ranks are forked
@@ -32,6 +31,7 @@ from megatron.checkpoint.state import read_tracker
 from megatron.data.indexed import write_index
 from megatron.errors import run_main
 from megatron.guard import processes
+from megatron.mpu.forked import renew_threads
 
 STEPS, EVERY = 12, 3  # of a job; between two checkpoints
 LAYOUTS = dict(  # name -> ranks, flags
@@ -207,7 +207,7 @@ def _rank(rank: int, world: int, port: int, flags: list[str], log: Path, fault: 
                       TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo")  # fmt: skip
     if world == 1:
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    torch.set_num_threads(1)  # by one thread, now: two that find torch's pool lost in the fork break each other
+    renew_threads()
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

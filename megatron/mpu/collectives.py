@@ -64,7 +64,6 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """This rank's piece along `dim` of the sum over the axis: [n * size, ...] -> [n, ...]."""
     if axis.size == 1:
         return x
-    Entering.tell(axis.label)
     source = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     piece = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
     _begin_scatter(piece, source, axis).wait()
@@ -100,11 +99,11 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     if axis.size == 1:
         piece.copy_(whole)
         return Done()
-    Entering.tell(axis.label)
     return _begin_scatter(piece, whole, axis)
 
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
+    Entering.tell(axis.label)
     if whole.device.type == "cpu":
         return _Sum(piece, whole, axis)
     return _scatter(piece, whole, group=axis.group, async_op=True)

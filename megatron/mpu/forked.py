@@ -69,17 +69,23 @@ def run_ranks(world_size: int, function, *args, timeout: float = 60, backend: st
                 os.waitpid(pid, 0)
 
 
+def renew_threads() -> None:
+    """In a forked process, before it has threads: two that find torch's pool lost in the fork break each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -> None:
     """Body of one forked rank: join the group, call, answer, and leave without running this program's exit handlers."""
     import datetime
 
-    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # do not ask the resolver for this host's name
     faulthandler.disable()
-    torch.set_num_threads(1)  # by one thread, now: two that find torch's pool lost in the fork break each other
+    renew_threads()
     try:
         patience = datetime.timedelta(seconds=timeout)
         store = dist.FileStore(meeting, world_size)

@@ -8,7 +8,7 @@ from typing import Optional
 
 from megatron import batch, rules
 from megatron import config as schema
-from megatron.errors import DataError, Failure, SettingsError
+from megatron.errors import DataError, Failure, SettingsError, numbered
 from megatron.pipeline import stages
 from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
@@ -57,8 +57,7 @@ def refusal(problems: list[str]) -> SettingsError:
     """One error for all of them."""
     if len(problems) == 1:
         return SettingsError(problems[0])
-    lines = "".join(f"\n  {number}. {one}" for number, one in enumerate(problems, 1))
-    return SettingsError(f"{len(problems)} things cannot work:{lines}")
+    return SettingsError(f"{len(problems)} things cannot work:{numbered(problems)}")
 
 
 def _shapeless(config: schema.Config, world: int) -> bool:

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, numbered
 
 
 class Check(NamedTuple):
@@ -53,5 +53,4 @@ class Report:
 def refusal(failed: list[Check], number: int) -> SettingsError:
     """The error that a preflight ends with."""
     lines = [f"{check.name}: {check.fault}{f' -> {check.do}' if check.do else ''}" for check in failed]
-    return SettingsError(f"preflight: {len(failed)} of {number} checks failed"
-                         + "".join(f"\n  {at}. {line}" for at, line in enumerate(lines, 1)))  # fmt: skip
+    return SettingsError(f"preflight: {len(failed)} of {number} checks failed{numbered(lines)}")
