@@ -57,8 +57,8 @@ def one_save(folder: Path, seed: int) -> Got:
                         time.sleep(0.01)
                     if fatal:
                         os.kill(os.getpid(), signal.SIGKILL)
-            except Locked:
-                (place / f"told-{number}-{who}").touch()
+            except BaseException as error:  # whatever ends it: the others wait for its mark
+                (place / f"{'told' if isinstance(error, Locked) else 'failed'}-{number}-{who}").touch()
                 raise
 
         codes = at_once(job, JOBS)
