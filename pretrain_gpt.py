@@ -8,16 +8,15 @@
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
-import os
-
-from megatron.errors import SettingsError, run_main
+from megatron import launched
+from megatron.errors import run_main
 from megatron.flags import parse_pretrain
 from megatron.rules import resolve
 
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    check_ranks()
+    launched.ranks()  # numbers of ranks that are none are told first
     config = parse_pretrain(argv)
     if config.planner.dry_run:
         from megatron.planner.dry_run import dry_run
@@ -50,23 +49,14 @@ def print_topology(config) -> None:
     """Every group of ranks, said once."""
     from megatron.mpu.mesh import Mesh, sizes_of
 
-    if os.environ.get("RANK", "0") == "0":
+    if launched.ranks().rank == 0:
         print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
-
-
-def check_ranks() -> None:
-    """Refuse an environment whose numbers of ranks are none."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        value = os.environ.get(name, "0")
-        if not value.isdecimal():
-            raise SettingsError(f"{name}={value} in the environment is no number", "torchrun and srun set it for each rank",
-                                f"unset {name} to train in one process")  # fmt: skip
 
 
 def world_size(config) -> int:
     """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
     asked = config.planner.world_size if config.parallel.print_topology else None
-    return asked or int(os.environ.get("WORLD_SIZE", "1"))
+    return asked or launched.ranks().world_size
 
 
 def recipe():

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 
 from megatron import batch, config
-from megatron.errors import SettingsError, numbered
+from megatron.errors import DataError, SettingsError, numbered
 from megatron.optimizer import schedule
 from megatron.pipeline import stages
 from megatron.pipeline.own_schedule import is_file
@@ -377,18 +377,19 @@ def _split(text: str) -> list[float] | None:
 
 
 def _blend_problems(s: SimpleNamespace) -> list[str]:
-    """What is wrong with lists of weights and prefixes; a list of an odd length is a list of prefixes."""
+    """What is wrong with lists of weights and prefixes."""
     found = []
     for flag in _given_paths(s):
         words = getattr(s, flag[2:].replace("-", "_"))
-        weights = [_number(word) for word in words[::2]]
         if len(words) == 1 and len(words[0].split()) > 1 and _number(words[0].split()[0]) is not None:
             found.append(f"{flag} '{words[0]}' is one word for the shell; leave out the quotes")
-        elif len(words) % 2 and len(words) > 1 and any(_number(word) is not None for word in words):
-            found.append(f"{flag} {' '.join(words)}: weights and prefixes must alternate (0.3 a 0.7 b), one is missing")
-        elif len(words) % 2 == 0 and any(weight is not None for weight in weights):
-            bad = [word for word, weight in zip(words[::2], weights) if weight is None or not 0 < weight < math.inf]
-            found += [f"{flag}: '{word}' stands for a weight, which must be a number above 0" for word in bad]
+            continue
+        from megatron.data.blend import parse_blend  # it imports numpy, for which other checks need not wait
+
+        try:
+            parse_blend(words, flag)
+        except DataError as error:
+            found.append(f"{error.what}; {error.do}")
     return found
 
 

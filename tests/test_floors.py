@@ -18,7 +18,7 @@ FLOORS = (
     # Settings and plain arithmetic.
     (
         "errors setting planning profiling reporting config layer_groups flags flag_* spelling presets rules batch flops "
-        "records",
+        "launched records",
         0,
     ),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),

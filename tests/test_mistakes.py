@@ -137,8 +137,8 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         f"{STEPS} --data-path tokens",
         "no vocabulary is given; --vocab-file vocab.json --merge-file merg",
     ),
-    ("pretrain_gpt", f"{REAL} --data-path 0.5 tokens 0.5", "weights and prefixes must alternate (0.3 a 0.7 b), one is"),
-    ("pretrain_gpt", f"{REAL} --data-path -1 tokens", "'-1' stands for a weight, which must be a number above 0"),
+    ("pretrain_gpt", f"{REAL} --data-path 0.5 tokens 0.5", "these are neither pairs of weight and prefix nor pref"),
+    ("pretrain_gpt", f"{REAL} --data-path -1 tokens", "weight -1 of tokens; weights are above zero"),
     (
         "pretrain_gpt",
         f"{REAL} --data-path tokens --split 0,1",

@@ -147,10 +147,11 @@ def test_one_violation_gives_one_sentence(line, world, words):
         ("--data-path d --split 1,x", "--split 1,x must be up to three numbers"),
         ("--data-path d --split 1,2,3,4", "--split 1,2,3,4 must be up to three numbers"),
         ("--data-path d --split 0,1,1", "--split 0,1,1 leaves nothing to train on"),
-        ("--data-path 0 a 1 b", "--data-path: '0' stands for a weight"),
-        ("--data-path 0.5 a x b", "--data-path: 'x' stands for a weight"),
-        ("--data-path 0.5 a 0.5", "weights and prefixes must alternate"),
-        ("--train-data-path nan a", "--train-data-path: 'nan' stands for a weight"),
+        ("--data-path 0 a 1 b", "--data-path: weight 0 of a; weights are above zero"),
+        ("--data-path 0.5 a x b", "--data-path: 'x' stands where a weight should"),
+        ("--data-path 0.5 a 0.5", "--data-path 0.5 a 0.5: these are neither pairs of weight and prefix"),
+        ("--data-path a 0.5", "--data-path a 0.5: these are neither pairs of weight and prefix nor prefixes alone"),
+        ("--train-data-path nan a", "--train-data-path: weight nan of a"),
     ],
 )
 def test_data_paths(line, words):

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from megatron import launched
 from megatron.config import Guard
 from megatron.errors import PeerLost, exit_code
 from megatron.guard.heartbeat import Heartbeat
@@ -21,7 +22,7 @@ def guarded(settings: Guard) -> Iterator[Heartbeat]:
 
     An error of the network between ranks becomes PeerLost: its cause is another rank, whose own words say more.
     """
-    heart = Heartbeat(settings.heartbeat_dir, int(os.environ.get("RANK", "0")))
+    heart = Heartbeat(settings.heartbeat_dir, launched.ranks().rank)
     heart.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed leaves no ranks behind
         die_with_parent()

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron import config
+from megatron import config, launched
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh, sizes_of
@@ -39,17 +39,17 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
     Raises SettingsError when the ranks make no sense or CUDA is asked for and absent, PeerLost when the other ranks
     do not come.
     """
-    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
-                               (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
+    here = launched.ranks()
+    rank, world = here.rank, here.world_size
     joined = not dist.is_initialized()
     if not joined:  # by the program that this is a part of
         rank, world = dist.get_rank(), dist.get_world_size()
     if not 0 <= rank < world:
         raise SettingsError(f"RANK={rank} is not one of WORLD_SIZE={world} ranks", "both are in the environment",
                             "let torchrun set them, or unset them for a single process")  # fmt: skip
-    device = pick_device(kernels.device, local_rank)
+    device = pick_device(kernels.device, here.local_rank)
     if device.type == "cpu":
-        _share_cores()
+        _share_cores(here.local_world_size or 1)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -86,11 +86,11 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _share_cores() -> None:
+def _share_cores(local_world_size: int) -> None:
     """Divide the cores between the ranks of a node unless the environment already has."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def pick_precision(wanted: str, context: Context) -> str:

@@ -8,6 +8,8 @@ from typing import Optional
 
 from megatron import batch, rules
 from megatron import config as schema
+from megatron.data.blend import parse_blend
+from megatron.data.indexed import IndexedDataset, bare_prefix
 from megatron.errors import DataError, Failure, SettingsError, numbered
 from megatron.pipeline import stages
 from megatron.planner import memory, target
@@ -83,20 +85,26 @@ VOCABULARIES = ("vocab_file", "merge_file", "tokenizer_model")
 
 def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
     """(flag, path) of every file of data and vocabulary that the settings name."""
-    for f in fields(schema.Data):
-        if f.name.endswith("data_path"):
-            for prefix in prefixes(getattr(config.data, f.name) or []):
-                yield from ((_flag(f.name), prefix + ending) for ending in (".idx", ".bin"))
+    for flag, found in blends(config.data):
+        yield from ((flag, prefix + ending) for prefix in found for ending in (".idx", ".bin"))
     for name in VOCABULARIES:
         if path := getattr(config.tokenizer, name):
             yield _flag(name), path
 
 
+def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
+    """(flag, its prefixes) of every blend of data."""
+    for f in fields(schema.Data):
+        if f.name.endswith("data_path"):
+            yield _flag(f.name), prefixes(getattr(data, f.name) or [])
+
+
 def prefixes(words: list[str]) -> list[str]:
-    """The prefixes of a blend: weights are left out."""
-    if len(words) % 2 == 0 and all(word.replace(".", "", 1).isdigit() for word in words[::2]):
-        words = words[1::2]
-    return [word.removesuffix(".bin").removesuffix(".idx") for word in words]
+    """The prefixes of a blend without their weights; none of a blend that makes no sense: the rules say why."""
+    try:
+        return [bare_prefix(prefix) for prefix in parse_blend(words, "").prefixes] if words else []
+    except DataError:
+        return []
 
 
 def file_problems(config: schema.Config) -> list[str]:
@@ -116,8 +124,6 @@ def file_problems(config: schema.Config) -> list[str]:
 
 def _damaged(config: schema.Config) -> list[str]:
     """Token files that are there and not what their index says."""
-    from megatron.data.indexed import IndexedDataset
-
     found = []
     for flag, path in named_files(config):
         prefix = path.removesuffix(".idx")
@@ -140,10 +146,9 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     from megatron.tokenizer import build_tokenizer
 
     kind = t.tokenizer_type or rules.tokenizer_type(t, config.data.mock_data)
-    words = [word for f in fields(schema.Data) if f.name.endswith("data_path")
-             for word in getattr(config.data, f.name) or ()]  # fmt: skip
+    paths = [prefix for _, found in blends(config.data) for prefix in found]
     try:
-        refuse_other_vocabulary(prefixes(words), build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
+        refuse_other_vocabulary(paths, build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
     except (DataError, SettingsError) as error:
         return [_one_line(error)]
     return []

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
+from megatron import launched
 from megatron.config import Config
 from megatron.errors import Failure, SettingsError, UsageError
 from megatron.planner import device as devices
@@ -22,9 +23,9 @@ GPT2_VOCABULARY = 50257
 
 def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Cluster, str]:
     """(the cluster, a sentence that says where its figures come from)."""
-    asked = config.planner
-    world = asked.world_size or int(env.get("WORLD_SIZE", "1"))
-    local = asked.local_world_size or int(env.get("LOCAL_WORLD_SIZE") or math.gcd(world, 8))
+    asked, here = config.planner, launched.ranks(env)
+    world = asked.world_size or here.world_size
+    local = asked.local_world_size or here.local_world_size or math.gcd(world, 8)
     if world % min(local, world):
         raise SettingsError(f"--world-size {world} is not a multiple of --local-world-size {local}")
     memory = asked.device_memory_gb or _number(env.get("DEVICE_MEMORY_GB"))

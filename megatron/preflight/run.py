@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron import config as schema
-from megatron import flops, rules
+from megatron import flops, launched, rules
 from megatron.planner import target, text
 from megatron.planner.choose import automatic
 from megatron.planner.problems import Inspection, fullest, inspect
@@ -25,18 +25,18 @@ def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[s
 
     recipe: () -> what is trained (`run.Recipe`); env: says which rank of how many this is, as torchrun sets it
     """
-    started, rank = int(env.get("WORLD_SIZE", "1")), int(env.get("RANK", "0"))
-    report = Report(say if rank == 0 else lambda text: None)
+    here = launched.ranks(env)
+    report = Report(say if here.rank == 0 else lambda text: None)
     if config.planner.auto_parallel:
         config, _, _ = automatic(config, report.say)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
-    report.add(*check_settings(config, found, cluster, source, started))
+    report.add(*check_settings(config, found, cluster, source, here.world_size))
     if any(check.name == "settings" for check in report.failed):
         raise refusal(report.failed, len(report.checks))
-    if rank == 0:
+    if here.rank == 0:
         check_design(found, cluster.world_size, recipe(), report)
-    if started > 1:
+    if here.world_size > 1:
         together(config, found, report)
     report.end()
 
