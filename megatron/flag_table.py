@@ -131,8 +131,6 @@ only local files are read
     --enable-msc --disable-msc --object-storage-cache-path
 
 # Logs.
-the time of a step is logged; its parts are not timed yet
-    --timing-log-level --timing-log-option --log-timers-to-tensorboard --no-barrier-with-level-1-timing
 every figure that the run logs goes to TensorBoard as well, at --log-interval
     --log-throughput --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
     --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard

@@ -23,6 +23,7 @@ from typing import Optional
 
 from megatron.config import Logging
 from megatron.records import JsonLines, now
+from megatron.timers import Timers, spans, table
 from megatron.trackers import TensorBoard, WeightsAndBiases
 
 
@@ -86,12 +87,13 @@ class Metrics:
     """Writes what a run says. Only the rank with `active=True` prints or opens files; on others every call returns.
 
     header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, where
-    metrics.jsonl goes by default.
+    metrics.jsonl goes by default. timers: their times are collected with every line; all ranks have them, or none.
     """
 
     def __init__(self, logging: Logging, run: Run, *, header: Optional[dict] = None, iteration: int = 0,
-                 save: Optional[str] = None, active: bool = True):  # fmt: skip
+                 save: Optional[str] = None, active: bool = True, timers: Optional[Timers] = None):  # fmt: skip
         self.run, self.active, self.log_interval = run, active, logging.log_interval
+        self.timers, self.settings = timers, logging
         self.interval = _Interval()
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
@@ -115,6 +117,8 @@ class Metrics:
     def record(self, step: Step) -> None:
         """Take in a step that just ended; its time is what passed since the last one, pauses left out."""
         seconds = self._lap()
+        complete = step.iteration % self.log_interval == 0
+        times = self.timers.collect() if self.timers and complete else {}
         if not self.active:
             return
         if self._startup is not None:
@@ -128,8 +132,8 @@ class Metrics:
             shown = {name: f"{value:.4f}" for name, value in losses.items()}
             self.progress.set_postfix(shown | {"tokens/s": f"{rates['tokens_per_second']:,.0f}"}, refresh=False)
             self.progress.update()
-        if step.iteration % self.log_interval == 0:
-            self._log(step)
+        if complete:
+            self._log(step, times)
 
     def record_eval(self, iteration: int, consumed_samples: int, losses: dict[str, float], *, split: str = "validation",
                     label: str = "", seconds: Optional[float] = None) -> None:  # fmt: skip
@@ -153,6 +157,12 @@ class Metrics:
         tags = {f"{name} {split}": value for name, value in losses.items()}
         tags |= {f"{name} {split} ppl": value for name, value in perplexities.items()}
         self._track(tags, iteration, consumed_samples)
+
+    def record_event(self, timer: str, iteration: int, consumed_samples: int) -> None:
+        """How long something between two steps took that a timer knows. All ranks together."""
+        times = self.timers.collect([timer]) if self.timers else {}
+        if self.active:
+            self._tell_times(times, 1, iteration, consumed_samples)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -193,6 +203,8 @@ class Metrics:
     def rewind(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
         self.interval = _Interval()
+        if self.timers:
+            self.timers.forget()
         self._write(dict(kind="rewind", iteration=iteration, time=now()))
 
     # -- output ------------------------------------------------------------------------------------------------------
@@ -207,12 +219,26 @@ class Metrics:
         else:
             print(text, flush=True)
 
-    def _log(self, step: Step) -> None:
+    def _log(self, step: Step, times: dict[str, list[float]]) -> None:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
         self.say(console_line(step, interval, self.run, rates))
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
         self._track(tags, step.iteration, step.consumed_samples)
+        self._tell_times(times, interval.steps, step.iteration, step.consumed_samples)
+
+    def _tell_times(self, times: dict[str, list[float]], steps: int, iteration: int, consumed_samples: int) -> None:
+        """times: timer -> seconds of each rank in so many steps; their means are told."""
+        if not times:
+            return
+        means = {name: [seconds / steps for seconds in ranks] for name, ranks in times.items()}
+        self.say(table(means, self.settings.timing_log_option))
+        ends = {name: dict(min=round(least, 7), max=round(most, 7)) for name, (least, most) in spans(means).items()}
+        if self.settings.timing_log_option == "all":
+            ends = {name: both | dict(ranks=[round(one, 7) for one in means[name]]) for name, both in ends.items()}
+        self._write(dict(kind="timers", iteration=iteration, time=now(), steps=steps, seconds=ends))
+        if self.settings.log_timers_to_tensorboard:
+            self._track({f"{name}-time": both["max"] for name, both in ends.items()}, iteration, consumed_samples)
 
     def _write(self, record: dict) -> None:
         if self.json:

@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from megatron import config as schema
 from megatron.errors import StorageError
 from megatron.mpu.context import Context
-from megatron.pipeline.record import PHASES
+from megatron.phases import PHASES
 
 COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
+PHASE_WORDS = {phase.words for phase in PHASES.values()}
 ROWS, PRINTED, WIDTH = 40, 10, 60  # of a table in the file; of one in the log; characters of a name
 
 
@@ -72,7 +73,7 @@ class Profiler:
         return "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
 
     def _tables(self, averages: EventList) -> str:
-        phases = EventList([event for event in averages if event.key in PHASES.values()])
+        phases = EventList([event for event in averages if event.key in PHASE_WORDS])
         operators = _without_phases(averages)
         sent = EventList([event for event in operators if event.key.lower().startswith(COMMUNICATION)])
         memory = "self_device_memory_usage" if self.device.type == "cuda" else "self_cpu_memory_usage"
@@ -91,7 +92,7 @@ class Profiler:
 
 
 def _without_phases(averages: EventList) -> EventList:
-    return EventList([event for event in averages if event.key not in PHASES.values()])
+    return EventList([event for event in averages if event.key not in PHASE_WORDS])
 
 
 def _table(events: EventList, sort: str, rows: int) -> str:

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
@@ -22,6 +23,7 @@ from megatron.mpu.context import Context, leave
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.schedule import Lengths
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.phases import phase
 from megatron.pipeline.execute import Wire
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
@@ -122,9 +124,18 @@ class Run:
     def train_iters(self) -> int:
         return total_iterations(self.config.batch, self.dp)
 
+    def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
+        """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
+        self.watch.heart.beat(name, step)
+        return phase(name)
+
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to; all ranks together. Raises as `Keeper.save` does."""
-        self.watch.heart.beat("save")
+        with self.phase("save"):
+            self._save()
+        self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
+
+    def _save(self) -> None:
         moments = not self.config.checkpoint.no_save_optim
         record = dict(
             state=self.state.record(),

@@ -34,6 +34,7 @@ from megatron.mpu.context import DTYPES, Context, weight_format
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.schedule import Lengths, learning_rate
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.phases import PHASES
 from megatron.pipeline.build import build_stages, prove_complete
 from megatron.pipeline.record import Recorder
 from megatron.pipeline.stages import Pipeline
@@ -42,6 +43,7 @@ from megatron.profiler import Profiler
 from megatron.records import library_versions, run_record, source_commit
 from megatron.rules import remarks
 from megatron.run import Recipe, Run, State
+from megatron.timers import Timers
 from megatron.tokenizer import build_tokenizer
 
 
@@ -350,7 +352,25 @@ def build_metrics(config: schema.Config, context: Context, vocab_size: int, stat
     header = run_record(config, context.mesh.sizes, state.iteration, device=name,
                         parameters=flops.parameters(config.model, vocab_size))  # fmt: skip
     return Metrics(config.logging, rates, header=header, iteration=state.iteration, save=config.checkpoint.save,
-                   active=context.first)  # fmt: skip
+                   active=context.first, timers=build_timers(config.logging, context))  # fmt: skip
+
+
+def build_timers(settings: schema.Logging, context: Context) -> Optional[Timers]:
+    """The timers of `--timing-log-level`; None where it asks for none."""
+    if settings.timing_log_level == 0:
+        return None
+    world, device, more = context.mesh.world, context.device, {}
+    if device.type == "cuda":
+        more["settle"] = partial(torch.cuda.synchronize, device)
+    if settings.barrier_with_level_1_timing and world.size > 1:
+        more["barrier"] = partial(collectives.barrier, world)
+
+    def gather(seconds: list[float]) -> list[list[float]]:
+        mine = torch.tensor(seconds, dtype=torch.float64, device=device)
+        return collectives.all_gather(mine, world).view(-1, len(seconds)).tolist()
+
+    parts = {name: phase.timed for name, phase in PHASES.items()}
+    return Timers(settings.timing_log_level, parts, gather=gather, **more)
 
 
 def peak_of(config: schema.Config, context: Context, name: str) -> Optional[float]:

@@ -24,8 +24,8 @@ from megatron.guard.watch import Verdict
 from megatron.metrics import Step
 from megatron.mpu import collectives
 from megatron.optimizer.schedule import learning_rate, weight_decay
+from megatron.phases import Listening, phase
 from megatron.pipeline.execute import execute
-from megatron.pipeline.record import phase
 from megatron.run import Recipe, Run, State
 from megatron.startup import build_run
 
@@ -35,7 +35,8 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
     with guarded(config.guard) as heart:
         run = build_run(config, recipe, heart)
         try:
-            train(run)
+            with Listening.with_timers(run.metrics.timers):
+                train(run)
         except BaseException as error:
             run.close(error)
             raise
@@ -82,13 +83,12 @@ def train_step(run: Run) -> Optional[Step]:
     size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
     if state.iteration + 1 in state.left_out:
         return pass_over(run, size)
-    watch.heart.beat("data", step=state.iteration + 1)
     loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
-    with phase("data"):
+    with run.phase("data", step=state.iteration + 1):
         batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
-    sums = passes(run, batches, loss_of, watch.heart.watch)
-    watch.heart.beat("reduce")
-    with phase("reduce"):
+    with phase("passes"):
+        sums = passes(run, batches, loss_of, watch.heart.watch)
+    with run.phase("reduce"):
         totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
     loss, tokens = watch.count(totals)
     factor = unscale(tokens)
@@ -99,9 +99,8 @@ def train_step(run: Run) -> Optional[Step]:
         return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
     if verdict is Verdict.UPDATE:
-        watch.heart.beat("update")
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
-        with phase("update"):
+        with run.phase("update"):
             run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
     run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
     return Step(
@@ -178,19 +177,21 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
         stage.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.context.device)
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
-    for _ in range(run.config.batch.eval_iters):
-        run.watch.heart.beat("evaluate")
-        ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
-        sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
-        consumed += size
+    with phase("evaluate"):
+        for _ in range(run.config.batch.eval_iters):
+            run.watch.heart.beat("evaluate")
+            ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
+            sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
+            consumed += size
+        loss, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
     if split == "validation":
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    loss, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
     mean = loss / max(tokens, 1)
     run.metrics.record_eval(run.state.iteration, run.state.consumed_samples, {"lm loss": mean}, split=split,
                             label=f" on {split} set" if final else "", seconds=time.perf_counter() - started)  # fmt: skip
+    run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     return mean
 
 

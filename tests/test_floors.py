@@ -18,7 +18,7 @@ FLOORS = (
     # Settings and plain arithmetic.
     (
         "errors setting planning profiling reporting config layer_groups flags flag_* spelling presets rules batch flops "
-        "launched records",
+        "launched records timers",
         0,
     ),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
@@ -27,7 +27,7 @@ FLOORS = (
     ("data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace", 0),
     ("data.blend data.manifest", 0),
     ("mpu.mesh mpu.forked", 1),  # the first that may know torch.distributed
-    ("mpu.collectives mpu.mappings mpu.random mpu.deferred fused_kernels* tokenizer* metrics trackers", 2),
+    ("mpu.collectives mpu.mappings mpu.random mpu.deferred fused_kernels* tokenizer* metrics trackers phases", 2),
     ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
     ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
     ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),

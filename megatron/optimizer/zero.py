@@ -31,6 +31,7 @@ from megatron.optimizer.adam import AdamState, divide
 from megatron.optimizer.gradients import Gradients
 from megatron.optimizer.units import Chunks, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
 from megatron.optimizer.weights import Weights
+from megatron.phases import phase
 
 
 class Keep(NamedTuple):
@@ -158,9 +159,10 @@ class ShardedAdamW:
         self.weights.end_step()
         for axis in PARTIAL:
             self._sum_partial(axis)
-        square = self._square() / self.mesh.replicate.size  # each replica holds the same
-        vector = torch.cat([square.reshape(1), sums.to(square)])
-        vector = collectives.all_reduce(vector, self.mesh.world).cpu()
+        with phase("norm"):
+            square = self._square() / self.mesh.replicate.size  # each replica holds the same
+            vector = torch.cat([square.reshape(1), sums.to(square)])
+            vector = collectives.all_reduce(vector, self.mesh.world).cpu()
         return vector[1:], vector[0].sqrt().item()
 
     def _sum_partial(self, name: str) -> None:
@@ -169,11 +171,12 @@ class ShardedAdamW:
         views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]
         if axis.size == 1 or not views:
             return
-        if len(views) == 1:
-            collectives.all_reduce(views[0], axis)
-            return
-        packed = collectives.all_reduce(torch.cat(views), axis)
-        torch._foreach_copy_(views, list(packed.split([view.numel() for view in views])))
+        with phase("partial"):
+            if len(views) == 1:
+                collectives.all_reduce(views[0], axis)
+                return
+            packed = collectives.all_reduce(torch.cat(views), axis)
+            torch._foreach_copy_(views, list(packed.split([view.numel() for view in views])))
 
     def _square(self) -> torch.Tensor:
         """Sum of squares of the owned gradients, each logical element counted on one rank of those that hold it."""
@@ -188,17 +191,21 @@ class ShardedAdamW:
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, scale: float) -> None:
         """AdamW on gradients times `scale`; new weights go to every rank that uses them."""
-        if scale != 1.0:
-            self.reduced.mul_(scale)
-        for state in self.states:
-            state.step(self.reduced, self.step_count, lr, weight_decay, self.settings)
+        with phase("scale"):
+            if scale != 1.0:
+                self.reduced.mul_(scale)
+        with phase("inner"):
+            for state in self.states:
+                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings)
         self.step_count += 1
         self.publish()
 
     def publish(self) -> None:
         """Main weights -> weights of the model."""
-        self._fill_shards()
-        self.weights.renew()
+        with phase("copy"):
+            self._fill_shards()
+        with phase("gather" if self.mesh.shard.size > 1 else "copy"):
+            self.weights.renew()
 
     def present(self) -> AbstractContextManager:
         """Inside, between two steps, all parameters can be read at every stage: for checks."""

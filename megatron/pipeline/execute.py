@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.loader import MicroBatch
 from megatron.mpu.deferred import attach, deliver
-from megatron.pipeline.record import phase
+from megatron.phases import phase
 from megatron.pipeline.schedule import Op, Stages, looped
 from megatron.pipeline.wire import Wire
 
@@ -56,7 +56,7 @@ def execute(
         if see is not None:
             see(op)
         message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
-        arrived = message and message.wait()
+        arrived = message and work.receive(op, message)
         start = work.now() if timeline is not None else 0.0
         with phase(op.kind):
             work.do(op, arrived)
@@ -90,6 +90,11 @@ class _Work:
         source, kind = (place.before, "F") if op.kind == "F" else (place.after, "B")
         return None if source is None else self.wire.receive(source, kind, op.micro, place.stage)
 
+    def receive(self, op: Op, message) -> torch.Tensor:
+        """Wait for what an op needs from another rank."""
+        with phase(f"receive {op.kind}"):
+            return message.wait()
+
     def do(self, op: Op, arrived: Optional[torch.Tensor]) -> None:
         if op.kind == "F":
             self.forward(op, arrived)
@@ -108,7 +113,8 @@ class _Work:
             self.sums.append(torch.stack([loss.detach().double(), torch.as_tensor(tokens).to(loss.device).double()]))
             y = self.objective(loss, tokens) if training else None
         else:
-            self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
+            with phase("send F"):
+                self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
             # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
             self.live[op[1:]] = x, y if place.after is None else get_gradient_edge(y)
@@ -124,10 +130,13 @@ class _Work:
         else:
             torch.autograd.backward(y, gradient)
         if place.before is not None:
-            self.wire.send(x.grad, place.before, "B", op.micro, place.stage - 1)
+            with phase("send B"):
+                self.wire.send(x.grad, place.before, "B", op.micro, place.stage - 1)
 
     def finish(self) -> torch.Tensor:
-        self.wire.wait()
+        if self.wire.axis.size > 1:
+            with phase("send B"):  # who ran backward has nothing else under way
+                self.wire.wait()
         assert not self.live and not self.products, f"left over: {sorted(self.live)} {sorted(self.products)}"
         if self.sums:
             return torch.stack(self.sums).sum(0)

@@ -3,10 +3,8 @@
 
 import socket
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
 
-import torch
 import torch.distributed as dist
 
 from megatron.errors import StorageError
@@ -16,15 +14,6 @@ from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import Timeline
 
 STEP = 3  # the first steps are slower: memory is asked for, kernels are chosen
-
-
-PHASES = {"F": "forward", "B": "backward", "I": "gradients of activations", "W": "gradients of weights", "data": "data",
-          "reduce": "reduce gradients", "update": "update weights"}  # fmt: skip
-
-
-def phase(name: str) -> AbstractContextManager:
-    """Names a part of a step in the trace of a profiler, where there is one."""
-    return torch.profiler.record_function(PHASES[name]) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Recorder:

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named clocks of a rank, and what those of all ranks have counted (`--timing-log-level 1|2`).
+
+    timers = Timers(level=2)
+    with timers("tokenize", level=2):               # or .start() and .stop()
+        ...
+    timers("tokenize").mean(skip=2), timers("tokenize").sum, timers("tokenize").history
+
+Timers of one level never count the same moment twice: one that starts inside another of its level stops the other's clock
+until it has ended. So those of level 1 add up to at most the time of a step; those of level 2 say what is in them. A clock
+is read only where a timer runs. Needs no torch: what a device and other ranks have to do with a clock is handed in.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import NamedTuple, Optional
+
+HISTORY = 1000  # uses that a timer remembers
+WIDTH = 48  # characters of a name and its dots in the log
+
+
+class Timed(NamedTuple):
+    """How a part of a run is timed."""
+
+    name: str  # of the timer
+    level: int
+    apart: bool = False  # no part of a step: reported by itself, and timers inside it do not run
+
+
+class _Lane:
+    """The timers of one level that run at this moment, the innermost last: its clock is the one that goes."""
+
+    def __init__(self, settle: Callable[[], object]):
+        self.settle, self.running, self.mark = settle, [], 0.0
+
+    def switch(self) -> None:
+        """What has passed since the last switch belongs to the innermost timer."""
+        self.settle()
+        before, self.mark = self.mark, time.perf_counter()
+        if self.running:
+            self.running[-1].part += self.mark - before
+
+
+class Timer:
+    """One clock: `with timer:`, or `start` and `stop`. Made by `Timers`.
+
+    history: seconds of the last uses, oldest first; sum: of all uses, and `uses` how many there were
+    """
+
+    def __init__(self, name: str, lane: _Lane, barrier: Optional[Callable[[], object]] = None):
+        self.name, self.lane, self.barrier = name, lane, barrier
+        self.history: deque[float] = deque(maxlen=HISTORY)
+        self.sum, self.uses = 0.0, 0
+        self.fresh = 0.0  # of the sum: what has not been reported
+        self.part = 0.0  # of the use that is under way
+
+    def start(self) -> None:
+        """Let the clock go; where timers of its level wait for all ranks first, that wait is in no timer."""
+        lane = self.lane
+        assert self not in lane.running, f"the timer {self.name} runs already"
+        lane.switch()
+        if self.barrier is not None:
+            self.barrier()
+            lane.settle()
+            lane.mark = time.perf_counter()
+        self.part = 0.0
+        lane.running.append(self)
+
+    def stop(self) -> None:
+        """End the use that is under way. Timers end in the opposite order of their start."""
+        lane = self.lane
+        inner = [timer.name for timer in lane.running[-1:]]
+        assert inner == [self.name], f"the timer {self.name} cannot stop: {inner or 'none'} runs"
+        lane.switch()
+        lane.running.pop()
+        self.history.append(self.part)
+        self.sum += self.part
+        self.fresh += self.part
+        self.uses += 1
+
+    @property
+    def last(self) -> float:
+        """Seconds of the last use; 0 before the first."""
+        return self.history[-1] if self.history else 0.0
+
+    def mean(self, skip: int = 0) -> float:
+        """Seconds of a use, over `history`; the first `skip` of all uses, which are slower, left out. 0 without any."""
+        forgotten = self.uses - len(self.history)
+        kept = list(islice(self.history, max(0, skip - forgotten), None))
+        return sum(kept) / len(kept) if kept else 0.0
+
+    def __enter__(self) -> "Timer":
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+
+class _Apart(Timer):
+    """A timer during which those of the parts of a step do not run."""
+
+    def __init__(self, timers: "Timers", *given):
+        super().__init__(*given)
+        self.timers = timers
+
+    def start(self) -> None:
+        super().start()
+        self.timers.apart = True
+
+    def stop(self) -> None:
+        self.timers.apart = False
+        super().stop()
+
+
+class Off(Timer):
+    """A timer of a level that is not asked for: it never runs."""
+
+    def start(self) -> None:
+        pass
+
+    stop = start
+
+
+class Timers:
+    """The timers of a rank. Those of `parts`, which all ranks know, are reported; others are for whoever makes them.
+
+    level:    timers of a higher level do not run
+    parts:    what is announced (phases.py) -> how it is timed
+    settle:   waits for the device, which works on while the clock is read: torch.cuda.synchronize
+    barrier:  waits for all ranks, before a timer of level 1 starts
+    gather:   numbers of this rank -> those of all ranks, in their order; all ranks together
+    """
+
+    def __init__(self, level: int, parts: Optional[dict[str, Timed]] = None, *, settle: Callable = lambda: None,
+                 barrier: Optional[Callable] = None,
+                 gather: Callable[[list[float]], list[list[float]]] = lambda seconds: [seconds]):  # fmt: skip
+        self.level, self.barrier, self.gather = level, barrier, gather
+        self.lanes = {number: _Lane(settle) for number in range(1, level + 1)}
+        self.named: dict[str, Timer] = {}
+        self.apart = False  # inside of what is no part of a step
+        parts = {part: timed for part, timed in (parts or {}).items() if timed.level <= level}
+        for timed in parts.values():
+            if timed.apart:
+                self.named[timed.name] = _Apart(self, timed.name, self.lanes[timed.level], self._barrier(timed.level))
+        self.parts = {part: self(timed.name, timed.level) for part, timed in parts.items()}
+        self.events = [timed.name for timed in parts.values() if timed.apart]
+        self.of_a_step = list(dict.fromkeys(timed.name for timed in parts.values() if not timed.apart))
+
+    def __call__(self, name: str, level: int = 1) -> Timer:
+        """The timer of that name; it is made at the first call, whose level counts."""
+        found = self.named.get(name)
+        if found is None:
+            on = level <= self.level
+            lane = self.lanes[level] if on else _Lane(lambda: None)
+            self.named[name] = found = (Timer if on else Off)(name, lane, self._barrier(level))
+        return found
+
+    def _barrier(self, level: int) -> Optional[Callable]:
+        return self.barrier if level == 1 else None
+
+    def timer_of(self, part: str) -> Optional[Timer]:
+        """Who times what begins now; None: nobody."""
+        return None if self.apart else self.parts.get(part)
+
+    def collect(self, names: Optional[Iterable[str]] = None) -> dict[str, list[float]]:
+        """Timer -> seconds since it was last collected, of each rank (0: it did not run there). All ranks together.
+
+        names: by default those that are parts of a step.
+        """
+        running = [timer.name for lane in self.lanes.values() for timer in lane.running]
+        assert not running, f"started and never stopped: {', '.join(running)}"
+        names = self.of_a_step if names is None else list(names)
+        mine = []
+        for timer in map(self.named.__getitem__, names):
+            mine.append(timer.fresh)
+            timer.fresh = 0.0
+        return {name: list(times) for name, times in zip(names, zip(*self.gather(mine))) if any(times)}
+
+    def forget(self) -> None:
+        """Drop what was not collected: it belongs to steps that no longer count."""
+        for timer in self.named.values():
+            timer.fresh = 0.0
+
+
+def spans(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """Timer -> least and greatest time of those ranks where it ran.
+
+    >>> spans({"forward-recv": [0.0, 2.0, 3.0]})
+    {'forward-recv': (2.0, 3.0)}
+    """
+    return {name: (min(filter(None, ranks)), max(ranks)) for name, ranks in times.items()}
+
+
+def table(times: dict[str, list[float]], option: str) -> str:
+    """Seconds as Megatron-LM's log shows them, in milliseconds. option: max, minmax or all.
+
+    >>> print(table({"optimizer": [0.5, 0.25]}, "minmax"))
+    (min, max) time across ranks (ms):
+        optimizer ......................................: (250.00, 500.00)
+    """
+    if option == "all":
+        rows = [line for name, ranks in times.items()
+                for line in (f"  {name}:", *(f"     rank {rank:2d}: {1000 * seconds:.2f}"
+                                             for rank, seconds in enumerate(ranks) if seconds))]  # fmt: skip
+        return "\n".join(["times across ranks (ms):", *rows])
+    both = option == "minmax"
+    rows = []
+    for name, (least, most) in spans(times).items():
+        shown = f"({1000 * least:.2f}, {1000 * most:.2f})" if both else f"{1000 * most:.2f}"
+        rows.append(f"    {(name + ' ').ljust(WIDTH, '.')}: {shown}")
+    return "\n".join(["(min, max) time across ranks (ms):" if both else "max time across ranks (ms):", *rows])
