@@ -25,8 +25,13 @@ def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
 
 
 def full_size(batch: Batch, dp: int) -> int:
-    """Samples of a step once the ramp-up is over; without `--global-batch-size`, one micro-batch per rank."""
-    return batch.global_batch_size or batch.micro_batch_size * dp
+    """Samples of a step once the ramp-up is over.
+
+    `--global-batch-size`, else what its share of a rank or the number of micro-batches says, else one micro-batch a rank.
+    """
+    if batch.global_batch_size:
+        return batch.global_batch_size
+    return (batch.local_batch_size or batch.micro_batch_size * (batch.gradient_accumulation_steps or 1)) * dp
 
 
 def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
@@ -78,6 +83,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
     positive = dict(
         micro_batch_size=batch.micro_batch_size, global_batch_size=batch.global_batch_size,
         train_iters=batch.train_iters, train_samples=batch.train_samples,
+        local_batch_size=batch.local_batch_size, gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )  # fmt: skip
     found = [
         f"--{name.replace('_', '-')} {value} must be at least {least}"
@@ -90,7 +96,15 @@ def problems(batch: Batch, dp: int) -> list[str]:
     if found:
         return found
     step = batch.micro_batch_size * dp
-    found += _not_multiple("--global-batch-size", full_size(batch, dp), step, batch.micro_batch_size, dp)
+    full = full_size(batch, dp)
+    found += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
+    for flag, asserted, unit, each in (
+        ("--local-batch-size", batch.local_batch_size, dp, f"{dp} data parallel ranks"),
+        ("--gradient-accumulation-steps", batch.gradient_accumulation_steps, step,
+         f"--micro-batch-size {batch.micro_batch_size} x data parallel size {dp}"),
+    ):  # fmt: skip
+        if asserted and asserted * unit != full:
+            found.append(f"{flag} {asserted} is not {full} samples / ({each}) = {full / unit:g}; leave it out")
     return found + _rampup_problems(batch, dp, step)
 
 

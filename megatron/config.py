@@ -57,14 +57,19 @@ class Model:
     disable_bias_linear: bool = setting("linear layers without bias", False)
     untie_embeddings_and_output_weights: bool = setting("output layer with a weight of its own", False)
     apply_query_key_layer_scaling: bool = setting(
-        "scale scores by 1/layer, softmax in fp32 (for fp16)", False, "--no-query-key-layer-scaling=false"
+        "scale scores by 1/layer, softmax in fp32 (for fp16)",
+        False,
+        "--no-query-key-layer-scaling=false",
+        "--scale-qk-by-layer-num",
     )
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
-    make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor parallel size", 128)
+    make_vocab_size_divisible_by: int = setting(
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
+    )
     model_name_or_path: Optional[str] = setting(
         "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
     )
@@ -129,10 +134,16 @@ class Parallel:
         also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
     )
     sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
-    overlap_grad_reduce: bool = setting("reduce a layer's gradients while the backward pass goes on", False)
-    overlap_param_gather: bool = setting("gather a layer's parameters while the layers before it compute", False)
+    overlap_grad_reduce: bool = setting(
+        "reduce a layer's gradients while the backward pass goes on", False, "--reduce-overlap"
+    )
+    overlap_param_gather: bool = setting(
+        "gather a layer's parameters while the layers before it compute", False, "--broadcast-overlap"
+    )
     print_topology: bool = setting("print the ranks of every group and stop", False)
-    distributed_backend: Optional[Literal["gloo", "nccl"]] = setting("default: nccl on CUDA, gloo on CPU", None)
+    distributed_backend: Optional[Literal["gloo", "nccl"]] = setting(
+        "default: nccl on CUDA, gloo on CPU", None, "--backend"
+    )
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
 
 
@@ -186,6 +197,10 @@ class Batch:
 
     micro_batch_size: int = setting("samples of one forward pass on one rank", 1, "--batch-size")
     global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
+    local_batch_size: Optional[int] = setting("--global-batch-size / data parallel size, instead of or beside it", None)
+    gradient_accumulation_steps: Optional[int] = setting(
+        "micro-batches of one step, instead of or beside --global-batch-size", None, "--accumulate-steps"
+    )
     rampup_batch_size: Optional[list[int]] = setting(
         "start increment samples: grow the batch up to the global size", None
     )
@@ -230,7 +245,9 @@ class Optimizer:
     adam_beta1: float = setting("first moment's decay", 0.9)
     adam_beta2: float = setting("second moment's decay", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
-    optimizer_cpu_offload: bool = setting("keep optimizer state in the host's memory and update there", False)
+    optimizer_cpu_offload: bool = setting(
+        "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
+    )
     optimizer_offload_fraction: float = setting("share of the state that --optimizer-cpu-offload moves", 1.0)
     param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
     loss_averaging: Literal["token", "micro-batch"] = setting(
@@ -308,7 +325,10 @@ class Recompute:
     @property
     def exempt_layers(self) -> frozenset[int]:
         """--no-recompute-layers as numbers. Raises ValueError where they are none."""
-        return frozenset(int(word) for word in (self.no_recompute_layers or "").split(",") if word.strip())
+        words = (
+            (self.no_recompute_layers or "").strip("[] ").split(",")
+        )  # brackets: as files of other suites write lists
+        return frozenset(int(word) for word in words if word.strip())
 
 
 AUTO = -1  # --save-interval auto

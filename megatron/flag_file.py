@@ -6,11 +6,11 @@ from pathlib import Path
 from megatron.errors import UsageError
 
 
-def read_settings(path: str) -> list[tuple[str, list[str], int]]:
-    """[(key, words, line)] of a file, in order; a mapping under a key is a group and opens up.
+def compose(path: str):
+    """The root of a YAML file, a mapping of PyYAML's nodes; None when the file is empty.
 
-    Values stay text, so that `1e-4` or `no` mean what they mean on a command line; `null` leaves a key out.
-    Raises UsageError when the file is missing, is not YAML, or gives a key twice.
+    Values stay text, so that `1e-4` or `no` mean what they mean on a command line.
+    Raises UsageError when the file is missing, is not YAML, or is no mapping.
     """
     import yaml
 
@@ -28,10 +28,18 @@ def read_settings(path: str) -> list[tuple[str, list[str], int]]:
         raise UsageError(
             f"{where}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
         ) from None
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
+    if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: a list of `key: value` lines is wanted")
+    return root
+
+
+def read_settings(root, path: str) -> list[tuple[str, list[str], int]]:
+    """[(key, words, line)] of a file's root, in order; a mapping under a key is a group and opens up.
+
+    `null` leaves a key out. Raises UsageError for a key that is given twice.
+    """
+    import yaml
+
     return _unfold(root, path, {}, yaml)
 
 

@@ -52,6 +52,7 @@ IGNORED = """
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
+    --masked-softmax-fusion --bias-dropout-fusion --gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
     --no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
     --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
@@ -75,7 +76,8 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --delay-wgrad-compute --create-all-gather-group --high-priority-* --use-nccl-ub --use-sharp
     --sharp-enabled-group --nccl-communicator-config-path --disable-gloo-process-groups --no-paired-barrier
     --no-pre-communication-optimization --pipeline-model-parallel-comm-backend --suggested-communication-unit-size
-    --no-data-sharding --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
+    --segment-broadcast-mb --no-data-sharding --no-clone-scatter-output-in-embedding
+    --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
 ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
@@ -93,8 +95,11 @@ randomness is a function of seed and position, so there is no random state to tr
     --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks
 initial weights depend on --seed and their names alone, wherever they are drawn
     --use-cpu-initialization --no-initialization --init-model-with-meta-device --lazy-mpu-init
-torchrun tells each process its rank
-    --local-rank
+    --init-on-meta
+torchrun, or scripts/_launch.sh under SLURM, tells each process its rank and where the first one is
+    --local-rank --rank --from-torch --from-slurm --host --port
+state is cut into equal ranges of one buffer, whatever its tensors are
+    --shard-strategy
 
 # Checkpoints.
 checkpoints have one format (safetensors with checksums), written and read in parallel, which every layout loads
@@ -157,7 +162,7 @@ this suite trains GPT models
 REFUSED = """
 # What comes next.
 say --recompute-granularity full, full_attn or core_attn
-    --recompute-modules --recompute-lgd --deepspeed-activation-checkpointing
+    --recompute-modules --pp-recompute-interval --recompute-lgd --deepspeed-activation-checkpointing
 activations are kept on the device, or computed again; see --recompute-granularity
     --checkpoint-in-cpu
 --sequence-parallel divides what is kept among tensor parallel ranks
@@ -177,8 +182,6 @@ say --profile: torch.profiler writes a trace, tables of operators, communication
     --exit-signal*
 training ends by --train-iters or --train-samples
     --train-epochs --iter-per-epoch
-say --global-batch-size; steps are split into micro-batches by themselves
-    --gradient-accumulation-steps --local-batch-size --accumulate-steps
 
 # Sharding and distribution by other means.
 use --sharding-stage 3
@@ -327,7 +330,7 @@ NEUTRAL = """
 --moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1 --cp-comm-type=p2p
 --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla --rope-type=rope --rotary-scaling-factor=1.0
---gradient-accumulation-steps=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
+--pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 
 

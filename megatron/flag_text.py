@@ -9,7 +9,8 @@ import textwrap
 from megatron.spelling import Setting
 
 FILE_HELP = (
-    ("--config FILE", "settings from a YAML file; the command line wins over it"),
+    ("--config FILE", "settings from a YAML file, also of PaddleFleetX; the command line wins over it (also -c)"),
+    ("-o SECTION.KEY=VALUE", "one setting as a file would say it"),
     ("--print-config", "print every setting as YAML, with who set it, and stop"),
     ("--help-all", "all settings, in groups"),
 )

@@ -69,8 +69,8 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
         from megatron.flag_text import help_text
 
         _leave(help_text(settings, prog, description, None if "--help-all" in asked else common))
-    for path in [path for flag, paths in words if flag == "--config" for path in paths or [""]]:
-        reader.read_file(path)
+    reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
+                      [word for flag, pairs in words if flag == "-o" for word in pairs or [""]])  # fmt: skip
     for flag, values in words:
         if flag not in OWN:
             reader.give(flag, values, flag, COMMAND)
@@ -92,7 +92,7 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
 
 
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
-OWN = ("-h", "--help", "--help-all", "--config", "--print-config")
+OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config")
 
 
 def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
@@ -184,14 +184,43 @@ class Reader:
         near = difflib.get_close_matches(flag, self.spellings, n=2, cutoff=0.75)
         return near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
 
-    def read_file(self, path: str) -> None:
-        from megatron.flag_file import read_settings
+    def read_files(self, paths: list[str], overrides: list[str]) -> None:
+        """Take what files say, those of PaddleFleetX included, and each `Section.key=value` that overrides them."""
+        from megatron import flag_file, flag_fleetx
 
-        for key, words, line in read_settings(path):
-            spelling = self.spellings.get(dashed(key))
-            if spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1:
-                words = [",".join(words)]  # split: [969, 30, 1]
-            self.give(dashed(key), words, f"{path}:{line}", FILE)
+        fleetx: dict[str, flag_fleetx.Entry] = {}
+        for path in paths:
+            root = flag_file.compose(path)
+            if root is not None and flag_fleetx.is_fleetx(root):
+                fleetx |= flag_fleetx.read(path, flag_file.compose)
+            elif root is not None:
+                for key, words, line in flag_file.read_settings(root, path):
+                    self.give(dashed(key), self._joined(key, words), f"{path}:{line}", FILE)
+        for word in overrides:
+            key, equals, value = word.partition("=")
+            if not equals:
+                self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
+                continue
+            one = flag_fleetx.entry(value, f"-o {key}")
+            if key.partition(".")[0] in flag_fleetx.SECTIONS:
+                fleetx[key] = one
+            elif one.words is not None:
+                name = key.rpartition(".")[2]
+                self.give(dashed(name), self._joined(name, one.words), f"-o {key}", COMMAND)
+        self._give_fleetx(flag_fleetx.translate(fleetx))
+
+    def _give_fleetx(self, found) -> None:
+        for flag, words, origin in found.flags:
+            self.give(flag, self._joined(flag[2:], words), origin, FILE)
+        for sentence, where in found.notes if self.pretraining else ():
+            self.notices.setdefault(sentence, []).append(where)
+        self.problems += found.problems if self.pretraining else []
+
+    def _joined(self, key: str, words: list[str]) -> list[str]:
+        """Several words of a file as the one that a setting of text takes: split: [969, 30, 1]"""
+        spelling = self.spellings.get(dashed(key))
+        one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
+        return [",".join(words)] if one else words
 
     def apply_preset(self) -> None:
         """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""

@@ -41,7 +41,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     elif [ -n "${SHRINK:-}" ]; then
         look -m megatron.tools.twin
     else
-        given --data-path --train-data-path --mock-data --config ||
+        given --data-path --train-data-path --mock-data --config -c ||
             fail 4 "there is no data to train on" \
                 "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
                 "or, for a trial on synthetic samples: bash $0 --mock-data"
@@ -85,7 +85,7 @@ add_environment() { # paths that belong to a site, not to a command line that is
 }
 
 add_mock_data() { # for what needs no data
-    given --data-path --train-data-path --mock-data --config || FLAGS+=(--mock-data)
+    given --data-path --train-data-path --mock-data --config -c || FLAGS+=(--mock-data)
 }
 
 # ---- one process, before anything is started -------------------------------------------------------------------------

@@ -96,3 +96,20 @@ def test_walking_a_run_step_by_step_agrees_with_its_totals(micro, dp, first, by,
 def test_problems_are_named_in_flags(changes, dp, words):
     found = problems(dataclasses.replace(RAMP, **changes), dp)
     assert any(words in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    "said, size, words",
+    [
+        (dict(local_batch_size=8), 32, None),
+        (dict(gradient_accumulation_steps=3), 24, None),
+        (dict(local_batch_size=8, gradient_accumulation_steps=4, global_batch_size=32), 32, None),
+        (dict(local_batch_size=8, global_batch_size=64), 64, "--local-batch-size 8 is not 64 samples / (4 data"),
+        (dict(gradient_accumulation_steps=3, global_batch_size=16), 16, "--gradient-accumulation-steps 3 is not 16"),
+        (dict(local_batch_size=3), 12, "--global-batch-size 12 is not a multiple"),
+    ],
+)
+def test_what_other_suites_call_the_batch(said, size, words):
+    settings = Batch(micro_batch_size=2, train_iters=1, **said)
+    assert full_size(settings, 4) == size
+    assert (words or "") in " ".join(problems(settings, 4)) and bool(words) == bool(problems(settings, 4))

@@ -175,6 +175,14 @@ def test_what_is_misspelled_is_not_missing_as_well():
         ("--no-recompute-layers 0,1,5", "recompute", "no_recompute_layers", "0,1,5"),
         ("--no-query-key-layer-scaling", "model", "apply_query_key_layer_scaling", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
+        ("--scale_qk_by_layer_num true", "model", "apply_query_key_layer_scaling", True),
+        ("--vocab_size_divisible_unit 64", "model", "make_vocab_size_divisible_by", 64),
+        ("--reduce_overlap true", "parallel", "overlap_grad_reduce", True),
+        ("--broadcast_overlap true", "parallel", "overlap_param_gather", True),
+        ("--sharding_offload true", "optimizer", "optimizer_cpu_offload", True),
+        ("--backend nccl", "parallel", "distributed_backend", "nccl"),
+        ("--accumulate_steps 4", "batch", "gradient_accumulation_steps", 4),
+        ("--local_batch_size 8", "batch", "local_batch_size", 8),
     ],
 )
 def test_other_systems_spellings(line, group, name, value):

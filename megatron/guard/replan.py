@@ -37,7 +37,8 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
         raise SettingsError(f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
                             do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
     size = resolve(config, now).batch.global_batch_size
-    words = with_flag(without(words, "--data-parallel-size"), "--global-batch-size", str(size))
+    asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
+    words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
     divisible = value_of(words, *RANKS) is not None  # the ranks of one machine
     numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
     why: list[str] = []
