@@ -14,6 +14,7 @@ Nothing here imports torch, reads the command line or the environment: `flags.py
 from dataclasses import dataclass, field, fields
 from typing import Literal, Optional
 
+from megatron.optimizing import Optimizer
 from megatron.planning import Planner
 from megatron.profiling import Profiling
 from megatron.reporting import Logging
@@ -210,51 +211,6 @@ class Batch:
     eval_iters: int = setting("batches of an evaluation", 100)
     exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None)
     exit_duration_in_mins: Optional[float] = setting("save and stop after this many minutes", None)
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """AdamW, its learning rate and its weight decay."""
-
-    optimizer: Literal["adam"] = setting(
-        "adam is AdamW, as in Megatron-LM", "adam", also=dict(adamw="adam", fused_adam="adam")
-    )
-    lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
-    min_lr: float = setting("lowest learning rate", 0.0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
-        "curve after warm-up", "linear", also=dict(none="constant")
-    )
-    lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
-    lr_decay_samples: Optional[int] = setting("the same in samples", None)
-    lr_warmup_iters: int = setting("steps of linear warm-up", 0)
-    lr_warmup_samples: int = setting("the same in samples", 0)
-    lr_warmup_fraction: Optional[float] = setting(
-        "the same as a share of the decay length", None, "--warmup-rate", "--warmup"
-    )
-    lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
-        "how WSD anneals", "exponential"
-    )
-    lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
-    lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
-    weight_decay: float = setting("decoupled weight decay of matrices", 0.01)
-    start_weight_decay: Optional[float] = setting("weight decay at the start (with --weight-decay-incr-style)", None)
-    end_weight_decay: Optional[float] = setting("weight decay at the end", None)
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("curve between the two", "constant")
-    clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
-    adam_beta1: float = setting("first moment's decay", 0.9)
-    adam_beta2: float = setting("second moment's decay", 0.999)
-    adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
-    optimizer_cpu_offload: bool = setting(
-        "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
-    )
-    optimizer_offload_fraction: float = setting("share of the state that --optimizer-cpu-offload moves", 1.0)
-    param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
-    loss_averaging: Literal["token", "micro-batch"] = setting(
-        "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
-        "token",
-        "--calculate-per-token-loss=token",
-    )
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ say --optimizer-cpu-offload, --optimizer-offload-fraction or --param-cpu-offload
     --use-torch-optimizer-for-cpu-offload
     --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-* --cpu-offload* --cpu-optimizer --fine-grained-*
     --activation-offload-fraction --offload-* --auto-offload-time --min-offloaded-tensor-size
-    --delay-offload-until-cuda-graph --nvme-offload-*
+    --delay-offload-until-cuda-graph
 say --profile: torch.profiler writes a trace, tables of operators, communication and memory
     --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
 --exit-signal-handler catches SIGTERM and SIGUSR1

@@ -76,6 +76,8 @@ def filled(c: config.Config, world: int) -> config.Config:
         batch=replace(b, global_batch_size=batch.full_size(b, dp)),
         optimizer=replace(
             o,
+            optimizer="adam",
+            optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
             lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
             lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
         ),
@@ -111,7 +113,8 @@ RANGES = {  # what a value must be -> test, fields
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb"""),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"""),
-    "at least 0 and at most 1": (lambda v: 0 <= v <= 1, "optimizer_offload_fraction"),
+    "at least 0 and at most 1": (lambda v: 0 <= v <= 1, """
+        optimizer_offload_fraction nvme_offload_fraction"""),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
 
@@ -151,6 +154,7 @@ def _record(settings: config.Config, world: int) -> SimpleNamespace:
     s.dp = max(1, world // s.model_ranks)
     s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
     s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
+    s.host_share = settings.optimizer.host_share
     s.rotary = int(s.head * s.rotary_percent)
     s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
     s.tokenizer = s.tokenizer_type or tokenizer_type(settings.tokenizer, s.mock_data)
@@ -187,6 +191,14 @@ RULES = (
                    f"--sequence-parallel needs; nearest: {_or(_multiples(s.seq_length, s.tp))}"),
     Rule(lambda s: s.param_cpu_offload and s.sharding_stage != 3,
          lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages use all parameters where they are"),
+    Rule(lambda s: s.nvme_offload_fraction and not s.nvme_offload_dir,
+         lambda s: f"--nvme-offload-fraction {s.nvme_offload_fraction:g} needs --nvme-offload-dir, a folder on a fast disk "
+                   "of each node"),
+    Rule(lambda s: s.host_share + s.nvme_offload_fraction > 1 + 1e-9,
+         lambda s: f"--optimizer-offload-fraction {s.host_share:g} and --nvme-offload-fraction "
+                   f"{s.nvme_offload_fraction:g} are more than all of the optimizer's state together; at most "
+                   f"--optimizer-offload-fraction {1 - s.nvme_offload_fraction:g}, or leave it out: it is then what is "
+                   "not on disk"),
     Rule(lambda s: s.profile and not 1 <= s.profile_step_start < s.profile_step_end,
          lambda s: f"--profile-step-start {s.profile_step_start} and --profile-step-end {s.profile_step_end} leave nothing "
                    "to profile: iterations count from 1, and profiling ends before the second one"),
@@ -295,9 +307,11 @@ IDLE = (
          lambda s: f"--sharding-degree {s.sharding_degree} has no effect without --sharding-stage"),
     Rule(lambda s: s.overlap_param_gather and not s.sharding_stage,
          lambda s: "--overlap-param-gather has no effect without --sharding-stage: nothing is gathered"),
-    Rule(lambda s: s.optimizer_offload_fraction != 1 and not s.optimizer_cpu_offload,
+    Rule(lambda s: s.optimizer_offload_fraction != 1 and not (s.optimizer_cpu_offload or s.optimizer == "cpu_adam"),
          lambda s: f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
                    "--optimizer-cpu-offload"),
+    Rule(lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
+         lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction"),
     Rule(lambda s: s.precision != "fp16" and s.loss_scale is not None,
          lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16"),
     Rule(lambda s: (s.amp_custom_black_list or s.amp_custom_white_list) and s.amp_level != "O1",

@@ -147,7 +147,8 @@ class Run:
             **self.origin,
         )
         replicate = self.context.mesh.replicate
-        pieces = share(self.optimizer.pieces(moments, counted=True), replicate.rank, replicate.size)
+        pieces = self.optimizer.pieces(moments, counted=True, lasting=self.config.checkpoint.async_save)
+        pieces = share(pieces, replicate.rank, replicate.size)
         self.saver.save(self.state.iteration, pieces, record)
 
     def _samples(self) -> dict[str, list[int]]:

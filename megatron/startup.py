@@ -69,7 +69,8 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     prove_complete(stages, context.mesh, exchange_over(context), config.model.num_layers,
                    flops.parameters(config.model, vocab_size))  # fmt: skip
     optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, config.parallel, dtype=dtype,
-                             device=context.device, seed=config.logging.seed)  # fmt: skip
+                             device=context.device, seed=config.logging.seed,
+                             lasting=config.checkpoint.async_save)  # fmt: skip
     heart.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)

@@ -232,7 +232,6 @@ def test_the_tables_say_one_thing_about_each_flag():
     idle = [p for p in patterns if not any(fnmatchcase(n, p) for n in theirs)]
     assert set(idle) <= {
         "--amp-*",
-        "--nvme-offload-*",
         "--rdzv-*",
         "--soap-*",
         "--use-layer-wise-*",

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     # Settings and plain arithmetic.
     (
-        "errors setting planning profiling reporting config layer_groups flags flag_* spelling presets rules batch flops "
-        "launched records timers",
+        "errors setting optimizing planning profiling reporting config layer_groups flags flag_* spelling presets rules "
+        "batch flops launched records timers",
         0,
     ),
     ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),

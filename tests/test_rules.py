@@ -70,6 +70,10 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
         ("--use-distributed-optimizer --param-cpu-offload", 2, "--param-cpu-offload needs --sharding-stage 3"),
         ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),
+        ("--nvme-offload-fraction 1.5 --nvme-offload-dir .", 1, "--nvme-offload-fraction 1.5 must be at least 0"),
+        ("--nvme-offload-fraction 0.5", 1, "--nvme-offload-fraction 0.5 needs --nvme-offload-dir"),
+        ("--nvme-offload-fraction 0.7 --nvme-offload-dir . --optimizer cpu_adam --optimizer-offload-fraction 0.4", 1,
+         "at most --optimizer-offload-fraction 0.3"),
         ("--optimizer-offload-fraction 1.5", 1, "--optimizer-offload-fraction 1.5 must be at least 0 and at most 1"),
         # model
         ("--num-attention-heads 7", 1, "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: "

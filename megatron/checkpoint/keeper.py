@@ -26,7 +26,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.durable import Damaged
 from megatron.checkpoint.interval import best_interval, lost_share
 from megatron.checkpoint.state import Exchange, Saver, alone
-from megatron.checkpoint.store import Piece
+from megatron.checkpoint.store import Lasting, Piece
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 
 RETRY_AFTER = 2.0  # seconds; twice as long before each further try
@@ -229,14 +229,18 @@ class Snapshot:
         self._memory: Optional[torch.Tensor] = None
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces with tensors of their own, in memory that is valid until the next call."""
-        starts = [0, *itertools.accumulate(-(-piece.tensor.nbytes // _ALIGN) * _ALIGN for piece in pieces)]
+        """The pieces with tensors of their own, in memory that is valid until the next call; `Lasting` ones as they are."""
+        sizes = [0 if isinstance(piece, Lasting) else piece.tensor.nbytes for piece in pieces]
+        starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         on_gpu = any(piece.tensor.is_cuda for piece in pieces)
         if self._memory is None or self._memory.numel() != starts[-1]:
             self._memory = None  # the old one goes before the new one comes
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
         copies = []
         for piece, start in zip(pieces, starts):
+            if isinstance(piece, Lasting):
+                copies.append(piece)
+                continue
             own = self._memory[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.box.extent)
             own.copy_(piece.tensor.detach(), non_blocking=on_gpu)
             copies.append(piece._replace(box=Box(*piece.box), tensor=own))

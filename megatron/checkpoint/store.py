@@ -61,6 +61,12 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
+class Lasting(Piece):
+    """A piece whose memory keeps its content while training goes on: a save in the background needs no copy of it."""
+
+    __slots__ = ()
+
+
 def flat_pieces(name: str, shape, box, local_shape, flat: torch.Tensor, start: int = 0) -> list[Piece]:
     """Pieces of a flat range of a local tensor: what a ZeRO shard holds of a parameter or of its optimizer state.
 

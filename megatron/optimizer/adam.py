@@ -2,6 +2,7 @@
 """AdamW (arXiv:1711.05101) on flat fp32 memory: main weights and moments of some units' shards, on one device.
 
 State that is offloaded lives in the memory of the host and is stepped by the CPU: gradients go there, weights come back.
+State in a file is `disk.py`'s.
 """
 
 from collections.abc import Sequence
@@ -12,29 +13,18 @@ from torch.optim.adamw import adamw
 from megatron import config
 from megatron.optimizer.units import Owned
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Ranges = dict[bool, list[slice]]  # with weight decay or without -> stretches of flat state
 
-class AdamState:
-    """Main weights, moments and the step of consecutive owned ranges.
 
-    reduced:   fp32 gradients of the rank's whole shard
-    offload:   keep everything on the host and bring gradients there for the step
-    memory:    what to use for the main weights instead of memory of their own
-    """
+class OwnedState:
+    """What all kinds of state have: consecutive owned ranges, and where they lie in flat main weights and moments."""
 
-    def __init__(self, owned: Sequence[Owned], reduced: torch.Tensor, *, offload: bool, memory: torch.Tensor = None):
-        self.owned, self.offload = owned, offload
-        self.span = slice(owned[0].place.start, owned[-1].place.stop)
-        own = reduced[self.span]
-        host = dict(device="cpu", pin_memory=own.device.type == "cuda") if offload else dict(device=own.device)
-        self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
-        self.moments = {name: torch.zeros_like(self.main, **host) for name in ("exp_avg", "exp_avg_sq")}
-        self.arriving = torch.zeros_like(self.main, **host) if offload else None
-        self.ranges = {decay: self._ranges(decay) for decay in (True, False)}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of main weights and moments."""
-        return self.main.nbytes + sum(moment.nbytes for moment in self.moments.values())
+    def __init__(self, owned: Sequence[Owned]):
+        self.owned = owned
+        self.span = slice(owned[0].place.start, owned[-1].place.stop)  # of the rank's whole shard
+        self.size = self.span.stop - self.span.start
+        self.ranges: Ranges = {decay: self._ranges(decay) for decay in (True, False)}
 
     def place(self, own: Owned) -> slice:
         """Where an owned range lies in `main` and the moments."""
@@ -51,30 +41,62 @@ class AdamState:
                 found.append(slice(first + start, first + stop))
         return found
 
+
+class AdamState(OwnedState):
+    """Main weights, moments and the step of consecutive owned ranges.
+
+    reduced:   fp32 gradients of the rank's whole shard
+    offload:   keep everything on the host and bring gradients there for the step
+    memory:    what to use for the main weights instead of memory of their own
+    """
+
+    def __init__(self, owned: Sequence[Owned], reduced: torch.Tensor, *, offload: bool, memory: torch.Tensor = None):
+        super().__init__(owned)
+        self.offload = offload
+        own = reduced[self.span]
+        host = dict(device="cpu", pin_memory=own.device.type == "cuda") if offload else dict(device=own.device)
+        self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
+        self.moments = {name: torch.zeros_like(self.main, **host) for name in MOMENTS}
+        self.arriving = torch.zeros_like(self.main, **host) if offload else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of main weights and moments."""
+        return self.main.nbytes + sum(moment.nbytes for moment in self.moments.values())
+
     @torch.no_grad()
     def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: config.Optimizer):
         """One update from the shard's gradients; `step_count`: updates so far."""
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)
-        for decay, ranges in self.ranges.items():
-            adamw(
-                *[[flat[where] for where in ranges] for flat in (self.main, gradients, *self.moments.values())],
-                [],
-                [torch.tensor(float(step_count), device=self.main.device) for _ in ranges],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                lr=lr,
-                weight_decay=weight_decay if decay else 0.0,
-                beta1=settings.adam_beta1,
-                beta2=settings.adam_beta2,
-                eps=settings.adam_eps,
-            )
+        flats = (self.main, gradients, *self.moments.values())
+        update(flats, self.ranges, step_count, lr, weight_decay, settings)
 
 
-def divide(owned: Sequence[Owned], fraction: float) -> tuple[list[Owned], list[Owned]]:
-    """(the first units, which together are about `fraction` of all, the others)."""
+def update(flats: Sequence[torch.Tensor], ranges: Ranges, step_count: int, lr: float, weight_decay: float,
+           settings: config.Optimizer) -> None:  # fmt: skip
+    """AdamW on stretches of flat main weights, gradients and both moments, which all lie on one device."""
+    for decay, stretches in ranges.items():
+        adamw(
+            *[[flat[where] for where in stretches] for flat in flats],
+            [],
+            [torch.tensor(float(step_count), device=flats[0].device) for _ in stretches],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=lr,
+            weight_decay=weight_decay if decay else 0.0,
+            beta1=settings.adam_beta1,
+            beta2=settings.adam_beta2,
+            eps=settings.adam_eps,
+        )
+
+
+def divide(owned: Sequence[Owned], *shares: float) -> list[list[Owned]]:
+    """Units cut into consecutive groups: one for each share, together about that part of all elements, and the rest."""
     total = sum(own.high - own.low for own in owned)
-    number = next(n for n in range(len(owned) + 1) if sum(o.high - o.low for o in owned[:n]) >= fraction * total)
-    return list(owned[:number]), list(owned[number:])
+    sizes = [sum(o.high - o.low for o in owned[:n]) for n in range(len(owned) + 1)]
+    wanted = [min(total, sum(shares[: n + 1]) * total) for n in range(len(shares))]
+    borders = [0, *(next(n for n, size in enumerate(sizes) if size >= least) for least in wanted), len(owned)]
+    return [list(owned[start:stop]) for start, stop in zip(borders, borders[1:])]

@@ -18,18 +18,19 @@ says in `step` what to multiply them by, so that averaging, un-scaling and clipp
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Optional, Union
 
 import torch
 
 from megatron import config
-from megatron.checkpoint.store import Piece
+from megatron.checkpoint.store import Lasting, Piece
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.adam import AdamState, divide
+from megatron.optimizer.disk import DiskState, Targets
 from megatron.optimizer.gradients import Gradients
-from megatron.optimizer.units import Chunks, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
+from megatron.optimizer.units import Chunks, Owned, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
 from megatron.optimizer.weights import Weights
 from megatron.phases import phase
 
@@ -51,10 +52,12 @@ class ShardedAdamW:
     model:    the rank's model chunks, whose parameters may be on the meta device: they become views of flat memory
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the stage, and what is to be overlapped with computation
+    lasting:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
+    Raises StorageError when there is no place for state that is to be in files.
     """
 
     def __init__(self, model: Chunks, mesh: Mesh, settings: config.Optimizer, parallel: config.Parallel | None = None, *,
-                 dtype, device, seed: int):  # fmt: skip
+                 dtype, device, seed: int, lasting: bool = False):  # fmt: skip
         parallel = parallel or config.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
@@ -65,7 +68,7 @@ class ShardedAdamW:
                                ahead=parallel.overlap_param_gather)  # fmt: skip
         self.gradients = Gradients(self.owned, mesh, device=device, keep=keep.gradients,
                                    ahead=parallel.overlap_grad_reduce, arrived=self.weights.arrived)  # fmt: skip
-        self.states = self._states()
+        self.states = self._states(copies=1 + lasting)
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
         self._draw(seed)
@@ -73,25 +76,41 @@ class ShardedAdamW:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _states(self) -> list[AdamState]:
-        """State on the host first, if some is to be there; fp32 parameters that are kept whole serve as main weights."""
-        offloaded, others = divide(
-            self.owned, self.settings.optimizer_offload_fraction if self.settings.optimizer_cpu_offload else 0.0
-        )
-        states = [AdamState(offloaded, self.reduced, offload=True)] if offloaded else []
+    def _states(self, copies: int) -> list[Union[AdamState, DiskState]]:
+        """State on the host, on disk, and on the device; fp32 parameters that are kept whole serve as main weights."""
+        settings, states = self.settings, []
+        on_host, on_disk, others = divide(self.owned, settings.host_share, settings.nvme_offload_fraction)
+        if on_host:
+            states.append(AdamState(on_host, self.reduced, offload=True))
+        if on_disk:
+            memory = self._parameters_of(on_disk, self.weights.keep)
+            states.append(DiskState(on_disk, self.reduced, settings.nvme_offload_dir, memory=memory, copies=copies))
         if others:
-            one = self.weights.keep and self.mesh.shard.size == 1 and self.dtype == torch.float32
-            memory = self.weights.whole[others[0].place.start :] if one else None
+            memory = self._parameters_of(others, True) if self.weights.keep else None
             states.append(AdamState(others, self.reduced, offload=False, memory=memory))
         return states
+
+    def _parameters_of(self, owned: list[Owned], keep: bool) -> Optional[torch.Tensor]:
+        """Memory of fp32 parameters that are main weights too, end to end; None where these are others."""
+        span = slice(owned[0].place.start, owned[-1].place.stop)
+        if self.dtype != torch.float32 or keep and self.mesh.shard.size > 1:
+            return None
+        if keep:
+            return self.weights.whole[span]
+        return torch.zeros(span.stop - span.start, dtype=torch.float32, device=self._home)
+
+    @property
+    def _home(self) -> torch.device:
+        """Where the shards of stage 3's parameters are."""
+        return torch.device("cpu") if self.settings.param_cpu_offload else self.device
 
     def _parameter_shards(self) -> list[torch.Tensor]:
         """What stage 3 gathers parameters from: for each state, its main weights in the format of the parameters."""
         shards = []
         for state in () if self.weights.keep else self.states:
-            device = torch.device("cpu") if self.settings.param_cpu_offload else self.device
-            same = state.main.dtype == self.dtype and state.main.device == device and not state.offload
-            shards.append(state.main if same else torch.empty_like(state.main, dtype=self.dtype, device=device))
+            main = state.main
+            same = main.dtype == self.dtype and main.device == self._home and not state.offload
+            shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._home))
         return shards
 
     def _draw(self, seed: int) -> None:
@@ -102,17 +121,33 @@ class ShardedAdamW:
                 initialise(own.unit, whole, self.mesh.place, seed)
                 state.main[state.place(own)] = whole[own.low : own.high].to(state.main.device)
                 self.weights.put(own.unit, whole)
-        self._fill_shards()
+        self._fill(self.states)
+
+    def _in_file(self, state: Union[AdamState, DiskState]) -> bool:
+        """Whether the main weights are in a file. What has them in the model's format is then up to date at all times."""
+        return isinstance(state, DiskState) and state.memory is None
+
+    def _targets(self, state: Union[AdamState, DiskState]) -> Targets:
+        """Parameters, or shards of them, that have the values of main weights: (where in the state, memory)."""
+        if self.weights.keep:
+            for own in state.owned if self._in_file(state) else ():
+                yield state.place(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
+        elif self.shards[self.states.index(state)] is not state.main:
+            yield slice(0, state.size), self.shards[self.states.index(state)]
 
     @torch.no_grad()
-    def _fill_shards(self) -> None:
-        for state, shard in zip(self.states, self.shards):
-            if shard is not state.main:
-                shard.copy_(state.main)
+    def _fill(self, states: Iterable[Union[AdamState, DiskState]]) -> None:
+        for state in states:
+            main = state.main
+            for where, target in self._targets(state):
+                target.copy_(main[where])
 
     def _piece(self, unit: Unit) -> torch.Tensor:
         """This rank's shard of a unit's parameters, ready to be gathered."""
         own, state = self.sources[unit.name]
+        if self.weights.keep and self._in_file(state):
+            piece = self.weights.memory[unit.name].flat[own.low : own.high]
+            return piece if self.mesh.shard.size == 1 else piece.clone()  # it is gathered into its own place
         flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
         piece = flat[state.place(own)]
         return piece if self.mesh.shard.size == 1 else piece.to(self.device, self.dtype)
@@ -194,16 +229,18 @@ class ShardedAdamW:
         with phase("scale"):
             if scale != 1.0:
                 self.reduced.mul_(scale)
-        with phase("inner"):
-            for state in self.states:
-                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings)
+        direct = self.weights.keep and any(map(self._in_file, self.states))
+        with phase("inner"), self.present() if direct else nullcontext():  # nothing is on its way into the parameters
+            for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
+                there = dict(targets=self._targets(state)) if self._in_file(state) else {}
+                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings, **there)
         self.step_count += 1
-        self.publish()
+        self.publish(read=False)
 
-    def publish(self) -> None:
-        """Main weights -> weights of the model."""
+    def publish(self, read: bool = True) -> None:
+        """Main weights -> weights of the model. `read`: also those in files, which a step has brought there already."""
         with phase("copy"):
-            self._fill_shards()
+            self._fill(state for state in self.states if read or not self._in_file(state))
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
             self.weights.renew()
 
@@ -213,17 +250,25 @@ class ShardedAdamW:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def pieces(self, moments: bool = True, counted: bool = False) -> list[Piece]:
+    def pieces(self, moments: bool = True, counted: bool = False, lasting: bool = False) -> list[Piece]:
         """What this rank holds of the logical state, as views: saving reads them, loading fills them.
 
         fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `counted`:
         what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
+        State in files is mapped for as long as the pieces are kept. `lasting`: these pieces are `Lasting`, and keep their
+        content until steps have gone on and pieces that last are asked for again.
         """
         found = []
-        for name in ("", "exp_avg", "exp_avg_sq")[: None if moments else 1]:
-            prefix = name and f"optimizer.{name}."
-            for state in self.states:
-                flat = state.moments[name] if name else state.main
+        for state in self.states:
+            kept = lasting and isinstance(state, DiskState)
+            if kept:
+                state.keep()
+            flats = {"": state.main}
+            if moments:
+                flats |= {f"optimizer.{name}.": flat for name, flat in state.moments.items()}
+            for prefix, flat in flats.items():
+                in_file = isinstance(state, DiskState) and flat is not state.memory
                 for own in state.owned:
-                    found += pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
+                    own_pieces = pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
+                    found += [Lasting(*piece) for piece in own_pieces] if kept and in_file else own_pieces
         return found

@@ -42,6 +42,7 @@ def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
         "global_batch_size",
         "optimizer_cpu_offload",
         "optimizer_offload_fraction",
+        "nvme_offload_fraction",
         "param_cpu_offload",
     }
     words = training_flags(config, frozenset(own - {"distributed_backend", "distributed_timeout_minutes"}))

@@ -13,7 +13,7 @@ from megatron.pipeline.simulate import make_plan, simulate
 from megatron.planner import target, text
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import ledger
+from megatron.planner.memory import ledger, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
@@ -57,6 +57,8 @@ def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[
         yield text.traffic(transfers(job, layout, 0))
     yield "\n".join(_data(config, job, layout))
     yield "\n".join(_checkpoints(config, count, cluster, layout))
+    if layout.disk:
+        yield _files(config, job, layout, cluster)
     yield "\n".join(_time(config, plan, cluster))
 
 
@@ -154,6 +156,16 @@ def _checkpoints(config: schema.Config, count: int, cluster: Cluster, layout: La
         saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval
         kept = min(saves, c.keep_last or saves)
         yield f"  {saves:,} checkpoints are written, {kept:,} stay: {text.gib(kept * size)} on the disk of {c.save}"
+
+
+def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) -> str:
+    """What --nvme-offload-dir has to hold."""
+    copies = 1 + config.checkpoint.async_save
+    most = max(on_disk(job, layout, rank, copies) for rank in range(layout.pp))
+    node = most * min(cluster.local_size, cluster.world_size)
+    twice = ", twice because of --async-save" if copies > 1 else ""
+    return (f"optimizer state in files{twice}: at most {text.gib(most)} of a rank, {text.gib(node)} of a node, in "
+            f"{config.optimizer.nvme_offload_dir}")  # fmt: skip
 
 
 def _time(config: schema.Config, plan: Plan, cluster: Cluster) -> Iterator[str]:

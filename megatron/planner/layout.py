@@ -83,6 +83,7 @@ class Layout:
     chunks:        model chunks of a rank (virtual pipeline stages)
     stage_layers:  layers of each stage, as in --pipeline-stage-layers; None: even
     offload:       share of the optimizer state that lives in the host's memory
+    disk:          share that lives in files
     overlap:       data parallel communication runs beside computation
     """
 
@@ -98,6 +99,7 @@ class Layout:
     recompute: Recompute = Recompute()
     stage_layers: Optional[str] = None
     offload: float = 0.0
+    disk: float = 0.0
     param_offload: bool = False
     overlap: bool = False
     parallel: Optional[Parallel] = None  # the settings it was read from, which may say more
@@ -114,7 +116,7 @@ class Layout:
         return cls(
             tp, pp, dp, config.batch.micro_batch_size, chunks, p.pipeline_schedule, p.sharding_stage, shard,
             p.sequence_parallel and tp > 1, config.recompute, p.pipeline_stage_layers,
-            o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0, o.param_cpu_offload,
+            o.host_share, o.nvme_offload_fraction, o.param_cpu_offload,
             p.overlap_grad_reduce, p,
         )  # fmt: skip
 
@@ -155,8 +157,9 @@ class Layout:
                            pipeline_timeline=own.pipeline_timeline)  # fmt: skip
         sizes = replace(config.batch, micro_batch_size=self.micro,
                         global_batch_size=global_batch or config.batch.global_batch_size)  # fmt: skip
-        optimizer = replace(config.optimizer, optimizer_cpu_offload=self.offload > 0, param_cpu_offload=self.param_offload,
-                            optimizer_offload_fraction=self.offload or 1.0)  # fmt: skip
+        optimizer = replace(config.optimizer, optimizer="adam", optimizer_cpu_offload=self.offload > 0,
+                            param_cpu_offload=self.param_offload, optimizer_offload_fraction=self.offload or 1.0,
+                            nvme_offload_fraction=self.disk)  # fmt: skip
         return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute, optimizer=optimizer)
 
     def flags(self) -> list[str]:
@@ -182,6 +185,7 @@ class Layout:
         )
         words += ["--optimizer-cpu-offload"] * (self.offload > 0)
         words += ["--optimizer-offload-fraction", f"{self.offload:g}"] * (0 < self.offload < 1)
+        words += ["--nvme-offload-fraction", f"{self.disk:g}"] * (self.disk > 0)
         words += ["--param-cpu-offload"] * self.param_offload + ["--micro-batch-size", str(self.micro)]
         r = self.recompute
         for name in ("granularity", "method", "num_layers") if r.recompute_granularity else ():

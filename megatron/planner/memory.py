@@ -8,6 +8,7 @@ what autograd keeps. Workspaces, buffers and the allowance for fragmentation are
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
@@ -19,12 +20,13 @@ FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffe
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes of one pipeline rank, on its device and in the host's memory."""
+    """Bytes of one pipeline rank, on its device, in the host's memory, and in files of optimizer state."""
 
     rank: int
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)  # "activations" by kind
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -33,40 +35,61 @@ class Ledger:
 
 def state(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state."""
-    return _state(rank_units(job, layout, rank), job.element, layout.zero, layout.shard, layout.offload,
-                  layout.param_offload, job.device == "cuda")  # fmt: skip
+    return _state(rank_units(job, layout, rank), job.element, layout, job.device == "cuda")
 
 
-def _state(units: Units, element: int, zero: int, shard: int, offload: float, param_offload: bool, cuda: bool):
-    whole = units.padded(shard)
-    own = whole // shard
-    away = _offloaded(units, shard, offload)
-    here = own - away
-    keeps_all = zero < 3
-    shared = keeps_all and shard == 1 and element == 4  # fp32 weights are the main weights
+def _state(units: Units, element: int, layout: Layout, cuda: bool):
+    whole = units.padded(layout.shard)
+    own = whole // layout.shard
+    away, filed = _shares(units, layout)
+    here = own - away - filed
+    keeps_all = layout.zero < 3
+    shared = keeps_all and layout.shard == 1 and element == 4  # fp32 weights are the main weights
     device = {
         "weights": whole * element if keeps_all else 0,
         "gradients": 4 * own,
         "main weights": 0 if shared else 4 * here,
     }
     host = Counter()
-    if zero < 2 and shard > 1:
+    if layout.zero < 2 and layout.shard > 1:
         device["gradients"] += 4 * whole
     if not keeps_all:
-        same = element == 4 and not param_offload
-        low = (0 if same else here * element) + away * element  # what stage 3 gathers from
-        (host if param_offload and cuda else device)["weights"] += low
+        same = element == 4 and not (layout.param_offload and cuda)
+        low = ((0 if same else here) + away + filed) * element  # what stage 3 gathers from
+        (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = 8 * here
     if away:
         (host if cuda else device)["offloaded optimizer state"] = 16 * away  # main weights, moments, arriving gradients
+    if filed:
+        planes = 3 if cuda else _planes(element, layout)
+        size = buffer_bytes(filed, planes) + (4 * part_size(filed) if cuda else 0)  # arriving gradients
+        (host if cuda else device)["buffers of state on disk"] = size
     return device, dict(host)
 
 
-def _offloaded(units: Units, shard: int, fraction: float) -> int:
+def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
+    """Bytes of a rank's files of optimizer state; two copies with --async-save."""
+    filed = _shares(rank_units(job, layout, rank), layout)[1]
+    return file_bytes(filed, copies * _planes(job.element, layout)) if filed else 0
+
+
+def _planes(element: int, layout: Layout) -> int:
+    """Numbers of each element in a file: moments, and main weights unless weights that are there anyway are the same."""
+    same = element == 4 and (layout.zero == 3 or layout.shard == 1)
+    return 2 if same else 3
+
+
+def _shares(units: Units, layout: Layout) -> tuple[int, int]:
+    """Elements of a rank's shard on the host and on disk: whole units, the first on the host, the next on disk."""
+    away = _first_units(units, layout.shard, layout.offload)
+    return away, _first_units(units, layout.shard, layout.offload + layout.disk) - away
+
+
+def _first_units(units: Units, shard: int, fraction: float) -> int:
     """Elements of the first units that are together at least `fraction` of a rank's shard."""
     total, found = units.padded(shard) // shard, 0
-    if fraction in (0.0, 1.0):
-        return int(fraction * total)
+    if fraction == 0 or fraction >= 1:
+        return total if fraction else 0
     for unit in units:
         if found >= fraction * total:
             break
@@ -107,7 +130,8 @@ def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
     """Everything that a pipeline rank needs at its fullest moment of a step."""
     held, host = resident(job, layout, rank)
     entries, kept = moving(job, layout, device, rank)
-    return Ledger(rank, {name: size for name, size in (held | entries).items() if size}, host, dict(kept))
+    device_entries = {name: size for name, size in (held | entries).items() if size}
+    return Ledger(rank, device_entries, host, dict(kept), on_disk(job, layout, rank))
 
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:

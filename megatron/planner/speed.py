@@ -19,6 +19,8 @@ from megatron.planner.live import span
 from megatron.planner.parameters import padded_vocabulary, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 
+DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -226,6 +228,7 @@ def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, f
         device = cluster.device
         update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
         update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
+        update += 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
         if moving - hidden + update > worst:
             worst = moving - hidden + update
             found = {"data parallel": moving - hidden, "update": update}

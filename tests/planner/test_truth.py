@@ -14,7 +14,7 @@ from megatron.flags import parse_pretrain
 from megatron.mpu.forked import run_ranks
 from megatron.parity import laid_out, parse_layout
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import state
+from megatron.planner.memory import on_disk, state
 from megatron.planner.traffic import totals, transfers
 from megatron.rules import resolve
 
@@ -37,6 +37,8 @@ CASES = [
     ("dp4-zero1", "--sharding-degree 2 --bf16"), ("dp2-zero1", "--overlap-grad-reduce --overlap-param-gather"),
     ("dp2-zero3", "--overlap-grad-reduce --overlap-param-gather --bf16"),
     ("dp2-zero1", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --bf16"),
+    ("dp2-zero2", "--nvme-offload-fraction 0.5 --nvme-offload-dir . --bf16"),
+    ("dp2-zero3", "--nvme-offload-fraction 0.7 --nvme-offload-dir . --optimizer-cpu-offload"),
     ("pp2", LLAMA), ("pp2vp2", ""), ("pp2-gpipe", "--bf16"), ("pp2-zbh1", ""), ("pp2-zbv", ""),
     ("pp2-dp2-zero2", ""), ("pp2-dp2-zero3-zbv", ""), ("tp2sp-pp2-dp2-zero1", ""),
     ("tp2-pp2-zbh1", PLAIN), ("pp2vp2-dp2-zero2-gpipe", "--bf16"), ("pp4", "--pipeline-stage-layers 0,2,2,0"),
@@ -61,7 +63,7 @@ def found_on(world):
 
 
 def counted_step():
-    """A function of settings: (place in the mesh, bytes of state, {(op, axis): bytes} of one training step)."""
+    """A function of settings: (place in the mesh, bytes of state, of its files, {(op, axis): bytes} of a training step)."""
     from megatron.mpu import collectives
     from megatron.pipeline.wire import Wire
     from megatron.startup import build_run
@@ -102,7 +104,8 @@ def counted_step():
             run.optimizer.weights.end_step()  # what the last update has begun to gather
             run.close()
         seen = {key: size for key, size in sent.items() if size and key[1] not in ("world", "dp")}
-        return run.context.mesh.place, run.optimizer.memory(), seen
+        files = sum(getattr(part, "on_disk", 0) for part in run.optimizer.states)
+        return run.context.mesh.place, run.optimizer.memory(), files, seen
 
     return step
 
@@ -111,10 +114,11 @@ def counted_step():
 def test_ledgers_are_exact(case):
     config, world = settings_of(case)
     layout, job = Layout.of(config, world), Job.of(config, config.tokenizer.vocab_size + 1, dp=world, device="cpu")
-    for place, memory, sent in found_on(world)[case]:
+    for place, memory, files, sent in found_on(world)[case]:
         held, _ = state(job, layout, place["pp"])
         shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["parameters"]
         assert sum(held.values()) - _arriving(held) == sum(memory.values()) - shared, (place, held, memory)
+        assert on_disk(job, layout, place["pp"]) == files and bool(files) == ("nvme" in case[1])
         assert totals(transfers(job, layout, place["pp"], place["shard"])) == sent, place
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state in a file, as in ZeRO-Infinity (arXiv:2104.07857): it passes through memory part by part, once a step.
+
+    read ahead    | part 2 |
+    AdamW         | part 1 |      on the CPU, from gradients that come there; new weights go to the model at once
+    write behind  | part 0 |
+
+Two threads read and write while the CPU updates, in three buffers that serve all of the state (`scratch.SLOTS`,
+`scratch.PART`): its own memory does not grow with the model. The arithmetic is that of state in memory, bit by bit.
+
+Main weights lie in the file where the model's own weights are in half precision, or where ranks share the state of
+weights that they all have; fp32 weights that are the main weights stay where they are, and their moments alone are in
+the file.
+
+A save in the background costs no copy in memory: the file then has two copies of the state. What a save reads stays as
+it is, for the next step reads that copy and writes the other one.
+"""
+
+import mmap
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Optional
+
+import torch
+
+from megatron import config
+from megatron.optimizer.adam import MOMENTS, OwnedState, Ranges, update
+from megatron.optimizer.scratch import SLOTS, Scratch, buffer_bytes, file_bytes, part_size
+from megatron.optimizer.units import Owned
+
+Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
+
+
+class DiskState(OwnedState):
+    """Moments, and main weights unless they are in `memory`, of consecutive owned ranges in a file.
+
+    reduced:  fp32 gradients of the rank's whole shard
+    memory:   the main weights, fp32, where they are there anyway
+    copies:   of the state in the file: 2 for pieces that last (`keep`)
+    Raises StorageError when the folder does not take the file.
+    """
+
+    def __init__(self, owned: Sequence[Owned], reduced: torch.Tensor, folder: str, *,
+                 memory: Optional[torch.Tensor] = None, copies: int = 1):  # fmt: skip
+        super().__init__(owned)
+        self.memory, self.offload = memory, memory is None
+        self.names = MOMENTS if memory is not None else ("main", *MOMENTS)
+        self.away = reduced.device.type != "cpu"  # gradients and weights of the model are not in the host's memory
+        self.on_disk = file_bytes(self.size, len(self.names) * copies)
+        self._scratch = Scratch(folder, len(self.names) * copies, self.size)
+        self._copies, self._current, self._next = copies, 0, 0
+        self._width = part_size(self.size)
+        self._planes = 3 if self.away else len(self.names)
+        self._buffers = _page_aligned(buffer_bytes(self.size, self._planes), self.away)
+        self._buffers = self._buffers.view(SLOTS, self._planes, self._width)
+        self._arriving = _page_aligned(4 * self._width, True) if self.away else None
+        starts = range(0, self.size, self._width)
+        self._parts = [slice(start, min(start + self._width, self.size)) for start in starts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory: buffers, and main weights that are there anyway."""
+        found = (self._buffers, self._arriving, self.memory)
+        return sum(tensor.nbytes for tensor in found if tensor is not None)
+
+    @property
+    def main(self) -> torch.Tensor:
+        """The main weights, mapped from the file if they are there. For use between two steps."""
+        return self._mapped(0) if self.memory is None else self.memory
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Both moments, mapped from the file. For use between two steps."""
+        return {name: self._mapped(self.names.index(name)) for name in MOMENTS}
+
+    def _mapped(self, plane: int) -> torch.Tensor:
+        memory = self._scratch.map(self._current * len(self.names) + plane)
+        return torch.frombuffer(memory, dtype=torch.float32, count=self.size)
+
+    def keep(self) -> None:
+        """What is in the file now stays: the next step writes into the other copy."""
+        assert self._copies == 2, "this state was made with one copy"
+        self._next = 1 - self._current
+
+    @torch.no_grad()
+    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: config.Optimizer,
+             targets: Targets = ()):  # fmt: skip
+        """One update from the shard's gradients, as `AdamState.step`; new main weights go to `targets` on the way.
+
+        Raises StorageError when the disk fails.
+        """
+        gradients, targets, leaving = reduced[self.span], list(targets), []
+        with ThreadPoolExecutor(2, "optimizer-state") as disk:
+            coming = disk.submit(self._read, 0)
+            for number, part in enumerate(self._parts):
+                coming.result()
+                if number + 1 < len(self._parts):
+                    if number + 1 >= SLOTS:
+                        leaving[number + 1 - SLOTS].result()  # from the slot that is filled next
+                    coming = disk.submit(self._read, number + 1)
+                flats = self._flats(number, part, gradients)
+                update(flats, within(self.ranges, part), step_count, lr, weight_decay, settings)
+                self._deliver(flats[0], part, targets)
+                leaving.append(disk.submit(self._write, number))
+            for write in leaving:
+                write.result()
+        self._current = self._next
+
+    def _flats(self, number: int, part: slice, gradients: torch.Tensor) -> list[torch.Tensor]:
+        """Main weights, gradients and moments of a part, in the host's memory."""
+        size = part.stop - part.start
+        *main, first, second = self._buffers[number % SLOTS, :, :size]
+        gradient = self._arriving[:size].copy_(gradients[part]) if self.away else gradients[part]
+        if self.memory is not None:
+            main = [main[0].copy_(self.memory[part]) if main else self.memory[part]]
+        return [*main, gradient, first, second]
+
+    def _deliver(self, main: torch.Tensor, part: slice, targets: list[tuple[slice, torch.Tensor]]) -> None:
+        if self.memory is not None:
+            targets = [(slice(0, self.size), self.memory)] if self.away else []
+        for where, target in targets:
+            start, stop = max(where.start, part.start), min(where.stop, part.stop)
+            if start < stop:
+                target[start - where.start : stop - where.start].copy_(main[start - part.start : stop - part.start])
+
+    def _read(self, number: int) -> None:
+        self._move(self._scratch.read, number, self._current)
+
+    def _write(self, number: int) -> None:
+        self._move(self._scratch.write, number, self._next)
+
+    def _move(self, move, number: int, copy: int) -> None:
+        """Read or write a part: a plane after the other, whole pages (the last may hold more than the state)."""
+        count = len(self.names)
+        size = part_size(self._parts[number].stop - self._parts[number].start)
+        for plane, buffer in enumerate(self._buffers[number % SLOTS, -count:, :size]):
+            data = memoryview(buffer.numpy()).cast("B")
+            move(copy * count + plane, 4 * self._parts[number].start, data)
+
+
+def within(ranges: Ranges, part: slice) -> Ranges:
+    """What lies in a part, as ranges of the part."""
+    cut = {}
+    for decay, stretches in ranges.items():
+        edges = [(max(where.start, part.start), min(where.stop, part.stop)) for where in stretches]
+        cut[decay] = [slice(start - part.start, stop - part.start) for start, stop in edges if start < stop]
+    return cut
+
+
+def _page_aligned(size: int, pinned: bool) -> torch.Tensor:
+    """fp32 memory for direct reads and writes."""
+    if pinned:
+        return torch.zeros(size // 4, dtype=torch.float32, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
