@@ -55,16 +55,18 @@ def by_rank(pieces: list[Piece], boxes: list[dict[str, Box]]) -> list[list[Piece
     """The pieces in one file for each rank.
 
     boxes: of each rank, parameter name -> what it holds of it; optimizer state goes with its parameter. Tensors that
-    every rank needs whole, and those that no rank knows, are spread over the files evenly.
+    several ranks need whole are spread over their files evenly, those that no rank knows over all.
     """
     files: list[list[Piece]] = [[] for _ in boxes]
     for piece in pieces:
-        wanted = [held.get(parameter_of(piece.name), piece.box) for held in boxes]
-        for rank, file in enumerate(files):
-            if all(box == piece.box for box in wanted):
-                file += share([piece], rank, len(files))
-            else:
-                file.append(piece._replace(box=wanted[rank], tensor=piece.tensor[wanted[rank].slices()]))
+        held = {rank: box for rank, names in enumerate(boxes) if (box := names.get(parameter_of(piece.name)))}
+        if all(box == piece.box for box in held.values()):
+            ranks = list(held) or range(len(files))
+            for place, rank in enumerate(ranks):
+                files[rank] += share([piece], place, len(ranks))
+        else:
+            for rank, box in held.items():
+                files[rank].append(piece._replace(box=box, tensor=piece.tensor[box.slices()]))
     return files
 
 

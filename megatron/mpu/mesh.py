@@ -115,6 +115,9 @@ class Mesh:
         for name in ("tp", "cp", "dp", "pp"):
             groups = ranks_along(self.sizes, JOINED.get(name, (name,)))
             lines.append(f"{name:>3}: " + " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in groups))
+        if self.sizes["pp"] > 1:
+            pairs = (f"[{ranks[0]},{ranks[-1]}]" for ranks in ranks_along(self.sizes, ["pp"]))
+            lines.append("first and last stages (a tied embedding): " + " ".join(pairs))
         return "\n".join(lines)
 
 

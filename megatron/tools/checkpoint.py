@@ -4,7 +4,7 @@
     python -m megatron.tools.checkpoint inspect PATH           tensors, layout, iteration, settings; reads no tensor
     python -m megatron.tools.checkpoint verify PATH            compares every byte with its checksum (exit 5: damaged)
     python -m megatron.tools.checkpoint diff A B               tensor by tensor, across layouts (exit 1: they differ)
-    python -m megatron.tools.checkpoint reshard PATH OUT       other files: --writers N or --tensor-model-parallel-size N
+    python -m megatron.tools.checkpoint reshard PATH OUT       other files: --writers N, or one for each rank
     python -m megatron.tools.checkpoint prune PATH             --keep-last N, --save-retain-interval N
     python -m megatron.tools.checkpoint to-hf PATH OUT         GPT-2 or Llama for Hugging Face transformers
     python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2 or Llama from Hugging Face transformers
@@ -15,6 +15,7 @@ PATH is a folder of checkpoints (the one that `--load` would choose is taken, or
 """
 
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Reshard:
 
     writers: Optional[int] = setting("files of equal size", None)
     tensor_model_parallel_size: Optional[int] = setting("a file for each tensor-parallel rank", None, "--tp")
+    pipeline_model_parallel_size: Optional[int] = setting("a file for each stage, too", None, "--pp")
     weights_only: bool = setting("leave optimizer state out (for inference)", False)
     dtype: Optional[Literal["fp32", "bf16", "fp16"]] = setting("convert weights (default: as stored)", None)
 
@@ -168,10 +170,13 @@ def diff(a: Path, b: Path, which: Which, how: Diff) -> None:
 
 def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
     """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
-    if (how.writers is None) == (how.tensor_model_parallel_size is None):
-        raise UsageError("say what the new files are", do="--writers N, or --tensor-model-parallel-size N")
-    count = how.writers or how.tensor_model_parallel_size
-    if not 1 <= count <= 99999:
+    tp, pp = how.tensor_model_parallel_size, how.pipeline_model_parallel_size
+    if (how.writers is None) == (tp is None and pp is None):
+        raise UsageError("say what the new files are",
+                         do="--writers N, or --tensor-model-parallel-size N --pipeline-model-parallel-size N")  # fmt: skip
+    tp, pp = 1 if tp is None else tp, 1 if pp is None else pp
+    count = tp * pp if how.writers is None else how.writers
+    if not 1 <= count <= 99999 or min(tp, pp) < 1:
         raise UsageError(f"{count} files cannot be written", do="give a number from 1 to 99999")
 
     import torch
@@ -192,8 +197,8 @@ def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
         if how.writers:
             shards = files.evenly(pieces, count)
         else:
-            shards = files.by_rank(pieces, tensor_parallel_boxes(reader.state, count))
-            state["mesh"] = dict(pp=1, replicate=1, shard=1, cp=1, tp=count)
+            shards = files.by_rank(pieces, boxes_of_ranks(reader.state, tp, pp))
+            state["mesh"] = dict(pp=pp, replicate=1, shard=1, cp=1, tp=tp)
         written = files.reshard(reader, out, shards, state)
     print(f"{written}: {len(pieces)} tensors in {count} files, to be loaded with --load {out}")
 
@@ -257,10 +262,11 @@ def changed_settings(saved: dict) -> dict:
     return changed
 
 
-def tensor_parallel_boxes(state: dict, size: int) -> list[dict]:
-    """Of each of `size` tensor-parallel ranks: parameter name -> Box that it holds, of the model that `state` describes.
+def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
+    """Of each rank, tp the faster: parameter name -> Box that it holds, of the model that `state` describes.
 
-    Raises CheckpointError when the state does not say, SettingsError when `size` ranks cannot share the model.
+    Stages have equally many layers; the first one has the embedding. Raises CheckpointError when the state does not say
+    what model it is, SettingsError when so many ranks cannot share it.
     """
     from megatron.checkpoint.boxes import Box
     from megatron.config import from_record
@@ -273,14 +279,21 @@ def tensor_parallel_boxes(state: dict, size: int) -> list[dict]:
         raise CheckpointError("the checkpoint does not say what model it is", do="use --writers N")
     model = from_record(state["config"]).model
     for what, value in (("query groups", model.query_groups), ("MLP width", model.ffn_size)):
-        if value % size:
-            raise SettingsError(f"{value} ({what}) cannot be divided by --tensor-model-parallel-size {size}")
+        if value % tp:
+            raise SettingsError(f"{value} ({what}) cannot be divided by --tensor-model-parallel-size {tp}")
+    if model.num_layers % pp:
+        raise SettingsError(f"{model.num_layers} layers cannot be divided by --pipeline-model-parallel-size {pp}")
     boxes = []
-    for rank in range(size):
-        mesh = Mesh(rank, tp=size, create_groups=False)
+    for rank in range(tp):
+        mesh = Mesh(rank, tp=tp, create_groups=False)
         held = placements(GPT(model, mesh, state["vocab_size"], device="meta"))
         boxes.append({name: Box(*placed.box(tuple(p.shape), mesh.place)) for name, (p, placed) in held.items()})
-    return boxes
+
+    def stage(name: str) -> int:
+        layer = re.match(r"blocks\.(\d+)\.", name)
+        return int(layer[1]) * pp // model.num_layers if layer else 0 if name.startswith("embedding.") else pp - 1
+
+    return [{name: box for name, box in held.items() if stage(name) == at} for at in range(pp) for held in boxes]
 
 
 COMMANDS = dict(

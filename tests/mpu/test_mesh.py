@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import hashlib
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -46,6 +48,23 @@ def test_topology_names_every_group():
     text = Mesh(0, tp=2, pp=2, create_groups=False).topology()
     assert "world size 4 = pp 2 x replicate 1 x shard 1 x cp 1 x tp 2" in text
     assert " pp: [0,2] [1,3]" in text
+    assert Mesh(0, tp=2, pp=4, create_groups=False).topology().endswith("tied embedding): [0,6] [1,7]")
+
+
+@pytest.mark.parametrize(
+    "tp, pp, dp, digest",
+    [(8, 16, 1, "8d764f742a5a01c8"), (8, 16, 16, "696ba81228f3579d"), (4, 8, 64, "7c67c46a0095c7d4")],
+)
+def test_tables_of_large_jobs(tp, pp, dp, digest):
+    """`--print-topology` of 128 and 2,048 ranks: written down once, and equal to the place of each rank in its groups."""
+    text = Mesh(0, tp=tp, pp=pp, replicate=dp, create_groups=False).topology()
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+    for name, span, size in (("tp", 1, tp), ("dp", tp, dp), ("pp", tp * dp, pp)):
+        line = next(line for line in text.splitlines() if line.startswith(f" {name}: "))
+        groups = [[int(rank) for rank in group.split(",")] for group in re.findall(r"\[(.*?)\]", line)]
+        assert len(groups) * size == tp * pp * dp and sorted(sum(groups, [])) == list(range(tp * pp * dp))
+        assert all(group == list(range(group[0], group[0] + span * size, span)) for group in groups)
+        assert all(group[0] // span % size == 0 for group in groups)
 
 
 def test_first_and_last_stage_share_an_embedding():

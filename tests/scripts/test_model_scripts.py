@@ -62,7 +62,7 @@ def test_the_head_that_the_guide_shows():
     assert shown in SCRIPTS["pretrain_gpt_175B_tp8_pp16"].read_text()
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "pretrain_gpt_175B_mp8_pp16"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "pretrain_gpt_175B_mp8_pp16", "pretrain_gpt_345M"])
 def test_dry_run_without_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     done = bash(name, "--dry-run", PYTHONPATH=str(tmp_path))
@@ -144,7 +144,7 @@ def test_commands_of_the_guide_run_as_written(line):
     assert next(words for mark, words in said.items() if mark in line) in done.stdout
 
 
-@pytest.mark.parametrize("name", ["evaluate_gpt_345M", "inference_gpt_345M", "export_gpt_345M"])
+@pytest.mark.parametrize("name", ["evaluate_gpt_345M", "inference_gpt_345M", "export_gpt_345M", "export_gpt_345M_tp2"])
 def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
     data = ["--data-path", "held_out"] if name.startswith("evaluate") else []
     done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))

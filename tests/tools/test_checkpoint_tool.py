@@ -19,6 +19,7 @@ from megatron.checkpoint.state import TRACKER, Saver, checkpoints
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, Locked, SettingsError, UsageError
 from megatron.tools import checkpoint as tool
+from megatron.tools import checkpoint_util
 
 MODEL = dict(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, make_vocab_size_divisible_by=4)
 STATE = dict(config=dict(model=MODEL), vocab_size=10, mesh=dict(tp=1), optimizer_steps=3)
@@ -155,6 +156,32 @@ def test_reshard_gives_each_tensor_parallel_rank_its_padded_rows(folder, tmp_pat
         assert torch.equal(reader.read("final_norm.weight"), tensors()["final_norm.weight"].bfloat16())
         assert not [name for name in reader.tensors if name.startswith("optimizer.")]
         assert reader.state["optimizer_steps"] is None
+
+
+def test_checkpoint_util_splits_by_tensor_and_pipeline_parallel_ranks(tmp_path, capsys):
+    """By Megatron-LM's flags: files 0 and 1 are those of the first stage, 2 and 3 those of the last."""
+    state = STATE | dict(config=dict(model=MODEL | dict(num_layers=2)))
+    content = tensors() | {"blocks.1.attention.qkv.weight": torch.randn(2, 3, 4, 8)}
+    save(tmp_path / "a", content, state=state)
+    words = f"--model-type GPT --load-dir {tmp_path / 'a'} --save-dir {tmp_path / 'b'} --target-tensor-parallel-size 2"
+    checkpoint_util.main([*words.split(), "--target-pipeline-parallel-size", "2"])
+    tool.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    with Reader(tmp_path / "b" / "iter_0000001") as reader:
+        files = {
+            name: sorted(int(item.file[6:11]) for item in tensor.stored) for name, tensor in reader.tensors.items()
+        }
+        assert reader.state["mesh"] == dict(pp=2, replicate=1, shard=1, cp=1, tp=2)
+    assert files["embedding.word.weight"] == files["optimizer.exp_avg.embedding.word.weight"] == [0, 1]
+    assert files["blocks.0.attention.qkv.weight"] == [0, 1] and files["blocks.1.attention.qkv.weight"] == [2, 3]
+    assert set(files["final_norm.weight"]) <= {2, 3} and len(files["scalar"]) == 1
+    with pytest.raises(SettingsError, match="2 layers cannot be divided by --pipeline-model-parallel-size 3"):
+        tool.main(["reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--pp", "3"])
+
+
+def test_checkpoint_util_knows_checkpoints_of_megatron_lm(tmp_path):
+    (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds no mp_rank"):  # asked as from-megatron asks: by its tracker
+        checkpoint_util.main(["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "b")])
 
 
 def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):

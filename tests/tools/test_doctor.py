@@ -22,3 +22,25 @@ def test_json(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert list(facts["kernels"]) == list(TABLE)
     assert facts["software"]["torch"]
+
+
+def test_the_network(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = doctor._network()
+    assert "a rank meets its store and sums" in found["gloo"] and "lo " in found["interfaces"]
+    assert found["chosen by hand"] == "GLOO_SOCKET_IFNAME=lo"
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lambda host: "127.0.1.1")
+    assert "only this machine reaches that" in doctor._address("laptop")
+
+
+def test_a_host_without_an_address(monkeypatch):
+    def unknown(host):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", unknown)
+    assert "add it to /etc/hosts" in doctor._address("laptop")
+
+
+def test_a_network_that_does_not_work(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert doctor._collective("gloo", "cpu").startswith("FAILS: ")

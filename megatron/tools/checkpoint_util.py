@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrite a checkpoint for other tensor and pipeline parallel sizes, by the flags of Megatron-LM's tool of this name.
+
+    python -m megatron.tools.checkpoint_util --load-dir A --save-dir B --target-tensor-parallel-size 2
+
+Loading needs no such step here: any layout reads any checkpoint. `megatron.tools.checkpoint` does the work: `reshard` for
+checkpoints of this suite, optimizer state included, and `from-megatron` for those of Megatron-LM.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.config import setting
+from megatron.errors import run_main
+from megatron.flags import parse
+
+
+@dataclass(frozen=True)
+class Util:
+    """From where, to where, for which sizes."""
+
+    load_dir: str = setting("folder of checkpoints to read")
+    save_dir: str = setting("folder for the new one")
+    target_tensor_parallel_size: int = setting(
+        "tensor parallel ranks: a file for each", 1, "--target-tensor-model-parallel-size"
+    )
+    target_pipeline_parallel_size: int = setting(
+        "pipeline stages: a file for each", 1, "--target-pipeline-model-parallel-size"
+    )
+    model_type: Literal["GPT"] = setting("the kind of model", "GPT")
+    loader: str = setting("accepted: the format of --load-dir is recognised", "megatron")
+    saver: str = setting("accepted: there is one format", "megatron")
+    megatron_path: Optional[str] = setting("accepted: no code from there is run", None)
+
+
+def main(argv: list[str]) -> None:
+    """Translate the flags and let `megatron.tools.checkpoint` do it."""
+    asked: Util = parse(argv, dict(util=Util), prog="python -m megatron.tools.checkpoint_util",
+                        description=__doc__.splitlines()[0], common=tuple(Util.__dataclass_fields__))["util"]  # fmt: skip
+    from megatron.tools import checkpoint
+
+    source = Path(asked.load_dir)
+    if any(source.glob("mp_rank_*")) or any(source.glob("*/mp_rank_*")):  # Megatron-LM's own format
+        checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
+        return
+    checkpoint.main(["reshard", asked.load_dir, asked.save_dir,
+                     "--tensor-model-parallel-size", str(asked.target_tensor_parallel_size),
+                     "--pipeline-model-parallel-size", str(asked.target_pipeline_parallel_size)])  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)
