@@ -11,7 +11,7 @@
 from megatron import launched
 from megatron.errors import run_main
 from megatron.flags import parse_pretrain
-from megatron.rules import resolve
+from megatron.rules import layout_is_open, resolve
 
 
 def main(argv: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         from megatron.preflight.run import preflight
 
         return preflight(config, recipe)
-    if not config.planner.auto_parallel:
+    if not layout_is_open(config):
         return train(config)
     from megatron.tuning import tuned
 

@@ -12,7 +12,9 @@ then 64:
     54
 """
 
-from megatron.config import Batch
+from dataclasses import replace
+
+from megatron.config import AUTO, Batch
 
 
 def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
@@ -22,6 +24,13 @@ def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
     """
     size = _ramped_size(batch, full_size(batch, dp), consumed)
     return size, size // (batch.micro_batch_size * dp)
+
+
+def smallest(batch: Batch) -> Batch:
+    """The batch with micro-batches of 1, and no number of them, where `--micro-batch-size auto` leaves their size open."""
+    if batch.micro_batch_size != AUTO:
+        return batch
+    return replace(batch, micro_batch_size=1, gradient_accumulation_steps=None)
 
 
 def full_size(batch: Batch, dp: int) -> int:

@@ -192,11 +192,16 @@ class Data:
     eod_mask_loss: bool = setting("no loss where the input is end of document", False)
 
 
+AUTO = -1  # --micro-batch-size auto, --save-interval auto
+
+
 @dataclass(frozen=True)
 class Batch:
     """How much data a step sees, and how long training lasts."""
 
-    micro_batch_size: int = setting("samples of one forward pass on one rank", 1, "--batch-size")
+    micro_batch_size: int = setting(
+        "samples of one forward pass on one rank; auto: the planner chooses", 1, "--batch-size", also=dict(auto=AUTO)
+    )
     global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
     local_batch_size: Optional[int] = setting("--global-batch-size / data parallel size, instead of or beside it", None)
     gradient_accumulation_steps: Optional[int] = setting(
@@ -281,13 +286,9 @@ class Recompute:
     @property
     def exempt_layers(self) -> frozenset[int]:
         """--no-recompute-layers as numbers. Raises ValueError where they are none."""
-        words = (
-            (self.no_recompute_layers or "").strip("[] ").split(",")
-        )  # brackets: as files of other suites write lists
+        # In brackets, as files of other suites write lists, too.
+        words = (self.no_recompute_layers or "").strip("[] ").split(",")
         return frozenset(int(word) for word in words if word.strip())
-
-
-AUTO = -1  # --save-interval auto
 
 
 @dataclass(frozen=True)

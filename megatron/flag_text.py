@@ -104,7 +104,7 @@ def config_text(settings: list[Setting], chosen: dict) -> str:
         for setting in settings:
             if setting.group == group:
                 given = chosen.get(setting.name)
-                value = given.value if given else setting.default
+                value = setting.word(given.value if given else setting.default)
                 entry = f"  {setting.name}: {value_text(value)}"
                 lines.append(f"{entry:<50} # {given.origin if given else 'default'}")
     return "\n".join(lines)

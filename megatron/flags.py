@@ -266,7 +266,8 @@ class Reader:
 
 
 def _shown(given: Given) -> str:
-    value = "" if given.spelling.implies is not None or isinstance(given.value, bool) else f" {given.value}"
+    alone = given.spelling.implies is not None or isinstance(given.value, bool)
+    value = "" if alone else f" {given.spelling.setting.word(given.value)}"
     where = "" if given.level == COMMAND else f" ({given.origin})"
     return f"{given.spelling.flag}{value}{where}"
 

@@ -13,7 +13,9 @@ class Planner:
 
     auto_parallel: bool = setting("search the layout for the ranks there are, say why, and train in it", False)
     max_global_batch_size: Optional[int] = setting("let the search choose the global batch, up to this size", None)
-    tune_steps: int = setting("with --auto-parallel: time the best three layouts for so many steps each first", 0)
+    tune_steps: int = setting(
+        "with --auto-parallel or --micro-batch-size auto: time the best three for so many steps each first", 0
+    )
     dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
     preflight: bool = setting(
         "check settings, every rank's shapes, a small twin of the job and the machines; train nothing", False

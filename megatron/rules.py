@@ -22,6 +22,8 @@ from megatron.pipeline.own_schedule import is_file
 def resolve(settings: config.Config, world_size: int) -> config.Config:
     """The settings with derived values filled in. Raises SettingsError with everything that cannot work."""
     found = check(settings, world_size)
+    if settings.batch.micro_batch_size == config.AUTO:
+        found.append("--micro-batch-size auto: nothing chooses it here; give a number")
     if len(found) == 1:
         raise SettingsError(found[0])
     if found:
@@ -30,14 +32,24 @@ def resolve(settings: config.Config, world_size: int) -> config.Config:
 
 
 def check(settings: config.Config, world_size: int) -> list[str]:
-    """Every violation on this many ranks, in the words of the flags, with values near by that would work."""
-    found, settings = _out_of_range(settings)
+    """Every violation on this many ranks, in the words of the flags, with values near by that would work.
+
+    Of settings that leave the micro-batch open, what is wrong with every size of it.
+    """
+    open_size = _open_size(settings)
+    found, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
+    found += open_size
     s = _record(settings, world_size)
     found += [rule.say(s) for rule in RULES + NOT_YET if rule.broken(s)]
     found += stages.problems(settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
         found += batch.problems(settings.batch, s.dp)
     return found + schedule.problems(settings.optimizer, settings.batch, s.dp)
+
+
+def layout_is_open(settings: config.Config) -> bool:
+    """Whether the planner has yet to choose the layout, or the micro-batch in it."""
+    return settings.planner.auto_parallel or settings.batch.micro_batch_size == config.AUTO
 
 
 def remarks(settings: config.Config, world_size: int) -> list[str]:
@@ -117,6 +129,15 @@ RANGES = {  # what a value must be -> test, fields
         optimizer_offload_fraction nvme_offload_fraction"""),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }  # fmt: skip
+
+
+def _open_size(settings: config.Config) -> list[str]:
+    """What `--micro-batch-size auto` lacks: a batch whose part of each rank it can divide."""
+    b, most = settings.batch, settings.planner.max_global_batch_size
+    given = b.global_batch_size or b.local_batch_size or (most and not b.rampup_batch_size)
+    if b.micro_batch_size != config.AUTO or given:
+        return []
+    return ["--micro-batch-size auto needs --global-batch-size N: it divides what each rank has of it"]
 
 
 def _out_of_range(settings: config.Config) -> tuple[list[str], config.Config]:

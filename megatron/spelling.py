@@ -45,6 +45,11 @@ class Setting:
         """The main spelling: `--no-x` for a switch that is on by default: only switching it off says anything."""
         return negated(self.name) if self.default is True else dashed(self.name)
 
+    def word(self, value):
+        """The value as one would give it: `auto` where that stands for a number that nobody means as one."""
+        words = [word for word, other in self.also.items() if other == value and isinstance(other, int) and other < 0]
+        return words[0] if words else value
+
     def value(self, words: list[str]):
         """Words of a command line or a file as a value: `["3"] -> 3`. Raises BadValue."""
         if self.many:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--auto-parallel on the ranks that there are: the first rank searches, all take its answer, and --tune-steps asks the
-machine itself about the best three.
+"""--auto-parallel and --micro-batch-size auto on the ranks that there are: the first rank searches, all take its answer,
+and --tune-steps asks the machine itself about the best three.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from megatron import config as schema
 from megatron.mpu import collectives
 from megatron.mpu import context as ranks
 from megatron.planner import text
-from megatron.planner.choose import automatic
+from megatron.planner.choose import automatic, chosen_flags, in_layout
 from megatron.planner.layout import Layout
 from megatron.rules import resolve
 from megatron.run import Recipe
@@ -27,7 +27,7 @@ TRIED = 3  # layouts that --tune-steps times
 
 @contextlib.contextmanager
 def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
-    """Settings with the best layout in them, unresolved, as they came. All ranks together.
+    """Settings with what they leave open chosen, unresolved, as they came. All ranks together.
 
     The ranks join here and part behind the training: a process group that is made anew would meet addresses of the old.
     """
@@ -45,7 +45,7 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
     if config.planner.tune_steps and len(layouts) > 1:
         layouts = _timed(config, recipe, layouts, context, say)
     layout, batch = layouts[0]
-    yield layout.applied(config, batch)
+    yield in_layout(config, layout, batch)
     ranks.leave(context)
 
 
@@ -67,7 +67,7 @@ def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, in
     say(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
     found, world_size = [], context.mesh.world_size
     for layout, batch in layouts:
-        settings = resolve(_quiet(layout.applied(config, batch)), world_size)
+        settings = resolve(_quiet(in_layout(config, layout, batch)), world_size)
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
         say(f"  {layout.short()}, micro-batch {layout.micro}, recompute "
             f"{layout.recompute.recompute_granularity or 'nothing'}: {text.duration(seconds)} a step, "
@@ -75,7 +75,7 @@ def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, in
         found.append((seconds / batch, len(found), (layout, batch)))
     found.sort(key=lambda entry: entry[:2])
     layout, batch = found[0][-1]
-    say(f"chosen on {world_size} ranks: {' '.join(layout.flags())} --global-batch-size {batch}")
+    say(f"chosen on {world_size} ranks: {chosen_flags(config, layout, batch)}")
     return [entry[-1] for entry in found]
 
 

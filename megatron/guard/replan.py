@@ -9,6 +9,7 @@ nearest to what was. A checkpoint loads into any.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron.batch import smallest
 from megatron.config import Config
 from megatron.errors import Failure, SettingsError
 from megatron.guard.command import RANKS, config_of, of_slurm, shape_of, value_of, with_flag, with_ranks, without
@@ -36,7 +37,7 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
     if nodes > 1 and not of_slurm(words):
         raise SettingsError(f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
                             do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
-    size = resolve(config, now).batch.global_batch_size
+    size = _resolved(config, now).batch.global_batch_size
     asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
     words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
     divisible = value_of(words, *RANKS) is not None  # the ranks of one machine
@@ -81,13 +82,18 @@ def fits(config: Config, ranks: int, enough: float) -> bool:
 def needed(config: Config, ranks: int) -> float:
     """Bytes of the fullest rank; 0 where the planner has no figures for such settings."""
     try:
-        config = resolve(config, ranks)
+        config = _resolved(config, ranks)
         cluster, _ = cluster_of(_on(config, ranks))
         layout = Layout.of(config, ranks)
         job, _ = job_of(config, cluster, layout.dp)
         return max(ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp))
     except (Failure, ValueError):
         return 0.0
+
+
+def _resolved(config: Config, ranks: int) -> Config:
+    """The settings on this many ranks, with the smallest micro-batch where the job chooses it itself."""
+    return resolve(replace(config, batch=smallest(config.batch)), ranks)
 
 
 def _on(config: Config, ranks: int) -> Config:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the settings of a training to its best layout: for the planner's command and for --auto-parallel."""
+"""From the settings of a training to its best layout: for the planner's command, --auto-parallel and
+--micro-batch-size auto.
+"""
 
 import time
 from dataclasses import dataclass, replace
+from typing import Optional
 
+from megatron import batch, flops, rules
 from megatron import config as schema
-from megatron import flops, rules
 from megatron.errors import SettingsError
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
-from megatron.planner.layout import Job
-from megatron.planner.search import Found, Plan, Space, search
+from megatron.planner.layout import Job, Layout
+from megatron.planner.problems import inspect, memory_problems, refusal
+from megatron.planner.search import Found, Plan, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import duration, parts, plans
+from megatron.planner.text import duration, parts, plans, sizes
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,37 @@ class Outcome:
 def find(config: schema.Config) -> Outcome:
     """Search the layouts that settings leave open, on the cluster that they describe."""
     cluster, source = target.cluster_of(config)
+    return _searched(config, cluster, source, space_of(config, cluster))
+
+
+def find_micro_batch(config: schema.Config) -> Outcome:
+    """Every size of --micro-batch-size auto in the layout that the other settings describe.
+
+    Raises SettingsError with everything that is wrong with them.
+    """
+    cluster, source = target.cluster_of(config)
+    if found := rules.check(config, cluster.world_size):
+        raise refusal(found)
+    settings = rules.filled(replace(config, batch=batch.smallest(config.batch)), cluster.world_size)
+    layout = Layout.of(settings, cluster.world_size)
+    if config.batch.local_batch_size and not config.batch.global_batch_size:
+        config = replace(config, batch=replace(config.batch, global_batch_size=settings.batch.global_batch_size))
+    global_batch = _global_batch(config)
+    own = layout.pipeline(config.model.num_layers).own  # a schedule in a file is for one number of micro-batches
+    each = (config.batch.global_batch_size or config.planner.max_global_batch_size) // layout.dp
+    only = tuple(replace(layout, micro=size) for size in divisors(each)
+                 if not batch.problems(replace(config.batch, micro_batch_size=size), layout.dp)
+                 and (own is None or each // size == own.micros))  # fmt: skip
+    if not only:
+        number = config.batch.gradient_accumulation_steps or (own.micros if own else 1)
+        raise SettingsError(f"--micro-batch-size auto: no size of it makes {number} micro-batch{'es' * (number > 1)} of "
+                            f"{each} samples for each of {layout.dp} data parallel ranks", do="change the global batch, or "
+                            "leave out --gradient-accumulation-steps or a --pipeline-schedule of your own")  # fmt: skip
+    return _searched(settings, cluster, source, Space(**global_batch, only=only))
+
+
+def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space) -> Outcome:
     job, remark = target.job_of(config, cluster)
-    space = space_of(config, cluster)
     started = time.perf_counter()
     found = search(job, cluster, space)
     count = flops.parameters(job.model, job.vocab_size)
@@ -45,30 +78,35 @@ def find(config: schema.Config) -> Outcome:
 def space_of(config: schema.Config, cluster: Cluster) -> Space:
     """What settings leave open: a parallel setting that is not at its default is kept."""
     p, b, default = config.parallel, config.batch, schema.Parallel()
-    sizes = dict(global_batch=b.global_batch_size, max_global_batch=config.planner.max_global_batch_size)
     if b.rampup_batch_size:
         raise SettingsError("--rampup-batch-size changes the batch while training, and a layout is searched for one size",
                             do="search for the full size, then add the flag to the command line")  # fmt: skip
-    if not any(sizes.values()):
-        raise SettingsError(
-            "a search needs to know the batch", do="--global-batch-size N, or --max-global-batch-size N"
-        )
-    if all(sizes.values()):
-        raise SettingsError("--global-batch-size and --max-global-batch-size: give one of them")
 
     def given(name: str):
         value = getattr(p, name)
         return value if value != getattr(default, name) else None
 
     return Space(
-        **sizes,
+        **_global_batch(config),
         tp=given("tensor_model_parallel_size"),
         pp=given("pipeline_model_parallel_size"),
-        micro=b.micro_batch_size if b.micro_batch_size != 1 else None,
+        micro=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
         zero=given("sharding_stage"),
         schedule=given("pipeline_schedule"),
         offload=cluster.device.kind == "cuda",
     )
+
+
+def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
+    """The part of a `Space` that says how many samples a step has."""
+    given = dict(global_batch=config.batch.global_batch_size, max_global_batch=config.planner.max_global_batch_size)
+    if not any(given.values()):
+        raise SettingsError(
+            "a search needs to know the batch", do="--global-batch-size N, or --max-global-batch-size N"
+        )
+    if all(given.values()):
+        raise SettingsError("--global-batch-size and --max-global-batch-size: give one of them")
+    return given
 
 
 def nothing_fits(outcome: Outcome) -> SettingsError:
@@ -101,7 +139,12 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
 
 
 def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Outcome]:
-    """For --auto-parallel: (settings with the best layout in them, the best plans, the search). Says why."""
+    """(settings with what they leave open chosen, the best plans, the search). Says why.
+
+    --auto-parallel leaves the layout open, --micro-batch-size auto the micro-batch alone.
+    """
+    if not config.planner.auto_parallel:
+        return _micro_batch(config, say)
     outcome = find(config)
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
@@ -111,6 +154,56 @@ def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Ou
         f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
         f"in {outcome.seconds:.1f} s")  # fmt: skip
     say(plans(found, cluster, 5))
-    say(f"chosen: {' '.join(best.layout.flags())} --global-batch-size {best.job.global_batch}")
+    say(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}")
     say(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
-    return best.layout.applied(config, best.job.global_batch), found.plans, outcome
+    return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
+
+
+def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Outcome]:
+    outcome = find_micro_batch(config)
+    found, cluster = outcome.found, outcome.cluster
+    if not found.plans:
+        least = min((one.layout for one in found.rejected), key=lambda layout: layout.micro)
+        [sentence] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
+        raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {sentence}")
+    best = found.plans[0]
+    say(f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest, "
+        f"{best.step.tokens_per_second(best.job):,.0f} tokens/s, of what divides {best.job.global_batch // best.layout.dp} "
+        f"samples a rank and fits {best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, "
+        f"{outcome.source})")  # fmt: skip
+    say(f"  {sizes(found)}")
+    return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
+
+
+def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schema.Config:
+    """Settings of a training with what was found in place of what they left open."""
+    if config.planner.auto_parallel:
+        return layout.applied(config, global_batch)
+    return replace(config, batch=replace(config.batch, micro_batch_size=layout.micro, global_batch_size=global_batch))
+
+
+def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> str:
+    """The flags that say what was found."""
+    words = layout.flags() if config.planner.auto_parallel else ["--micro-batch-size", str(layout.micro)]
+    return " ".join([*words, "--global-batch-size", str(global_batch)])
+
+
+def settled(config: schema.Config, say) -> tuple[schema.Config, list[str]]:
+    """For a look at settings: (with what they leave open chosen, what keeps it from being chosen).
+
+    A micro-batch that cannot be chosen is 1: the look will say why, together with everything else that is wrong.
+    """
+    if not rules.layout_is_open(config):
+        return config, []
+    try:
+        found = automatic(config, say)[0]
+        say("")
+        return found, []
+    except SettingsError as error:
+        if config.planner.auto_parallel:
+            raise
+        one = replace(config, batch=batch.smallest(config.batch))
+        cluster = target.cluster_of(config)[0]
+        told = inspect(one, cluster).problems
+        untold = [words for words in rules.check(config, cluster.world_size) if words not in told]
+        return one, untold or ([] if told else [str(error)])

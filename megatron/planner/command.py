@@ -25,6 +25,7 @@ def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset(
 def _words(setting: Setting, value) -> list[str]:
     if setting.name == "model_name_or_path" and preset(str(value)):
         return []  # what it stands for is said flag by flag
+    value = setting.word(value)
     if value is True:
         return [dashed(setting.name)]
     if value is False:

@@ -2,7 +2,6 @@
 """`--dry-run`: everything that can be known of a training before a device is touched, and every problem at once."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron import batch, flops, rules
 from megatron import config as schema
@@ -11,20 +10,19 @@ from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_plan, simulate
 from megatron.planner import target, text
-from megatron.planner.choose import automatic
+from megatron.planner.choose import settled
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import ledger, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import transfers
+from megatron.spelling import settings_of
 
 
 def dry_run(config: schema.Config, say=print) -> None:
     """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
-    if config.planner.auto_parallel:
-        config, _, _ = automatic(config, say)
-        say("")
+    config, unsettled = settled(config, say)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
     if found.resolved:
@@ -32,8 +30,8 @@ def dry_run(config: schema.Config, say=print) -> None:
             say(section + "\n")
         for remark in rules.remarks(config, cluster.world_size):
             say(f"note: {remark}")
-    if found.problems:
-        raise refusal(found.problems)
+    if unsettled or found.problems:
+        raise refusal(unsettled + found.problems)
     say("dry run: nothing was found that cannot work")
 
 
@@ -67,9 +65,8 @@ def _changed(config: schema.Config) -> list[str]:
     lines = []
     for name, group in schema.GROUPS.items():
         own = getattr(config, name)
-        told = [
-            f"{f.name}={getattr(own, f.name)}" for f in fields(group) if getattr(own, f.name) not in (f.default, None)
-        ]
+        told = [f"{s.name}={s.word(getattr(own, s.name))}" for s in settings_of({name: group})
+                if getattr(own, s.name) not in (s.default, None)]  # fmt: skip
         lines += [f"  {name}: {', '.join(told)}"] if told and name not in ("planner",) else []
     return ["settings that are not defaults:", *lines]
 

@@ -34,6 +34,7 @@ class Space:
     zero: Optional[int] = None
     schedule: Optional[str] = None
     offload: bool = True
+    only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # memory of the host for each rank
 
 
@@ -85,6 +86,8 @@ class Found:
 
 def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
     """All plans of `job` (whose global batch `space` decides) on `cluster`; `keep` best and closest ones are told."""
+    if space.only:
+        return _of(job, cluster, space)
     found = Found()
     good, close = _Shortlist(keep), _Shortlist(keep)
     for base, sized in _bases(job, cluster, space, found):
@@ -93,6 +96,20 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster)]
     found.plans = _different(sorted(best + refined, key=lambda plan: plan.order))
     found.rejected = [Rejected(*entry) for entry in close.entries()]
+    return found
+
+
+def _of(job: Job, cluster: Cluster, space: Space) -> Found:
+    """The layouts that `space` names, each by itself."""
+    found, most = Found(looked_at=len(space.only)), space.global_batch or space.max_global_batch
+    for layout in space.only:
+        sized = replace(job, global_batch=most // (layout.micro * layout.dp) * layout.micro * layout.dp)
+        plan, lacking = evaluate(sized, layout, cluster)
+        found.plans += [plan] if plan else []
+        found.rejected += [lacking] if lacking else []
+    found.too_large = len(found.rejected)
+    found.plans.sort(key=lambda plan: plan.order)
+    found.rejected.sort(key=lambda one: one.over)
     return found
 
 
@@ -145,7 +162,7 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[t
 
 def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> list[int]:
     m, sizes = job.model, []
-    for tp in [space.tp] if space.tp else _divisors(cluster.world_size):
+    for tp in [space.tp] if space.tp else divisors(cluster.world_size):
         if tp > cluster.local_size and not space.tp:
             found.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
             break
@@ -161,7 +178,7 @@ def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> lis
 
 
 def _pipeline_sizes(job: Job, ranks: int, space: Space, found: Found) -> Iterator[int]:
-    for pp in [space.pp] if space.pp else _divisors(ranks):
+    for pp in [space.pp] if space.pp else divisors(ranks):
         if ranks % pp:
             continue
         if pp > job.model.num_layers:
@@ -250,7 +267,7 @@ def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> P
 
 def _state_choices(dp: int, space: Space) -> Iterator[tuple[int, int, float]]:
     for zero in [space.zero] if space.zero is not None else range(4):
-        for shard in [1] if zero == 0 else [n for n in _divisors(dp) if n > 1]:
+        for shard in [1] if zero == 0 else [n for n in divisors(dp) if n > 1]:
             yield zero, shard, 0.0
             if space.offload:
                 yield zero, shard, 1.0
@@ -317,7 +334,7 @@ def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     return evaluate(job, replace(layout, stage_layers=layers), cluster)[0] if layers != layout.stage_layers else None
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 

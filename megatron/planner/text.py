@@ -72,6 +72,19 @@ def rejected(found: Found, count: int) -> str:
     return "\n".join(lines + [f"{reason}" for reason in found.impossible[:count]])
 
 
+def sizes(found: Found) -> str:
+    """Plans of one layout by micro-batch, around the best: what each needs and takes, and why larger ones cannot be."""
+    fit = sorted(found.plans, key=lambda plan: plan.layout.micro)
+    at = fit.index(found.plans[0])
+    told = [f"{plan.layout.micro}: {plan.bytes / 1e9:.2f} GB, {duration(plan.step.seconds)} a step"
+            for plan in fit[max(0, at - 3) : at + 3]]  # fmt: skip
+    if found.rejected:
+        least = min(found.rejected, key=lambda one: one.layout.micro)
+        all_above = len(found.rejected) > 1 and fit[-1].layout.micro < least.layout.micro
+        told.append(f"{least.layout.micro}{' and more' * all_above}: {least.why()}")
+    return "; ".join(told)
+
+
 def ledgers(found: Sequence[Ledger], capacity: int) -> str:
     """A column for each pipeline rank."""
     names = list(dict.fromkeys(name for one in found for name in one.device))

@@ -35,7 +35,7 @@ from megatron.config import (
 )
 from megatron.pipeline.stages import Pipeline
 from megatron.planning import Planner
-from megatron.rules import resolve
+from megatron.rules import layout_is_open, resolve
 
 RANKS = 8  # what a twin may have: four axes of two would be 16
 HEAD = 8  # width of a head
@@ -304,12 +304,12 @@ def original(config: Config, say) -> tuple[Config, int]:
     Raises SettingsError with everything that cannot work.
     """
     world_size = asked_ranks(config)
-    if config.planner.auto_parallel:
+    config = without_files(config)
+    if layout_is_open(config):
         from megatron.planner.choose import automatic
 
         planner = replace(config.planner, world_size=world_size)
         config, _, _ = automatic(replace(config, planner=planner), say)
-    config = without_files(config)
     resolve(config, world_size)
     return config, world_size
 

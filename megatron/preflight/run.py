@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron import config as schema
 from megatron import flops, launched, rules
 from megatron.planner import target, text
-from megatron.planner.choose import automatic
+from megatron.planner.choose import settled
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
 from megatron.preflight.verdict import Check, Report, refusal
@@ -27,10 +27,10 @@ def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[s
     """
     here = launched.ranks(env)
     report = Report(say if here.rank == 0 else lambda text: None)
-    if config.planner.auto_parallel:
-        config, _, _ = automatic(config, report.say)
+    config, unsettled = settled(config, report.say)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
+    found = replace(found, settings=unsettled + found.settings)
     report.add(*check_settings(config, found, cluster, source, here.world_size))
     if any(check.name == "settings" for check in report.failed):
         raise refusal(report.failed, len(report.checks))

@@ -25,7 +25,7 @@ from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import duration
-from megatron.rules import resolve
+from megatron.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|memory|expects|layout)  +\S")
@@ -78,7 +78,7 @@ def head(path: Path) -> list[str]:
     """The lines of a head."""
     config = parse_pretrain(command(path))
     cluster, _ = target.cluster_of(config, {})
-    if config.planner.auto_parallel:
+    if layout_is_open(config):
         found, plans, outcome = automatic(config, lambda text: None)
         return _lines(cluster, outcome.job, plans[0].layout, found.batch.global_batch_size, found=True)
     config = resolve(config, cluster.world_size)

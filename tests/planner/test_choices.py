@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch finds out or is told: its ranks, its data."""
+"""What a launch finds out by itself, or is told by files: ranks, data, micro-batch, layout."""
+
+import json
+import shlex
+from dataclasses import replace
 
 import pytest
 
 import pretrain_gpt
 from megatron import launched
-from megatron.errors import SettingsError
+from megatron.config import AUTO
+from megatron.errors import SettingsError, UsageError
 from megatron.flags import parse_pretrain
+from megatron.guard.replan import fewer_ranks
 from megatron.planner import target
+from megatron.planner.choose import automatic
+from megatron.planner.layout import Layout
+from megatron.planner.memory import ledger
+from megatron.planner.speed import step
+from megatron.rules import check, resolve
+from megatron.tools import plan
 
 GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --lr 1e-3
     --train-iters 3 --eval-iters 1 --device cpu""".split()
@@ -65,3 +77,123 @@ def test_a_malformed_blend_is_told_with_everything_else(words, said):
         pretrain_gpt.main([*line, "--dry-run", "--world-size", "1"])
     for part in (said, "--hidden-dropout", "there is no gone.json", "there is no gone.idx and no gone.bin"):
         assert str(caught.value).count(part) == 1, str(caught.value)
+
+
+# --micro-batch-size auto ----------------------------------------------------------------------------------------------
+
+GPT_1B = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50304 --mock-data
+    --lr 1e-4 --bf16 --device-name A100-40GB"""
+
+
+def by_hand(config, world, sizes):
+    """{micro-batch: seconds of a step, None where it does not fit} of settings that say each of them."""
+    found = {}
+    cluster, _ = target.cluster_of(config)
+    for size in sizes:
+        told = replace(config, batch=replace(config.batch, micro_batch_size=size))
+        if not check(told, world):
+            told = resolve(told, world)
+            layout = Layout.of(told, world)
+            job, _ = target.job_of(told, cluster, layout.dp)
+            fits = all(
+                ledger(job, layout, cluster.device, n).total <= cluster.device.usable_bytes for n in range(layout.pp)
+            )
+            found[size] = step(job, layout, cluster).seconds if fits else None
+    return found
+
+
+@pytest.mark.parametrize(
+    "world, words, sizes, chosen",
+    [
+        (8, "--global-batch-size 96", [1, 2, 3, 4, 6, 12], 1),
+        (8, "--global-batch-size 96 --recompute-granularity full --sharding-stage 1", [1, 2, 3, 4, 6, 12], None),
+        (4, "--global-batch-size 48 --pp 4 --decoder-first-pipeline-num-layers 3 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 2", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48], None),
+        (2, "--global-batch-size 96 --rampup-batch-size 24 12 1000 --recompute-activations", [1, 2, 3, 6], None),
+    ],
+)  # fmt: skip
+def test_the_fastest_micro_batch_that_fits_is_chosen(world, words, sizes, chosen):
+    length = "--train-samples 10000" if "rampup" in words else "--train-iters 10"
+    told = []
+    config = parse_pretrain(f"{GPT_1B} {length} {words} --world-size {world} --micro-batch-size auto".split())
+    found, plans, outcome = automatic(config, told.append)
+    expected = by_hand(config, world, range(1, 97))
+    assert list(expected) == sizes
+    fast = {size: seconds for size, seconds in expected.items() if seconds}
+    assert found == replace(config, batch=replace(config.batch, micro_batch_size=min(fast, key=fast.get)))
+    assert chosen in (None, found.batch.micro_batch_size) and resolve(found, world)
+    assert {plan.layout.micro: plan.step.seconds for plan in plans} == pytest.approx(fast)
+    assert {one.layout.micro for one in outcome.found.rejected} == set(expected) - set(fast)
+    reasons = " ".join(told)
+    assert f"--micro-batch-size auto: {found.batch.micro_batch_size} is expected" in told[0] and len(told) == 2
+    assert ("out of memory by" in reasons) == (len(fast) < len(expected)) and "GB" in told[1]
+
+
+def test_a_schedule_in_a_file_says_how_many_micro_batches_there_are(tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("F0 F1 B0 F2 B1 B2\nF0 B0 F1 B1 F2 B2\n")
+    line = (
+        f"{' '.join(TINY)} --pp 2 --world-size 2 --pipeline-schedule {own} --micro-batch-size auto --global-batch-size"
+    )
+    assert automatic(parse_pretrain(f"{line} 12".split()), print)[0].batch.micro_batch_size == 4
+    with pytest.raises(SettingsError, match="no size of it makes 3 micro-batches of 8 samples"):
+        automatic(parse_pretrain(f"{line} 8".split()), print)
+
+
+def test_other_words_for_the_batch():
+    line = f"{' '.join(TINY)} --micro-batch-size auto --world-size 2"
+    for words in ("--local-batch-size 12 --accumulate-steps 3", "--global-batch-size 24 --accumulate-steps 3"):
+        found = automatic(parse_pretrain(f"{line} {words}".split()), print)[0]
+        assert (found.batch.micro_batch_size, resolve(found, 2).batch.global_batch_size) == (4, 24)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", ["needs --global-batch-size"]),
+        ("--hidden-dropout 2", ["needs --global-batch-size", "--hidden-dropout 2"]),
+        ("--global-batch-size 8 --max-global-batch-size 8", ["give one of them"]),
+        ("--global-batch-size 8 --gradient-accumulation-steps 3", ["no size of it makes 3 micro-batches of 8"]),
+        ("--global-batch-size 7 --world-size 2", ["--global-batch-size 7 is not a multiple"]),
+        ("--max-global-batch-size 3 --world-size 4", ["no size of it makes 1 micro-batch of 0 samples"]),
+        ("--global-batch-size 8 --device-memory-gb 0.1", ["out of memory by"]),
+    ],
+)
+def test_what_keeps_a_micro_batch_from_being_chosen(words, said):
+    line = [*TINY, "--micro-batch-size", "auto", *words.split()]
+    for more in (["--dry-run"], ["--preflight"], []):
+        with pytest.raises(SettingsError) as caught:
+            if more:
+                pretrain_gpt.main([*line, *more])
+            else:
+                automatic(parse_pretrain(line), print)
+        assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+def test_auto_is_no_number_where_nothing_chooses_and_no_search_of_its_own(capsys):
+    line = [*TINY, "--micro-batch-size", "auto", "--global-batch-size", "8"]
+    with pytest.raises(SettingsError, match="nothing chooses it here; give a number"):
+        resolve(parse_pretrain(line), 1)
+    with pytest.raises(UsageError, match="--micro-batch-size auto and --batch-size 4 contradict"):
+        parse_pretrain([*line, "--batch-size", "4"])
+    assert fewer_ranks(["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *line], 4, 1)[0] == 2
+    plan.main([*line, "--world-size", "1"])  # which searches the micro-batch among all else
+    command = capsys.readouterr().out.partition("python pretrain_gpt.py")[2].replace("\\\n", " ")
+    assert parse_pretrain(shlex.split(command)).batch.micro_batch_size not in (1, AUTO)
+
+
+def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path, capfd, run_ranks):
+    line = [*TINY, "--micro-batch-size", "auto", "--global-batch-size", "8", "--tp", "2", "--log-interval", "1"]
+
+    def body(rank):
+        pretrain_gpt.main([*line, "--tune-steps", "1", "--save", str(tmp_path), "--save-interval", "3"])
+        pretrain_gpt.main([*line, "--load", str(tmp_path), "--train-iters", "4"])
+        return True
+
+    assert run_ranks(2, body, timeout=120) == [True, True]
+    told = capfd.readouterr().out
+    for words in ("--micro-batch-size auto: 8 is expected", "the best 3 for real", "tp2, micro-batch 2,", "chosen on 2",
+                  "iteration        3/       3", "iteration        4/       4"):  # fmt: skip
+        assert words in told
+    state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
+    assert state["config"]["batch"]["micro_batch_size"] in (2, 4, 8)
