@@ -26,9 +26,9 @@ STATES = {
     "T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger", "D": "sleeps in the kernel (disk or device)",
     "Z": "is dead", "": "is gone", "?": "does not answer: stopped, frozen, or its machine is cut off",
 }  # fmt: skip
-COLLECTIVES = """all_reduce all_gather_single all_gather_into_tensor all_gather_object reduce_scatter_single
-    reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend monitored_barrier new_group
-    init_process_group all_to_all_single gather scatter""".split()
+COLLECTIVES = """all_reduce all_gather all_gather_single all_gather_into_tensor all_gather_object reduce_scatter
+    reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend monitored_barrier new_group
+    init_process_group gather scatter""".split()
 RECEIVE = "the receive of a message"
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
 
@@ -64,13 +64,13 @@ class Standstill:
         if self.state in ("T", "t", "Z", "", "?"):
             return None
         for stack in self._at_work():
-            if stack[0].ours and (waiting := _waiting(stack[0])):
-                return waiting
             for frame in stack:
-                if frame.file.endswith("distributed_c10d.py") and frame.function in COLLECTIVES:
+                if frame.function in COLLECTIVES and frame.file.endswith(("distributed_c10d.py", "mpu/collectives.py")):
                     return frame.function
                 if frame.ours and not frame.file.endswith(("mpu/collectives.py", "mpu/mappings.py")):
                     break
+            if stack[0].ours and (waiting := _waiting(stack[0])):
+                return waiting
         return None
 
     @property
@@ -104,7 +104,7 @@ def _waiting(frame: Frame) -> Optional[str]:
     line = linecache.getline(frame.file, frame.line)
     if frame.file.endswith("pipeline/wire.py") and frame.function in ("wait", "arrived"):
         return "the end of a send" if "work.wait()" in line.replace("_work", "") or "sent[" in line else RECEIVE
-    if "work.wait()" in line:
+    if re.search(r"\b(work|message|exchange)\.wait\(\)", line):
         return "the end of a collective"
     if re.search(r"\.(item|tolist|synchronize)\(", line):
         return "work on the device"

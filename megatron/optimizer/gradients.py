@@ -143,8 +143,8 @@ class Gradients:
             tally.buffer, tally.views = None, {}
         tally.reductions += 1
         self.under_way.append(Reduction(tally, work, buffer, piece))
-        if not self.keep or not self.ahead:
-            self._wait(down_to=1 if self.ahead or self.keep else 0)
+        if not self.keep:
+            self._wait(down_to=1 if self.ahead else 0)
 
     def _wait(self, down_to: int = 0) -> None:
         """Wait for the oldest reductions until only `down_to` are under way."""

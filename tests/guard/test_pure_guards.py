@@ -4,9 +4,11 @@
 import json
 import random
 import textwrap
+import traceback
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,8 @@ from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
 from megatron.guard.spikes import ENOUGH, Recent
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Axis
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -227,6 +231,25 @@ def test_lines_that_wait_are_told_from_those_that_work(tmp_path):
     for wrong in ("no json", '[{"frames": []}]', '[{"pid": 7, "os_thread_id": 7, "frames": [3]}]'):
         with pytest.raises(ValueError):
             parse_spied(wrong)
+
+
+def test_collectives_made_of_messages_are_told_by_their_names(monkeypatch):
+    """The stacks are real ones, of the moment in which a message is waited for."""
+
+    class Message:
+        def wait(self):
+            here = traceback.extract_stack()[-2::-1]
+            stacks.append(tuple(Frame(frame.filename, frame.lineno, frame.name) for frame in here))
+
+    stacks, axis = [], Axis("tp", (0, 1))
+    for name in ("irecv", "isend"):
+        monkeypatch.setattr(collectives.dist, name, lambda *args, **kwargs: Message())
+    collectives.all_gather(torch.zeros(1, 2), axis)
+    collectives.reduce_scatter(torch.zeros(2, 2), axis)
+    collectives.start_all_gather(torch.zeros(2), torch.zeros(1), axis).wait()
+    beat = Beat(0, "n7", 1, 1, 5, "F", 17)
+    waits = [Standstill(beat, 3.0, "S", (stack,)).waits_in for stack in stacks]
+    assert waits == ["all_gather"] * 2 + ["reduce_scatter"] * 2 + ["the end of a collective"] * 2
 
 
 def test_a_backward_pass_on_a_gpu_waits_in_a_thread_of_its_own():
