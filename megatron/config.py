@@ -312,6 +312,9 @@ class Checkpoint:
     async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
     save_retries: int = setting("a save that failed is tried again this often", 2)
     save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
+    save_copy: Optional[str] = setting(
+        "folder for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
+    )
     max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
     auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)

@@ -291,8 +291,11 @@ RULES = (
     # Checkpoints.
     Rule(lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != config.AUTO,
          lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto"),
-    Rule(lambda s: s.save_mirror and s.save_mirror == s.save,
-         lambda s: f"--save-mirror {s.save_mirror} is --save itself; give a folder on another disk"),
+    *(Rule(lambda s, name=name: getattr(s, name) and getattr(s, name) == s.save,
+           lambda s, name=name: f"--{name.replace('_', '-')} {s.save} is --save itself; give a folder on another disk")
+      for name in ("save_mirror", "save_copy")),
+    Rule(lambda s: s.save_mirror and "{}" in s.save_mirror,
+         lambda s: "--save-mirror is a folder for saves that failed; a command for each checkpoint is --save-copy"),
     *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
            lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}")
       for name, needs, why in (
@@ -300,6 +303,7 @@ RULES = (
           ("keep_last", "save", "there is no folder to keep checkpoints in"),
           ("save_retain_interval", "save", "there is no folder to keep checkpoints in"),
           ("save_mirror", "save", "the mirror takes what --save does not"),
+          ("save_copy", "save", "there is nothing to copy"),
           ("async_save", "save", "there is no folder to save into"),
           ("finetune", "load", "there are no weights to start from"),
           ("ckpt_step", "load", "there is no folder to look in"),

@@ -231,8 +231,8 @@ SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a ran
 
 
 def load_folder(settings: schema.Checkpoint, exchange) -> Path:
-    """`--load`, or the mirror of failed saves where it holds a newer checkpoint. The first rank decides."""
-    folders = [Path(folder) for folder in (settings.load, settings.save_mirror) if folder]
+    """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
+    folders = [Path(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
     if settings.ckpt_step is not None:
         return folders[0]
     return exchange(max(folders, key=lambda folder: max(checkpoints(folder), default=-1)))[0]

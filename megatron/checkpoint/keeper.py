@@ -23,6 +23,7 @@ import torch
 
 from megatron import config
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.durable import Damaged
 from megatron.checkpoint.interval import best_interval, lost_share
 from megatron.checkpoint.state import Exchange, Saver, alone
@@ -55,6 +56,10 @@ class Keeper:
         self.settings, self.rank, self.exchange, self.say = settings, rank, exchange, say
         self._saver = self._open(settings.save)
         self._mirror: Optional[Saver] = None
+        self._copies: Optional[Copies] = None
+        if settings.save_copy and rank == 0:
+            self._copies = Copies(settings.save_copy, keep_last=settings.keep_last,
+                                  retain_interval=settings.save_retain_interval, say=say)  # fmt: skip
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
         self._outcome: Optional[Outcome] = None
@@ -134,6 +139,8 @@ class Keeper:
             for saver in (self._saver, self._mirror):
                 if saver:
                     saver.close()
+            if self._copies:
+                self._copies.close(patience)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -175,6 +182,8 @@ class Keeper:
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             self.say(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+            if self._copies:
+                self._copies.add(path)
 
     def _try(
         self, iteration: int, pieces: list[Piece], state: dict[str, Any]

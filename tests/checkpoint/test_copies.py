@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--save-copy`: finished checkpoints in a second place, and a run that goes on from there."""
+
+import shutil
+
+import pytest
+import torch
+
+from megatron import config, startup
+from megatron.checkpoint import copies as module
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.compare import differences
+from megatron.checkpoint.copies import Copies
+from megatron.checkpoint.keeper import Keeper
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.state import TRACKER, alone, checkpoints
+from megatron.checkpoint.store import Piece
+from megatron.flags import parse_pretrain
+from megatron.rules import check
+
+
+def pieces(value):
+    return [Piece("weight", (4, 3), Box.whole((4, 3)), torch.full((4, 3), float(value)))]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(where, steps)`: a keeper that saves these steps and closes; returns what it said."""
+
+    def save(where, steps, **more):
+        said = []
+        settings = config.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
+        keeper = Keeper(settings, say=said.append)
+        for step in steps:
+            keeper.save(step, pieces(step), {})
+            if step != steps[-1] and keeper._copies:  # so that retention finds both places alike
+                while not any(f"copied iter_{step:07d}" in line for line in said):
+                    pass
+        keeper.close()
+        return said
+
+    return save
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_copies_are_checkpoints_and_a_run_goes_on_from_them(run, tmp_path, background):
+    home, copy = tmp_path / "home", tmp_path / "far" / "away"
+    said = run(copy, [1, 2, 3], keep_last=2, async_save=background)
+    assert list(checkpoints(home)) == list(checkpoints(copy)) == [2, 3] and (copy / TRACKER).read_text() == "3"
+    with Reader(home / "iter_0000003") as one, Reader(copy / "iter_0000003") as two:
+        assert not list(differences(one, two))
+    assert any(f"copied iter_0000003 to {copy}" in line for line in said)
+    settings = config.Checkpoint(load=str(home), save_copy=str(copy))
+    assert startup.load_folder(settings, alone) == home  # as new as the copy
+    shutil.rmtree(home)
+    assert startup.load_folder(settings, alone) == copy
+
+
+def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):
+    run(tmp_path / "copy", [1])
+    (tmp_path / "copy" / "iter_0000001" / "index.json").write_text("torn")
+    run(tmp_path / "copy", [1])
+    with Reader(tmp_path / "copy" / "iter_0000001") as reader:
+        assert reader.state["iteration"] == 1
+
+
+def test_a_command_takes_them(run, tmp_path):
+    (tmp_path / "site").mkdir()
+    run(f"cp -r {{}} {tmp_path}/site/ && echo {{}} >> {tmp_path}/log", [4, 5])
+    assert list(checkpoints(tmp_path / "site")) == [4, 5]
+    assert (tmp_path / "log").read_text().split() == [str(tmp_path / "home" / f"iter_000000{step}") for step in (4, 5)]
+
+
+def test_a_copy_that_fails_is_told_and_changes_nothing_else(run, tmp_path, monkeypatch):
+    said = run("echo no route >&2; false {}", [1])
+    assert any("WARNING" in line and "exit code 1: no route" in line for line in said)
+    monkeypatch.setattr(module.survey, "verify", lambda path: (0, ["a byte differs"]))
+    said = run(tmp_path / "copy", [2])
+    assert any("WARNING" in line and "a byte differs" in line for line in said)
+    assert not checkpoints(tmp_path / "copy") and not list((tmp_path / "copy").glob(".tmp-*"))
+    (tmp_path / "file").touch()
+    assert any("WARNING" in line for line in run(tmp_path / "file", [3]))
+    assert list(checkpoints(tmp_path / "home")) == [1, 2, 3]
+
+
+def test_one_that_retention_has_taken_is_passed_over(tmp_path):
+    said = []
+    copies = Copies(str(tmp_path / "copy"), say=said.append)
+    copies.add(tmp_path / "iter_0000009")
+    copies.close()
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--save s --save-copy s", "--save-copy s is --save itself"),
+        ("--save-copy c", "--save-copy needs --save"),
+        ("--save s --save-mirror scp_{}_far", "a command for each checkpoint is --save-copy"),
+    ],
+)
+def test_settings_that_cannot_work(flags, words):
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 9 --train-iters 1 --lr 1"
+    assert words in " ".join(check(parse_pretrain(f"{shape} {flags}".split()), 1))
