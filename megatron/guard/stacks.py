@@ -27,8 +27,8 @@ STATES = {
     "Z": "is dead", "": "is gone", "?": "does not answer: stopped, frozen, or its machine is cut off",
 }  # fmt: skip
 COLLECTIVES = """all_reduce all_gather all_gather_single all_gather_into_tensor all_gather_object reduce_scatter
-    reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend monitored_barrier new_group
-    init_process_group gather scatter""".split()
+    reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend gather scatter
+    monitored_barrier new_group init_process_group""".split()
 RECEIVE = "the receive of a message"
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
 

@@ -117,7 +117,7 @@ def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 
 class _Exchange:
-    """Point-to-point messages between all ranks of an axis, under way: `outgoing` and `incoming` are a tensor for each rank.
+    """Messages between all ranks of an axis, under way: `outgoing` and `incoming` are a tensor for each rank.
 
     What gloo gathers and scatters by them is neither copied on its way nor waits for a thread of gloo's, of which it
     has two. 21 MB between two ranks of one thread, in six messages: sums 4 ms instead of 14, gathering 6 instead of 8.
