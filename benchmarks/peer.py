@@ -29,19 +29,9 @@ def main() -> None:
     parser.add_argument("--metrics-file", required=True)
     asked = parser.parse_args()
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=256,
-            n_layer=4,
-            n_head=8,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )  # fmt: skip
-    ).train()
+    shape = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=8, use_cache=False,
+                       bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    model = GPT2LMHeadModel(shape).train()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
