@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron import config as schema
 from megatron.errors import UsageError, numbered
+from megatron.flag_plan import GivenPlan, read_plan, refuse_another_model
 from megatron.flag_table import answer, known_flags
 from megatron.presets import SHAPES, preset
 from megatron.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
@@ -76,6 +77,7 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
             reader.give(flag, values, flag, COMMAND)
     reader.apply_preset()
     chosen = reader.choose()
+    plan = reader.follow_plan(chosen)
     said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
@@ -87,8 +89,11 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
         from megatron.flag_text import config_text
 
         _leave(config_text(settings, chosen))
-    return {name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
+    made = {name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
             for name, group in groups.items()}  # fmt: skip
+    if plan:
+        refuse_another_model(plan, made["model"])
+    return made
 
 
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
@@ -256,6 +261,30 @@ class Reader:
                                      f"(both set {dashed(last.spelling.setting.name)})")  # fmt: skip
                 break
         return last
+
+    def follow_plan(self, chosen: dict[str, Given]) -> GivenPlan | None:
+        """`--parallel-plan`: its layout wins over files; a command line that says otherwise is told so."""
+        if "parallel_plan" not in chosen or not self.pretraining:
+            return None
+        plan = read_plan(str(chosen["parallel_plan"].value))
+        origin = f"--parallel-plan {plan.path}"
+        if "auto_parallel" in chosen and chosen["auto_parallel"].value:
+            self.problems.append(f"--auto-parallel searches a layout, and {origin} gives one; drop one of them")
+        for name, value in plan.settings.items():
+            spelling = self.spellings[dashed(name)]
+            try:
+                value = spelling.setting.default if value is None else spelling.value([str(value)])
+            except BadValue as bad:
+                self.problems.append(f"{origin}: {name} {bad}")
+                continue
+            own = chosen.get(name)
+            if own and own.level == COMMAND and own.value != value:
+                self.problems.append(
+                    f"{_shown(own)} contradicts {origin}, where {name} is {'not given' if value is None else value}"
+                )
+            else:
+                chosen[name] = Given(spelling, value, origin, FILE)
+        return plan
 
     def say_notices(self) -> None:
         if os.environ.get("RANK", "0") == "0":

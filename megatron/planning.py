@@ -16,6 +16,9 @@ class Planner:
     tune_steps: int = setting(
         "with --auto-parallel or --micro-batch-size auto: time the best three for so many steps each first", 0
     )
+    parallel_plan: Optional[str] = setting(
+        "file of megatron.tools.plan --emit PLAN.json: train in its best layout", None
+    )
     dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
     preflight: bool = setting(
         "check settings, every rank's shapes, a small twin of the job and the machines; train nothing", False

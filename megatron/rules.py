@@ -184,11 +184,15 @@ def _record(settings: config.Config, world: int) -> SimpleNamespace:
 
 RULES = (
     # Ranks.
-    Rule(lambda s: s.world % s.model_ranks,
+    Rule(lambda s: s.parallel_plan and s.data_parallel_size and s.world != s.data_parallel_size * s.model_ranks,
+         lambda s: f"--parallel-plan {s.parallel_plan} is for {s.data_parallel_size * s.model_ranks} ranks (tensor "
+                   f"{s.tp} x pipeline {s.pp} x data {s.data_parallel_size}), and here are {s.world}; run on as many, or "
+                   f"plan for {s.world}"),
+    Rule(lambda s: s.world % s.model_ranks and not s.parallel_plan,
          lambda s: f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
                    f"{s.cp} = {s.model_ranks}; run on {_or(_multiples(s.world, s.model_ranks))} ranks, or choose sizes "
                    f"whose product divides {s.world} ({_or(_divisors(s.world, s.model_ranks))})"),
-    Rule(lambda s: s.data_parallel_size not in (None, s.dp) and s.world % s.model_ranks == 0,
+    Rule(lambda s: not s.parallel_plan and s.data_parallel_size not in (None, s.dp) and s.world % s.model_ranks == 0,
          lambda s: f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
                    f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
                    "ranks"),

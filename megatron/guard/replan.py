@@ -38,6 +38,9 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
         raise SettingsError(f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
                             do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
     size = _resolved(config, now).batch.global_batch_size
+    if config.planner.parallel_plan:  # it is for as many ranks as there were
+        words = [*without(words, "--parallel-plan"), *Layout.of(_resolved(config, now), now).flags()]
+        config = config_of(words)
     asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
     words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
     divisible = value_of(words, *RANKS) is not None  # the ranks of one machine

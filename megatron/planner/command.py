@@ -2,9 +2,9 @@
 """A plan as something to run: the command line that asks for it, and a script around that."""
 
 import shlex
-from dataclasses import fields
 
 from megatron import config as schema
+from megatron.flag_plan import LAYOUT
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration
@@ -37,16 +37,7 @@ def _words(setting: Setting, value) -> list[str]:
 
 def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
     """The command line of a training in a plan's layout."""
-    own = {f.name for f in fields(schema.Parallel)} | {f.name for f in fields(schema.Recompute)}
-    own |= {
-        "micro_batch_size",
-        "global_batch_size",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "nvme_offload_fraction",
-        "param_cpu_offload",
-    }
-    words = training_flags(config, frozenset(own - {"distributed_backend", "distributed_timeout_minutes"}))
+    words = training_flags(config, LAYOUT)
     return words + plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
 
 

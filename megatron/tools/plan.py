@@ -27,7 +27,7 @@ class Plan:
     top: int = setting("plans in the table", 10)
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
     tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
-    emit: Optional[str] = setting("write the best plan as a script", None)
+    emit: Optional[str] = setting("write the best plan: as a script, or (PLAN.json) for --parallel-plan", None)
     picture: Optional[str] = setting("draw the plans of the table: .svg, .png or .pdf", None)
     json: bool = setting("everything as JSON", False)
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
@@ -98,6 +98,7 @@ def _search(config: schema.Config, asked: Plan) -> None:
     from megatron.planner import text
     from megatron.planner.choose import find, nothing_fits, plan_problems
     from megatron.planner.command import command_line, script
+    from megatron.planner.record import record
 
     outcome = find(config)
     found, cluster, job = outcome.found, outcome.cluster, outcome.job
@@ -115,10 +116,14 @@ def _search(config: schema.Config, asked: Plan) -> None:
     best = found.plans[0]
     for problem in plan_problems(config, best, cluster):
         raise SettingsError(problem)
-    if asked.json:
-        from megatron.planner.record import record
 
-        print(json.dumps(record(outcome, asked.top, asked.rejected, command_line(config, best, cluster)), indent=1))
+    def everything() -> str:
+        return json.dumps(
+            record(config, outcome, asked.top, asked.rejected, command_line(config, best, cluster)), indent=1
+        )
+
+    if asked.json:
+        print(everything())
     else:
         _show(outcome, best, asked)
         print(f"\n{command_line(config, best, cluster)}")
@@ -129,9 +134,11 @@ def _search(config: schema.Config, asked: Plan) -> None:
         if not asked.json:
             print(f"\nwritten: {asked.picture}")
     if asked.emit:
+        data = asked.emit.endswith(".json")
         try:
-            Path(asked.emit).write_text(script(config, best, cluster), encoding="utf-8")
-            Path(asked.emit).chmod(0o755)
+            text = everything() + "\n" if data else script(config, best, cluster)
+            Path(asked.emit).write_text(text, encoding="utf-8")
+            Path(asked.emit).chmod(0o644 if data else 0o755)
         except OSError as error:
             raise StorageError(f"cannot write --emit {asked.emit}", error.strerror) from error
         if not asked.json:

@@ -12,6 +12,7 @@ from megatron import launched
 from megatron.config import AUTO
 from megatron.errors import SettingsError, UsageError
 from megatron.flags import parse_pretrain
+from megatron.guard.command import config_of
 from megatron.guard.replan import fewer_ranks
 from megatron.planner import target
 from megatron.planner.choose import automatic
@@ -197,3 +198,92 @@ def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path,
         assert words in told
     state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
     assert state["config"]["batch"]["micro_batch_size"] in (2, 4, 8)
+
+
+# --parallel-plan ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    """The best of plans with tp 2, two data parallel ranks and a ZeRO stage, for four ranks."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.main([*TINY, "--world-size", "4", "--tp", "2", "--pp", "1", "--zero-stage", "1", "--max-global-batch-size", "12",
+               "--emit", str(path)])  # fmt: skip
+    return path
+
+
+def test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for(plan_file, capsys):
+    config = parse_pretrain([*TINY, "--parallel-plan", str(plan_file), "--seed", "7"])
+    best = json.loads(plan_file.read_text())["plans"][0]
+    said = parse_pretrain([*TINY, "--seed", "7", *best["flags"], "--global-batch-size", str(best["global_batch"])])
+    assert resolve(config, 4) == replace(resolve(said, 4), planner=config.planner)
+    p = config.parallel
+    assert (p.tensor_model_parallel_size, p.sharding_stage, p.data_parallel_size) == (2, 1, 2)
+    pretrain_gpt.main([*TINY, "--parallel-plan", str(plan_file), "--dry-run", "--world-size", "4", "--tp", "2"])
+    assert (
+        best["layout"].startswith("tp2") and "pipeline 1 x data 2 (shared by 2) x tensor 2" in capsys.readouterr().out
+    )
+    job = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *TINY, "--parallel-plan", str(plan_file)]
+    ranks, words = fewer_ranks(job, 4, 1)  # the plan is for all of them: its flags say what is left of it
+    assert ranks == 2 and "--parallel-plan" not in words and resolve(config_of(words), ranks)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--tp 1", "--tp 1 contradicts --parallel-plan FILE, where tensor_model_parallel_size is 2"),
+        (
+            "--use-recompute",
+            "--use-recompute contradicts --parallel-plan FILE, where recompute_granularity is not given",
+        ),
+        (
+            "--micro-batch-size auto",
+            "--micro-batch-size auto contradicts --parallel-plan FILE, where micro_batch_size is",
+        ),
+        ("--auto-parallel", "--auto-parallel searches a layout, and --parallel-plan FILE gives one"),
+        ("--num-layers 8", "--parallel-plan FILE is for another model: num_layers is 4 there, 8 here"),
+        ("--num-attention-heads 0", "num_attention_heads is 4 there, 0 here"),
+        ("--ffn-hidden-size 64", "--parallel-plan FILE is for another model: ffn_hidden_size is 128 there, 64 here"),
+        ("--world-size 6", "--parallel-plan FILE is for 4 ranks (tensor 2 x pipeline 1 x data 2), and here are 6"),
+        ("--world-size 3", "--parallel-plan FILE is for 4 ranks (tensor 2 x pipeline 1 x data 2), and here are 3"),
+    ],
+)
+def test_a_plan_that_is_not_for_this_training(plan_file, words, said):
+    line = [*TINY, "--world-size", "4", "--parallel-plan", str(plan_file), "--dry-run", *words.split()]
+    with pytest.raises((SettingsError, UsageError)) as caught:
+        pretrain_gpt.main(line)
+    assert said.replace("FILE", str(plan_file)) in str(caught.value)
+
+
+def test_a_file_that_is_no_plan(plan_file, tmp_path):
+    record = json.loads(plan_file.read_text())
+    other = tmp_path / "other.json"
+
+    def with_settings(**settings):
+        return json.dumps(record | dict(plans=[dict(settings=settings)]))
+
+    for text, said in (
+        (None, "No such file"),
+        ("tp: 2", "not JSON"),
+        ("[]", "there is no plan in it"),
+        ('{"plans": []}', "there is no plan in it"),
+        (with_settings(lr=1), "lr is no setting of a layout"),
+        (with_settings(micro_batch_size="x"), "micro_batch_size 'x' is not a whole number"),
+    ):
+        if text:
+            other.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            parse_pretrain([*TINY, "--parallel-plan", str(other)])
+
+
+def test_a_file_of_settings_gives_way_to_a_plan_and_ranks_train_in_it(plan_file, tmp_path, capfd, run_ranks):
+    (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 4\nlr: 2e-3\n")
+    line = [*TINY[:-1], "--mock-data", "--config", str(tmp_path / "run.yaml"), "--parallel-plan", str(plan_file)]
+
+    def body(rank):
+        pretrain_gpt.main(line)
+        return True
+
+    assert parse_pretrain(line).parallel.tensor_model_parallel_size == 2
+    assert run_ranks(4, body, timeout=120) == [True] * 4
+    assert "data-parallel size: 2, tensor-model-parallel size: 2" in capfd.readouterr().out
