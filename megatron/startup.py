@@ -261,7 +261,7 @@ def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = exchange(restored.state)[0]
     optimizer.publish()
-    notices = [*restored.notices, f"loaded checkpoint {restored.path}"]
+    notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if settings.finetune:
         return fresh, record, notices
     if not weights_only:

@@ -133,6 +133,10 @@ find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody h
     : "${NNODES:=1}" "${NODE_RANK:=0}"
     [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail 2 "which is the first of $NNODES nodes?" "set MASTER_ADDR"
     local nodes_devices
+    case ${NPROC:-} in
+    gpu | auto) NPROC=$(count_devices) ;; # torchrun's words
+    *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
+    esac
     if [ -z "${NPROC:-}" ]; then
         nodes_devices=$(count_devices)
         NPROC=$((MADE_FOR / NNODES))

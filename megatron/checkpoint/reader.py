@@ -67,6 +67,7 @@ class Reader:
             raise Damaged(f"{self.folder / 'state.json'} is not what a run saves: {', '.join(wrong) or 'config'}")
         self._files: dict[str, ShardFile] = {}
         self._lock, self._thread = threading.Lock(), threading.local()
+        self.bytes_read = 0  # of tensors, by all calls so far
 
     def __enter__(self) -> "Reader":
         return self
@@ -232,6 +233,8 @@ class Reader:
         """Read a block of a stored box into `block` [bytes] uint8 and compare its checksum."""
         file, data = self._file(stored.file), memoryview(block.numpy())
         file.read_into(at, data, stored.key)
+        with self._lock:
+            self.bytes_read += len(data)
         if checksum(data) != stored.checksums[number]:
             raise Damaged(f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
                           "have the checksum that they were written with")  # fmt: skip

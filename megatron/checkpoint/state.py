@@ -136,11 +136,18 @@ def _visible_damage(path: Path) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run was restored from; `notices` are for the user."""
+    """What a run was restored from; `notices` are for the user. bytes_read: of each rank; size: of all files."""
 
     path: Path
     state: dict[str, Any]
     notices: tuple[str, ...]
+    bytes_read: tuple[int, ...]
+    size: int
+
+    def __str__(self) -> str:
+        least, most = min(self.bytes_read) / 1e6, max(self.bytes_read) / 1e6
+        each = f"{most:,.1f}" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f} to {most:,.1f}"
+        return f"{self.path} (a rank read {each} of {self.size / 1e6:,.1f} MB)"
 
 
 def restore(
@@ -173,19 +180,23 @@ def restore(
                 raise
             notices.append(str(problem))
         else:
-            told = [f"{path}: {notice}" for _, found in loaded for notice in found]
-            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)))
+            told = [f"{path}: {notice}" for _, found, *_ in loaded for notice in found]
+            read = tuple(count for *_, count, _ in loaded)
+            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)), read, loaded[0][-1])
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _load(path: Path, pieces: list[Piece], names, cast, strictness, check, rank: int) -> tuple[Any, list[str]]:
-    """(state on rank 0, notices)"""
+def _load(
+    path: Path, pieces: list[Piece], names, cast, strictness, check, rank: int
+) -> tuple[Any, list[str], int, int]:
+    """(state on rank 0, notices, bytes that were read, bytes of all files)"""
     with Reader(path) as reader:
         check(reader.state)
         notices = reader.load(pieces, names=names, cast=cast, strictness=strictness)
-        return reader.state if rank == 0 else None, notices
+        size = sum(size for size, _ in reader.index.files.values())
+        return reader.state if rank == 0 else None, notices, reader.bytes_read, size
 
 
 def _together(action: Callable[[], Any], exchange: Exchange) -> list:

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_an_older_checkpoint_without_a_word_turns_it_red(monkeypatch, tmp_path):
 
 
 def quiet(restored):
-    return state.Restored(restored.path, restored.state, ())
+    return replace(restored, notices=())
 
 
 def test_a_full_disk_that_nobody_hears_of_turns_it_red(monkeypatch, tmp_path):

@@ -199,6 +199,7 @@ PER_RANK = STEP | dict(SLURM_STEP_NUM_TASKS="32", SLURM_PROCID="21", SLURM_LOCAL
         (8, {}, "python"),  # no GPU here: one process
         (8, dict(NPROC="4"), RUN + "4 --standalone"),
         (8, dict(GPUS="0,1,2"), RUN + "3 --standalone"),
+        (1, dict(GPUS="0,1,2", NPROC="gpu"), RUN + "3 --standalone"),
         (1, dict(GPUS="0,1,2"), "python"),  # made for one
         (8, dict(NPROC="2", LOG_DIR="l"), RUN + "2 --standalone --log-dir l/ranks-of-node-0 --redirects 3 --tee 0:3"),
         (16, dict(NNODES="2", NODE_RANK="1", NPROC="8") | NODE,
@@ -226,6 +227,11 @@ def test_what_is_started(tiny, tmp_path, ranks, env, words):
     started, flags = printed(tiny(ranks), "--seed", "5", **env)
     assert started == words
     assert flags[-3:] == ["--mock-data", "--seed", "5"] and "--world-size" not in flags
+
+
+def test_a_number_of_processes_that_is_none(tiny):
+    done = bash(tiny(), "--mock-data", NPROC="all", PRINT="1")
+    assert done.returncode == 2 and "NPROC=all (or LOCAL_WORLD_SIZE) is neither a number nor gpu" in done.stderr
 
 
 def test_ranks_of_slurm_tasks(tiny, tmp_path):
