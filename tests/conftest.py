@@ -11,10 +11,15 @@ def test_sum(run_ranks):
 """
 
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+from megatron.guard import processes
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,6 +29,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# The same examples each time, and no word about how long one took: a busy machine is no finding.
+# `pytest --hypothesis-profile default` looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None,
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])  # fmt: skip
+hypothesis.settings.load_profile("repeatable")
+
 
 @pytest.fixture(scope="session")
 def root() -> Path:
@@ -31,9 +42,18 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def memory_folder():
+    """A folder in memory where there is room for a GiB, else a common one: hundreds of saves are slow on a busy disk."""
+    shared = Path("/dev/shm")
+    roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 1 << 30
+    with tempfile.TemporaryDirectory(dir=shared if roomy else None) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session")
 def run_ranks():
-    """`run_ranks(world_size, function, *args, timeout=60)`: see `megatron.mpu.forked`."""
+    """`run_ranks(world_size, function, *args, timeout=120)`: see `megatron.mpu.forked`."""
     from megatron.mpu import forked
 
     return forked.run_ranks
@@ -49,3 +69,31 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+# ---- processes of a test that failed ---------------------------------------------------------------------------------
+
+CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")  # of the thread that runs tests; to read it costs nothing
+
+
+def _children() -> set[int]:
+    return set(map(int, CHILDREN.read_text().split())) if CHILDREN.exists() else set()
+
+
+def pytest_sessionstart():
+    """Whatever a test starts stays below this process, also when what it was started by is killed."""
+    processes.adopt_orphans()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that fails, or runs out of time, leaves no process that holds a port or takes the time of the others."""
+    before = _children()
+    try:
+        return (yield)
+    except BaseException:
+        for child in _children() - before:
+            for process in [child, *processes.descendants(child)]:
+                for number in (signal.SIGCONT, signal.SIGKILL):
+                    processes.send(process, number)
+        raise

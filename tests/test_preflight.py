@@ -240,7 +240,7 @@ def test_the_odd_ones_are_named(run_ranks, root, monkeypatch):
 def test_a_started_job_looks_at_its_machines(root):
     words = f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1 --preflight --device cpu".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, root / "pretrain_gpt.py", *words], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([*command, root / "pretrain_gpt.py", *words], capture_output=True, text=True, timeout=250,
                           env=os.environ | dict(PYTHONPATH=str(root), OMP_NUM_THREADS="1"))  # fmt: skip
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
     assert names[-8:] == ["ranks", "versions", "code", "command", "data", "clocks", "gemm", "all-reduce"], done.stderr

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.chaos.victim import Fault
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, NumericsError, SettingsError
+from megatron.guard import processes
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
@@ -54,37 +56,31 @@ def test_resume_is_bit_identical(world, precision, run_ranks, tmp_path):
 def test_kill_9_loses_only_what_was_not_saved(root, tmp_path):
     """A real job under torchrun, killed without warning, goes on to the same bits as one that was left alone."""
     flags = f"{TINY} --train-iters 60 --save-interval 5 --bf16".split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *flags]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # fmt: skip
+    command = [*torchrun, "pretrain_gpt.py", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     quiet = dict(cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    job = subprocess.Popen([*command, "--save", str(killed)], start_new_session=True, **quiet)
-    while not (killed / "iter_0000010").exists():
+    stop = Fault("forward", str(tmp_path / "marker"), rank=1, step=13, action="SIGSTOP")  # where it is killed
+    job = subprocess.Popen([*torchrun, "-m", "megatron.chaos.victim", stop.text(), *command[-len(flags) - 1 :],
+                            "--save", str(killed)], start_new_session=True, **quiet)  # fmt: skip
+    while not (tmp_path / "marker").exists():
         assert job.poll() is None, "ended before it could be killed"
         time.sleep(0.01)
-    os.killpg(job.pid, signal.SIGKILL)
+    below = processes.descendants(job.pid)
+    assert len(below) >= 2 and (killed / "iter_0000010").exists()
+    for process in [job.pid, *below]:
+        processes.send(process, signal.SIGKILL)
     job.wait()
-    for process in _descendants(str(killed)):
-        os.kill(process, signal.SIGKILL)
+    while any(processes.state(process) not in ("", "Z") for process in below):
+        time.sleep(0.01)
     assert not (killed / "iter_0000060").exists()
     resumed = subprocess.run([*command, "--save", str(killed), "--load", str(killed)], **quiet)
     assert resumed.returncode == 0
     assert subprocess.run([*command, "--save", str(whole)], **quiet).returncode == 0
     expected, found = _tensors(whole / "iter_0000060"), _tensors(killed / "iter_0000060")
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-
-
-def _descendants(word):
-    """Processes of a job, found by a word of their command line (torchrun starts workers in sessions of their own)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if word.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_data_parallel_and_accumulation_give_the_same_training(run_ranks, tmp_path):

@@ -11,7 +11,19 @@ from functools import partial
 from pathlib import Path
 
 from megatron.chaos.case import Case, Got
-from megatron.chaos.runs import EVERY, LAYOUTS, RECOVERED, STEPS, Job, clean_run, compare, record, restarted
+from megatron.chaos.runs import (
+    EVERY,
+    HASTY,
+    LAYOUTS,
+    PATIENT,
+    RECOVERED,
+    STEPS,
+    Job,
+    clean_run,
+    compare,
+    record,
+    restarted,
+)
 from megatron.chaos.victim import ALL, Fault
 from megatron.errors import PeerLost, Preempted
 
@@ -83,7 +95,8 @@ def killed(layout: str, phase: str, rank: int, folder: Path, seed: int) -> Got:
     """A rank is killed at a phase of a random step that has it; the other rank has to say that it has lost a neighbour."""
     steps, whose = PHASES[phase]
     step = random.Random(f"{seed} {layout} {phase} {rank}").choice(steps)
-    job = Job(layout, folder, folder.parent, cache=folder / "cache" if phase == "index build" else None)
+    job = Job(layout, folder, folder.parent, cache=folder / "cache" if phase == "index build" else None,
+              grace=HASTY if phase == "rendezvous" else PATIENT)  # fmt: skip
     fault = Fault(phase, str(folder / "marker"), rank=dict(own=rank, first=0, any=None)[whose], target=rank, step=step)
     first = job.start(fault)
     if first.codes[rank] != -signal.SIGKILL:
@@ -99,7 +112,7 @@ def killed(layout: str, phase: str, rank: int, folder: Path, seed: int) -> Got:
 def killed_at_random(layout: str, folder: Path, seed: int, times: int = 5) -> Got:
     """One job, five random ranks killed at random times; restarted each time."""
     dice = random.Random(f"{seed} {layout}")
-    job, clean = Job(layout, folder, folder.parent), clean_run(layout, folder.parent)
+    job, clean = Job(layout, folder, folder.parent, grace=HASTY), clean_run(layout, folder.parent)
     attempts, kills = [], 0
     while not attempts or attempts[-1].codes != [0, 0]:
         attempts.append(job.start(kill=(dice.uniform(0.0, 0.4), dice.randrange(2)) if kills < times else None))

@@ -51,7 +51,7 @@ TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
         f"--train-iters {STEPS} --save-interval {EVERY} --keep-last 2 --eval-interval 5 --eval-iters 2 "
         "--exit-signal-handler --check-replicas-interval 1 --split 8,2,0")  # fmt: skip
 RECOVERED = "the bits and samples of a clean run, no checkpoint lost"
-LAUNCHER = 1.5  # seconds that ranks have to end by themselves when one has failed
+PATIENT, HASTY = 60.0, 1.5  # seconds that a launcher leaves the other ranks to end by themselves when one has failed
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Job:
     cache:  where its index maps lie; None: where those of all jobs do
     ranks:  if it is not started on as many as its layout has
     claimed: the number of ranks that they are told, if it is not theirs
+    grace:  seconds that the other ranks have to end by themselves when one has failed
     """
 
     layout: str
@@ -72,6 +73,7 @@ class Job:
     cache: Optional[Path] = None
     ranks: Optional[int] = None
     claimed: Optional[int] = None
+    grace: float = PATIENT
 
     @property
     def save(self) -> Path:
@@ -93,7 +95,7 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(list(self.folder.glob("attempt-*.log")))
         log = self.folder / f"attempt-{number}.log"
-        codes = launch(self.world, self.flags(), log, fault, kill, claimed=self.claimed)
+        codes = launch(self.world, self.flags(), log, fault, kill, claimed=self.claimed, grace=self.grace)
         return Attempt(codes, log.read_text(errors="replace"), read_tracker(self.save))
 
 
@@ -138,11 +140,11 @@ def corpus(common: Path) -> Path:
 
 def launch(world: int, flags: list[str], log: Path, fault: Optional[Fault] = None,
            kill: Optional[tuple[float, int]] = None, patience: float = 90.0,
-           claimed: Optional[int] = None) -> list:  # fmt: skip
+           claimed: Optional[int] = None, grace: float = PATIENT) -> list:  # fmt: skip
     """Start the ranks of a job, wait for their end and return their exit codes; the output goes to `log`.
 
-    When a rank fails the others have a moment to end by themselves; then, and after `patience` seconds, they are killed
-    and their code is None.
+    When a rank fails the others have `grace` seconds to end by themselves; then, and after `patience` seconds, they are
+    killed and their code is None.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,10 +155,10 @@ def launch(world: int, flags: list[str], log: Path, fault: Optional[Fault] = Non
             if pid == 0:
                 _rank(rank, claimed or world, port, flags, log, fault)
             ranks[pid] = rank
-        return _wait(ranks, patience, kill)
+        return _wait(ranks, patience, grace, kill)
 
 
-def _wait(ranks: dict[int, int], patience: float, kill: Optional[tuple[float, int]]) -> list:
+def _wait(ranks: dict[int, int], patience: float, grace: float, kill: Optional[tuple[float, int]]) -> list:
     """Exit codes of processes {pid: rank}, in the order of ranks."""
     codes: dict[int, Optional[int]] = {}
     started = time.monotonic()
@@ -176,7 +178,7 @@ def _wait(ranks: dict[int, int], patience: float, kill: Optional[tuple[float, in
                 os.waitpid(pid, 0)
                 codes[rank] = None
         if not failed and any(codes.values()):
-            failed, deadline = True, min(deadline, time.monotonic() + LAUNCHER)
+            failed, deadline = True, min(deadline, time.monotonic() + grace)
         time.sleep(0.005)
     return [codes[rank] for rank in range(len(ranks))]
 
@@ -187,15 +189,18 @@ def _store(world: int):
     told, tell = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
-        tell.send(store.port)
-        told.close()
-        while os.getppid() != 1:
-            time.sleep(1)
-        os._exit(0)
+        try:
+            processes.die_with_parent(signal.SIGKILL)
+            store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+            tell.send(store.port)
+            signal.pause()
+        finally:
+            os._exit(1)
+    tell.close()
     try:
         yield told.recv()
     finally:
+        told.close()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

@@ -9,7 +9,6 @@ so that folder has to be on a file system that both see.
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron.guard import processes
@@ -18,7 +17,8 @@ from megatron.guard.stacks import Frame, Standstill, parse, parse_spied
 
 Stacks = tuple[tuple[Frame, ...], ...]
 SPY = ("py-spy", "dump", "--json", "--nonblocking", "--pid")
-SPYING = 5.0  # seconds that py-spy may take, all ranks of the machine together
+SPYING = 20.0  # seconds that py-spy may take, all ranks of the machine together
+WRITING = 10.0  # seconds that ranks have to begin to write their stacks; one that cannot write lets the others wait
 
 
 def standstills(beats: list[Beat], folder: Path, silent: dict[int, float]) -> list[Standstill]:
@@ -71,11 +71,14 @@ def written(beats: list[Beat], folder: Path) -> dict[int, Stacks]:
     if len(near) < len(beats):
         ask(folder, STACKS)
 
-    def grown() -> bool:
-        return all(_size(folder, rank) > size for rank, size in sizes.items())
-
-    _wait(grown, 2.0 if len(near) == len(beats) else 2.0 + 2 * LOOK)
-    time.sleep(0.1 if beats else 0)  # what has begun to be written ends
+    deadline = time.monotonic() + WRITING + (0 if len(near) == len(beats) else 2 * LOOK)
+    before: dict[int, int] = {}
+    while beats and time.monotonic() < deadline:
+        now = {rank: _size(folder, rank) for rank in sizes}
+        if now == before and all(now[rank] > size for rank, size in sizes.items()):
+            break  # all have written, and what was begun has ended
+        before = now
+        time.sleep(0.1)
     return {rank: parse(_path(folder, rank).read_bytes()[size:].decode("utf-8", "replace"))
             for rank, size in sizes.items() if _size(folder, rank) > size}  # fmt: skip
 
@@ -89,9 +92,3 @@ def _size(folder: Path, rank: int) -> int:
         return _path(folder, rank).stat().st_size
     except OSError:
         return 0
-
-
-def _wait(until: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not until():
-        time.sleep(0.05)

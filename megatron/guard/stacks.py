@@ -29,6 +29,7 @@ STATES = {
 COLLECTIVES = """all_reduce all_gather all_gather_single all_gather_into_tensor all_gather_object reduce_scatter
     reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend gather scatter
     monitored_barrier new_group init_process_group""".split()
+OUTERMOST = ("<module>", "_run_module_as_main")  # of the main thread of `python script.py`, and of `python -m module`
 RECEIVE = "the receive of a message"
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
 
@@ -132,7 +133,7 @@ def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
         frame = re.match(r'\s+File "(.+)", line (\d+) in (.+)', line)
         if frame and stacks:
             stacks[-1].append(Frame(frame[1], int(frame[2]), frame[3]))
-    main = [stack for stack in stacks if stack and stack[-1].function == "<module>"][-1:]
+    main = [stack for stack in stacks if stack and stack[-1].function in OUTERMOST][-1:]
     return tuple(tuple(stack) for stack in (*main, *(stack for stack in stacks if stack not in main)) if stack)
 
 

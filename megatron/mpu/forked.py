@@ -31,7 +31,7 @@ class RankFailed(RuntimeError):
         self.failure = failure
 
 
-def run_ranks(world_size: int, function, *args, timeout: float = 60, backend: str = "gloo") -> list:
+def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: str = "gloo") -> list:
     """Call `function(rank, *args)` on `world_size` forked ranks of an initialised process group.
 
     Returns what each rank returned, in rank order (anything that pickles; closures are fine as `function`).

@@ -41,6 +41,7 @@ from megatron.guard.stacks import explain
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
 LINGER = 5.0  # seconds that a launcher has to notice that a rank is gone, and to say how
+LATE = 0.5  # seconds beyond --poll for which the supervisor may not look, and still believes what it sees
 
 
 @dataclass(frozen=True)
@@ -225,11 +226,11 @@ class Supervisor:
         seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, when it was new)
         asked: Optional[float] = None
         gone: Optional[float] = None
-        start = time.monotonic()
+        clock = Clock(self.settings.poll + LATE)
         while job.poll() is None:
             time.sleep(self.settings.poll)
             self.copy_log()
-            now, beats = time.monotonic(), read_beats(self.beats)
+            now, beats = clock.look(), read_beats(self.beats)
             for beat in beats:
                 if seen.get(beat.rank, (None,))[0] != beat.count:
                     seen[beat.rank] = beat.count, now
@@ -248,8 +249,8 @@ class Supervisor:
                 continue
             silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
             over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limit(beat)]
-            if over or (len(beats) < 1 and now - start > self.settings.start_timeout):
-                attempt.silent = max(silent.values(), default=now - start)
+            if over or (len(beats) < 1 and now > self.settings.start_timeout):
+                attempt.silent = max(silent.values(), default=now)
                 self.tell_hang(beats, silent, over)
                 return True
         return False
@@ -333,6 +334,22 @@ class Supervisor:
 
     def _stop(self, number: int, frame) -> None:
         self.asked_to_stop = number
+
+
+class Clock:
+    """Seconds for which somebody has looked on: a stretch between two looks counts `most` seconds.
+
+    A machine that stands still, or has no time for the supervisor, has none for ranks either: their silence meanwhile
+    says nothing.
+    """
+
+    def __init__(self, most: float):
+        self.most, self.seconds, self.last = most, 0.0, time.monotonic()
+
+    def look(self) -> float:
+        now = time.monotonic()
+        self.seconds, self.last = self.seconds + min(now - self.last, self.most), now
+        return self.seconds
 
 
 def _as_launcher() -> None:

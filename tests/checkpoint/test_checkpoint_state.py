@@ -15,6 +15,7 @@ from megatron.checkpoint.durable import Damaged
 from megatron.checkpoint.state import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, Locked, StorageError
+from megatron.guard.processes import state
 
 
 def pieces_of(value, names=("weight", "moment")):
@@ -199,7 +200,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
 
 def as_team(size, work):
     """Run work(rank, exchange) on `size` threads as the ranks of a job; results or exceptions by rank."""
-    barrier, board, results = threading.Barrier(size, timeout=20), [None] * size, [None] * size
+    barrier, board, results = threading.Barrier(size, timeout=100), [None] * size, [None] * size
 
     def exchange_of(rank):
         def exchange(value):
@@ -321,10 +322,11 @@ def test_a_killed_writer_leaves_no_lock_even_when_its_children_live_on(tmp_path)
         orphan = os.fork()
         if orphan:
             (tmp_path / "orphan").write_text(str(orphan))
-        time.sleep(60)
+        time.sleep(600)
 
     holder = in_child(hold)
     while not (tmp_path / "orphan").exists() or not (tmp_path / "orphan").read_text():
+        assert state(holder) != "Z"
         time.sleep(0.01)
     try:
         with pytest.raises(Locked, match="another job") as caught:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """kill -9 at random times of real saves. A crash after each single change to the disk: tests/faults/test_chaos_files.py."""
 
+import itertools
 import os
 import random
 import signal
-import tempfile
 import time
-from pathlib import Path
 
-import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
@@ -20,14 +18,6 @@ def pieces_of(value, size=6):
     return [
         Piece(name, (size,), Box.whole((size,)), torch.full((size,), float(value))) for name in ("weight", "moment")
     ]
-
-
-@pytest.fixture
-def memory_folder():
-    """A folder in memory where there is one: kills need no disk, and hundreds of saves are slow on a busy one."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as folder:
-        yield Path(folder)
 
 
 def prepare(folder):
@@ -47,13 +37,15 @@ def test_kills_at_random_times_lose_nothing(memory_folder):
     while kills < 25 or newest < 5:
         child = os.fork()
         if child == 0:
-            with Saver(folder, keep_last=2) as saver:
-                for iteration in range(newest + 1, newest + 1000):
-                    saver.save(iteration, pieces_of(iteration, big), {})
-            os._exit(0)
+            try:
+                with Saver(folder, keep_last=2) as saver:
+                    for iteration in itertools.count(newest + 1):
+                        saver.save(iteration, pieces_of(iteration, big), {})
+            finally:
+                os._exit(1)
         time.sleep(dice.uniform(0, limit))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
         wanted = pieces_of(-1, big)
         found = restore(folder, wanted).state["iteration"]
         assert found >= newest and all((piece.tensor == found).all() for piece in wanted)

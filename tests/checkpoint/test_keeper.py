@@ -2,15 +2,15 @@
 """Saving in the background, after failures, to a mirror, and as often as pays."""
 
 import errno
+import itertools
 import math
 import os
 import random
 import re
 import signal
-import tempfile
 import threading
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from megatron.checkpoint.state import TRACKER, checkpoints
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, PeerLost, StorageError
 from megatron.flags import parse_pretrain
+from megatron.guard import processes
 from megatron.rules import check
 
 
@@ -72,11 +73,11 @@ def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkey
     """The save has not begun to write when training goes on, and still holds what was asked for."""
     go, said = threading.Event(), []
     write = store.write_shard
-    monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(10), write(*args))[1])
+    monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(200), write(*args))[1])
     keeper = Keeper(settings(tmp_path, async_save=True), say=said.append)
     pieces = pieces_of(1)
     stall = keeper.save(1, pieces, {})
-    assert not checkpoints(tmp_path) and "requested checkpoint at iteration" in said[0] and stall < 5
+    assert not checkpoints(tmp_path) and "requested checkpoint at iteration" in said[0] and stall < 100
     pieces[0].tensor.fill_(9)
     go.set()
     keeper.wait()
@@ -190,13 +191,13 @@ def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
     said = []
     keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
     keeper.save(1, pieces_of(1), {})
-    keeper.close(patience=10)
+    keeper.close(patience=200)
     assert any("IS LOST" in line for line in said)
 
 
 def test_a_writer_that_waits_for_a_lost_rank_is_given_up(tmp_path, monkeypatch):
     hold, said = threading.Event(), []
-    monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(10))
+    monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(200))
     keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
     keeper.save(1, pieces_of(1), {})
     keeper.close(patience=0.05)
@@ -262,7 +263,7 @@ def test_what_is_kept(tmp_path, keep_last, every, left):
 # ---------------------------------------------------------------------------------------------------- several ranks
 
 
-def exchange_of(rank, size, patience=20.0):
+def exchange_of(rank, size, patience=100.0):
     store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
     return exchange_through(store, rank, size, patience)
 
@@ -335,8 +336,9 @@ def test_dalys_interval_loses_the_least_time():
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background):
-    said = []
+def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background, monkeypatch):
+    clock, said = itertools.count(0, 0.001), []  # a step takes no longer than to look at the clock
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
     keeper = Keeper(settings(tmp_path, save_interval=config.AUTO, async_save=background), say=said.append)
     steps = [step for step in range(3, 60) if keeper.due(step) and keeper.save(step, pieces_of(step), {}) is not None]
     keeper.close()
@@ -384,27 +386,26 @@ def test_megatrons_spellings():
     assert made.save_interval == config.AUTO and made.load_strictness == "warn-all"
 
 
-def test_kill_9_while_the_thread_writes(tmp_path):
+def test_kill_9_while_the_thread_writes(memory_folder):
     """Whatever moment it hits, the newest checkpoint that is there is whole."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     chance = random.Random(3)
-    for _ in range(15):
-        with tempfile.TemporaryDirectory(dir=memory) as name:
-            folder = Path(name)
-            child = os.fork()
-            if child == 0:
-                try:
-                    keeper = Keeper(settings(folder, async_save=True, keep_last=2), say=lambda text: None)
-                    for iteration in range(1, 10_000):
-                        keeper.save(iteration, pieces_of(iteration), {})
-                finally:
-                    os._exit(0)
-            while not (folder / TRACKER).exists():
-                time.sleep(0.001)
-            time.sleep(chance.random() * 0.05)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            wanted = pieces_of(-1)
-            found = state.restore(folder, wanted)
-            assert found.state["iteration"] >= (state.read_tracker(folder) or 0)
-            assert set(wanted[0].tensor.flatten().tolist()) == {float(found.state["iteration"])}
+    for number in range(15):
+        folder = memory_folder / str(number)
+        child = os.fork()
+        if child == 0:
+            try:
+                keeper = Keeper(settings(folder, async_save=True, keep_last=2), say=lambda text: None)
+                for iteration in itertools.count(1):
+                    keeper.save(iteration, pieces_of(iteration), {})
+            finally:
+                os._exit(1)
+        while not (folder / TRACKER).exists():
+            assert processes.state(child) != "Z"
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.05)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        wanted = pieces_of(-1)
+        found = state.restore(folder, wanted)
+        assert found.state["iteration"] >= (state.read_tracker(folder) or 0)
+        assert set(wanted[0].tensor.flatten().tolist()) == {float(found.state["iteration"])}

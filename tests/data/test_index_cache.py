@@ -21,14 +21,16 @@ def quiet(text):
     pass
 
 
-def ask(folder, log, seconds=0.0, die=False, say=quiet):
-    """Ask for an entry; leave a line in `log` when it has to be built."""
+def ask(folder, log, seconds=0.0, die_at=None, say=quiet):
+    """Ask for an entry; leave a line in `log` when it has to be built. die_at: a file whose coming ends the builder."""
 
     def build():
         with open(log, "a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(seconds)
-        if die:
+        if die_at:
+            while not die_at.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return dict(squares=np.arange(1000) ** 2)
 
@@ -45,19 +47,25 @@ def test_one_builds_and_the_others_wait(tmp_path):
     log = tmp_path / "log"
     workers = [fork.Process(target=ask, args=(tmp_path / "cache", log, 0.3)) for _ in range(5)]
     [worker.start() for worker in workers]
-    [worker.join(20) for worker in workers]
+    [worker.join(100) for worker in workers]
     assert [worker.exitcode for worker in workers] == [0] * 5 and builds(log) == 1
 
 
 def test_a_builder_that_died_is_replaced(tmp_path, monkeypatch):
-    log, said = tmp_path / "log", []
+    log, heard, said = tmp_path / "log", tmp_path / "heard", []
     monkeypatch.setattr(index_cache, "SAY_EVERY", 0.1)
-    first = fork.Process(target=ask, args=(tmp_path / "cache", log, 0.6, True))
+    first = fork.Process(target=ask, args=(tmp_path / "cache", log, 0.0, heard))
     first.start()
     while not log.exists():
+        assert first.is_alive()
         time.sleep(0.01)
-    ask(tmp_path / "cache", log, say=said.append)
-    first.join(20)
+
+    def say(text):
+        said.append(text)
+        heard.touch()
+
+    ask(tmp_path / "cache", log, say=say)
+    first.join(100)
     assert first.exitcode == -signal.SIGKILL and builds(log) == 2
     assert f"process {first.pid} on " in said[0]
 
@@ -84,7 +92,7 @@ def test_without_locks_everybody_may_build(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     workers = [fork.Process(target=ask, args=(tmp_path / "cache", tmp_path / "log", 0.1)) for _ in range(4)]
     [worker.start() for worker in workers]
-    [worker.join(20) for worker in workers]
+    [worker.join(100) for worker in workers]
     assert [worker.exitcode for worker in workers] == [0] * 4
     count = builds(tmp_path / "log")
     ask(tmp_path / "cache", tmp_path / "log")

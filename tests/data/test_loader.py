@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -47,15 +46,21 @@ def test_batches_are_a_function_of_consumed_samples(num_workers):
                 assert (batch.to("cpu").tokens == batch.tokens).all()
 
 
+def idle(pool, workers):
+    """Wait until a pool's threads have done all that they were given: until all of them are here."""
+    barrier = threading.Barrier(workers, timeout=100)
+    [future.result() for future in [pool.submit(barrier.wait) for _ in range(workers)]]
+
+
 def test_the_next_step_is_prepared_with_the_size_it_will_have():
     dataset = Counting()
     sizes = {0: (2, 1), 2: (4, 2), 6: (6, 3)}
     with Batches(dataset, Data(num_workers=2), micro_batch_size=2, next_step=sizes.__getitem__) as batches:
         batches.step(0, 1)
-        batches.pool.submit(int).result(), time.sleep(0.05)
+        idle(batches.pool, 2)
         assert sorted(dataset.read) == [0, 1, 2, 3, 4, 5]
         batches.step(2, 2)
-        batches.pool.submit(int).result(), time.sleep(0.05)
+        idle(batches.pool, 2)
         assert sorted(dataset.read) == list(range(12))  # each sample once: what was foretold came
 
 
@@ -68,13 +73,13 @@ def test_nothing_is_read_past_the_end():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_errors_come_out_in_the_training_thread_and_threads_end(num_workers):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     batches = Batches(Counting(bad=5), Data(num_workers=num_workers), micro_batch_size=4)
     assert len(batches.step(0, 1)) == 1
     with pytest.raises(DataError, match="sample 5 is damaged"):
         batches.step(4, 1)
     batches.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_cyclic_goes_on_with_another_order():

@@ -22,6 +22,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.preprocess import preprocess
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
+from megatron.guard import processes
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 
@@ -144,7 +145,7 @@ def test_named_pipe(vocab, tmp_path):
     writer.stdin.write("\n".join(LINES).encode())
     writer.stdin.close()
     run(vocab, str(tmp_path / "pipe"), tmp_path / "out")
-    writer.wait()
+    writer.wait(100)
     assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
 
 
@@ -299,19 +300,19 @@ def test_ended_by_a_signal(vocab, tmp_path, root, number, code):
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdin.write("\n".join(LINES * 300).encode())
     process.stdin.flush()
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("out.partial/*.bin")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("out.partial/*.bin")):
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    children = processes.descendants(process.pid)
     process.send_signal(number)
     process.stdin.close()
-    assert process.wait(20) == code
+    assert process.wait(100) == code
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"out.partial"} if number == signal.SIGKILL else set())
-    for child in children.stdout.split():
-        while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not os.path.exists(f"/proc/{child}")
+    deadline = time.monotonic() + 100
+    while any(processes.state(child) not in ("", "Z") for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     (tmp_path / "corpus.jsonl").write_text("\n".join(LINES))
     run(vocab, str(tmp_path / "corpus.jsonl"), tmp_path / "out")
     assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)

@@ -64,7 +64,7 @@ def test_what_a_case_does_stays_in_it_and_is_never_taken_for_success(tmp_path):
 
     def leaves_a_child(folder, seed):
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(600)
         (folder / "pid").write_text("there")
         return Got("well", exit=3, faults=7)
 
@@ -73,13 +73,13 @@ def test_what_a_case_does_stays_in_it_and_is_never_taken_for_success(tmp_path):
         _case("wrong", lambda folder, seed: Got(f"ill {seed}")),
         _case("raises", lambda folder, seed: 1 / 0),
         _case("killed", killed),
-        _case("hangs", lambda folder, seed: time.sleep(60), limit=0.3),
+        _case("hangs", lambda folder, seed: time.sleep(600), limit=0.3),
     ]
     started, said = time.monotonic(), []
     output = tmp_path / "lines.jsonl"
     lines = campaign(cases, tmp_path / "work", seed=5, repeat=2, output=output, stamp=dict(commit="c", date="d"),
                      say=said.append)  # fmt: skip
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200  # nobody waits for those who sleep
     assert [line["got"] for line in lines[:5]] == ["well", "ill 5", "ZeroDivisionError: division by zero",
                                                    "the case itself ended with -9", "no answer within 0 s"]  # fmt: skip
     assert [line["good"] for line in lines] == [True, False, False, False, False] * 2

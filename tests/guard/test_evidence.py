@@ -15,7 +15,7 @@ from megatron.guard.stacks import explain
 
 
 def micro_batch():
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def rank(tmp_path, monkeypatch):
             micro_batch()
         started.append(pid)
         while not any(beat.rank == number and beat.phase == "data" for beat in read_beats(tmp_path)):
+            assert state(pid) not in ("Z", "")
             time.sleep(0.005)
         return pid
 
@@ -65,6 +66,7 @@ def test_ranks_here_and_elsewhere_say_where_they_are(rank, tmp_path, monkeypatch
 
 def test_who_does_not_answer_is_told(rank, tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "SPY", ("no-such-program",))
+    monkeypatch.setattr(evidence, "WRITING", 0.5)
     for number, elsewhere in enumerate((False, True)):
         pid = rank(number, elsewhere)
         os.kill(pid, signal.SIGSTOP)
@@ -78,7 +80,7 @@ def test_who_does_not_answer_is_told(rank, tmp_path, monkeypatch):
 def test_a_rank_elsewhere_can_be_asked_to_stop(rank, tmp_path):
     pid = rank(0, elsewhere=True)
     ask(tmp_path, STOP)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while state(pid) != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert state(pid) == "Z"

@@ -212,6 +212,14 @@ def test_a_hang_names_the_group_and_the_op_of_the_schedule():
     assert explain([_still(0, "B", state="?", op="B1.2")])[0].endswith("op B micro 1 chunk 2")
 
 
+def test_the_main_thread_of_a_module_is_found_too():
+    """`python -m module`: the thread of the heartbeat comes first in what faulthandler writes, and is not meant."""
+    runpy = '  File "<frozen runpy>", line 88 in _run_code\n  File "<frozen runpy>", line 198 in _run_module_as_main'
+    text = WAITING.replace("Current thread", "Thread").replace("<module>", f"<module>\n{runpy}")
+    [line, _] = explain([_still(0, "reduce", text)])
+    assert line.startswith("rank 0 on n7 waits in all_reduce (optimizer/zero.py:147 in totals)")
+
+
 def _spied(*frames):
     """What py-spy writes of a process: another thread, and the main one with these frames."""
     frame = lambda file, line, name: dict(name=name, filename=file, line=line, locals=None)

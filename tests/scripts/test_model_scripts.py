@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every script of a model: its head, its dry run, its pre-flight and its twin; and what the launcher makes of the world."""
 
+import contextlib
 import importlib
 import os
+import random
 import re
 import shlex
 import shutil
@@ -33,7 +35,7 @@ CLEAN = {name: value for name, value in os.environ.items()
 CLEAN |= dict(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
 
 
-def bash(script, *words, timeout=120, cwd=None, **env):
+def bash(script, *words, timeout=250, cwd=None, **env):
     """A script through bash, in an environment that no launcher has touched."""
     path = script if isinstance(script, Path) else FOLDER / f"{script}.sh"
     return subprocess.run(["bash", str(path), *words], env=CLEAN | env, capture_output=True, text=True, timeout=timeout,
@@ -135,7 +137,7 @@ def test_the_twin_trains(name, first_with, capfd):
 def test_commands_of_the_guide_run_as_written(line):
     env = CLEAN | dict(PATH=f"{Path(sys.executable).parent}:{CLEAN['PATH']}", OMP_NUM_THREADS="1")
     done = subprocess.run(
-        ["bash", "-euc", line], cwd=FOLDER.parent, env=env, capture_output=True, text=True, timeout=120
+        ["bash", "-euc", line], cwd=FOLDER.parent, env=env, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     steps = "iteration        3/       3"
@@ -274,18 +276,25 @@ def test_what_cannot_work_is_said_before_anything_starts(tiny):
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
 
 
+def free_port() -> int:
+    """A free port below those that Linux gives out by itself: nobody gets it by chance before it is used."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
     """Two nodes of one process, as a cluster that sets WORLD_SIZE and RANK for each node starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     path = tiny(2, "--tensor-model-parallel-size 2")
     env = CLEAN | dict(
         WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1"
     )
     nodes = [subprocess.Popen(["bash", str(path), "--mock-data"], env=env | dict(RANK=str(rank)), cwd=tmp_path, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]  # fmt: skip
-    told = [node.communicate(timeout=200) for node in nodes]
+    told = [node.communicate(timeout=250) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     assert "iteration        2/       2" in told[0][0]
 

@@ -4,7 +4,7 @@
 import json
 import os
 import shutil
-import tempfile
+import signal
 from pathlib import Path
 
 import pytest
@@ -191,35 +191,33 @@ def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-def test_reshard_and_diff_need_little_memory():
+def test_reshard_and_diff_need_little_memory(memory_folder):
     """280 MiB of tensors, one of them 160, pass through less than half as much memory."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as name:
-        source, child = Path(name), os.fork()
-        if child == 0:
-            code = 1
-            try:
-                big = torch.arange(40 << 18, dtype=torch.float32).view(-1, 1024)
-                save(source / "a", dict(big=big, other=torch.zeros(30 << 20)), writers=2)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                reshard.PART = 8 << 20
-                peak_memory()
-                before = peak_memory()
-                tool.main(["reshard", str(source / "a"), str(source / "b"), "--writers", "3"])
-                with Reader(source / "a" / "iter_0000001") as a, Reader(source / "b" / "iter_0000001") as b:
-                    assert not list(differences(a, b, part=8 << 20))
-                used = peak_memory() - before
-                code = 0 if used < 140 << 20 else min(255, used >> 20)
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
+    source, child = memory_folder, os.fork()
+    if child == 0:
+        code = 1
+        try:
+            big = torch.arange(40 << 18, dtype=torch.float32).view(-1, 1024)
+            save(source / "a", dict(big=big, other=torch.zeros(30 << 20)), writers=2)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            reshard.PART = 8 << 20
+            peak_memory()
+            before = peak_memory()
+            tool.main(["reshard", str(source / "a"), str(source / "b"), "--writers", "3"])
+            with Reader(source / "a" / "iter_0000001") as a, Reader(source / "b" / "iter_0000001") as b:
+                assert not list(differences(a, b, part=8 << 20))
+            used = peak_memory() - before
+            code = 0 if used < 140 << 20 else min(255, used >> 20)
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def peak_memory():
@@ -246,20 +244,23 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
     with pytest.raises(CheckpointError, match="nothing is deleted"):
         tool.main(["prune", str(folder), "--keep-last", "1"])
     flip(shard_of(folder, 2))
+    there, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        lock = WriterLock(folder)
-        (folder / "ready").touch()
-        while lock and (folder / "ready").exists():
-            pass
-        os._exit(0)
-    while not (folder / "ready").exists():
-        pass
+        try:
+            lock = WriterLock(folder)
+            os.write(tell, b"." if lock else b"")
+            signal.pause()
+        finally:
+            os._exit(1)
     try:
+        os.close(tell)
+        assert os.read(there, 1)
         with pytest.raises(Locked):
             tool.main(["prune", str(folder), "--keep-last", "1"])
     finally:
-        (folder / "ready").unlink()
+        os.close(there)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     (folder / TRACKER).write_text("77")
     with pytest.raises(CheckpointError, match="names no checkpoint"):

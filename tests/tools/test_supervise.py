@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
 from megatron.guard.processes import descendants, die_with_parent, state
+from megatron.tools import supervise
 from megatron.tools.supervise import heartbeat_folder
 
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
@@ -113,7 +115,7 @@ FLAGS = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --v
 class Supervised:
     """A supervisor at work on the job above."""
 
-    def __init__(self, root, folder, faults, *settings, steps=30, ranks=2, flags=()):
+    def __init__(self, root, folder, faults, *settings, steps=30, ranks=2, flags=(), hang=60):
         self.save, self.beats = folder / "save", folder / "beats"
         self.save.mkdir()
         script = folder / "pretrain_job.py"
@@ -123,14 +125,14 @@ class Supervised:
         launcher.chmod(0o755)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron.tools.supervise", "--backoff", "0.05", "--poll", "0.02", *settings,
-             "--hang-timeout", "1", "--start-timeout", "20", "--heartbeat-dir", str(self.beats), "--",
+             "--hang-timeout", str(hang), "--start-timeout", "120", "--heartbeat-dir", str(self.beats), "--",
              str(launcher), f"--nproc-per-node={ranks}", sys.executable, str(script), *FLAGS, "--save", str(self.save),
              "--train-iters", str(steps), *flags],
             cwd=root, env={**os.environ, "ROOT": str(root), "FAULTS": faults}, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
         )  # fmt: skip
 
-    def end(self, timeout=40):
+    def end(self, timeout=200):
         """(exit code, what was said, the account). Nothing of the job is left."""
         said, _ = self.process.communicate(timeout=timeout)
         assert descendants(self.process.pid) == []
@@ -140,7 +142,7 @@ class Supervised:
 
 
 def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, tmp_path):
-    job = Supervised(root, tmp_path, "SIGKILL:1:8 SIGSTOP:0:13 sleep:1:18 SIGSEGV:0:23")
+    job = Supervised(root, tmp_path, "SIGKILL:1:8 SIGSTOP:0:13 sleep:1:18 SIGSEGV:0:23", hang=4)
     code, said, account = job.end()
     assert code == 0, said
     causes = [attempt["cause"] for attempt in account["attempts"]]
@@ -149,7 +151,7 @@ def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, tmp_p
     assert "in the data loader for" in said and "in micro_batch)" in said
     assert [attempt["first_step"] for attempt in account["attempts"]] == [1, 6, 11, 16, 21]
     assert account["steps"] == 30 and account["restarts"] == 4 and account["repeated_steps"] >= 4
-    assert account["lost"]["standing still before it was noticed"] > 1.5
+    assert account["lost"]["standing still before it was noticed"] > 6
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,7 @@ def test_a_job_that_loses_a_rank_again_and_again_goes_on_with_fewer(flags, layou
 def test_sigterm_to_the_supervisor_saves_and_exits_with_9(root, tmp_path):
     job = Supervised(root, tmp_path, "", steps=5000)
     while not (job.save / "iter_0000010").exists():
+        assert job.process.poll() is None, job.end()
         time.sleep(0.02)
     job.process.send_signal(signal.SIGTERM)
     returned, said, account = job.end()
@@ -207,11 +210,12 @@ def test_sigterm_before_the_first_step_exits_with_9_too(root, tmp_path):
 def test_nothing_of_a_job_outlives_a_supervisor_that_is_killed(root, tmp_path):
     job = Supervised(root, tmp_path, "", steps=5000)
     while not (job.save / "iter_0000005").exists():
+        assert job.process.poll() is None, job.end()
         time.sleep(0.02)
     pids = [beat.pid for beat in read_beats(job.beats)]
     job.process.kill()
     job.process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(pids) == 2 and [state(pid) for pid in pids if state(pid) not in ("", "Z")] == []
@@ -230,26 +234,20 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     import torch
 
     import pretrain_gpt
+    from megatron.chaos.supervised import command, environment
+    from megatron.chaos.victim import Fault
     from megatron.checkpoint.reader import Reader
 
     flags = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "
              "--lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --train-iters 120 "
              "--save-interval 20 --keep-last 2").split()  # fmt: skip
-    beats, save = tmp_path / "beats", tmp_path / "a"
-    command = [sys.executable, "-m", "megatron.tools.supervise", "--hang-timeout", "5", "--backoff", "0.1",
-               "--heartbeat-dir", str(beats), "--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-               "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *flags,
-               "--save", str(save)]  # fmt: skip
-    job = subprocess.Popen(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    while not any(beat.rank == 1 and beat.step > 30 for beat in read_beats(beats)):
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.02)
-    [stopped] = [beat.pid for beat in read_beats(beats) if beat.rank == 1]
-    os.kill(stopped, signal.SIGSTOP)
-    said, _ = job.communicate(timeout=120)
+    save = tmp_path / "a"
+    stop = Fault("forward", str(tmp_path / "marker"), rank=1, step=31, action="SIGSTOP")  # of itself: no race with it
+    job = subprocess.run(command([*flags, "--save", str(save)], tmp_path, stop), cwd=root, env=environment(), text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=250)  # fmt: skip
+    said = job.stdout
     assert job.returncode == 0, said
-    assert f"rank 1 on {read_beats(beats)[0].host}, pid {stopped}: is stopped by a signal (SIGSTOP)" in said
+    assert re.search(r"rank 1 on \S+, pid \d+: is stopped by a signal \(SIGSTOP\), .*, step 31\b", said), said
     assert re.search(r"rank 0 on \S+ waits in .* of (dp group 0|all ranks)", said), said
     run_ranks(2, lambda rank: pretrain_gpt.main([*flags, "--save", str(tmp_path / "b")]))
     tensors = []
@@ -273,10 +271,10 @@ def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
     )
     command = [sys.executable, "-m", "megatron.tools.supervise", "--max-restarts", "0", "--log-dir", str(tmp_path), "--",
                sys.executable, str(script)]  # fmt: skip
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250)
     account = json.loads((tmp_path / "goodput.json").read_text())
     assert found.returncode not in (0, None) and account["attempts"][0]["cause"] != "finished", found.stdout
-    assert account["wall"] < 20
+    assert account["wall"] < 200  # and not the ten minutes of the launcher
     watched = Path(re.search(r"watching (\S+),", found.stdout)[1])
     assert watched.name.startswith("heartbeats-") and not watched.exists()
 
@@ -292,3 +290,11 @@ def test_folders_of_killed_supervisors_are_removed_and_those_of_living_ones_stay
     os.waitpid(number, 0)
     assert len(list(tmp_path.iterdir())) == 2 and heartbeat_folder().exists()
     assert alive.exists() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_supervisor_that_could_not_look_counts_no_silence(monkeypatch):
+    """A machine that stood still for an hour is no reason to end a job whose ranks stood still with it."""
+    moments = iter([100.0, 100.4, 3700.0, 3700.5])
+    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=moments.__next__))
+    clock = supervise.Clock(most=1.0)
+    assert [round(clock.look(), 3) for _ in range(3)] == [0.4, 1.4, 1.9]
