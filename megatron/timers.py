@@ -130,36 +130,31 @@ class Timers:
     level:    timers of a higher level do not run
     parts:    what is announced (phases.py) -> how it is timed
     settle:   waits for the device, which works on while the clock is read: torch.cuda.synchronize
-    barrier:  waits for all ranks, before a timer of level 1 starts
+    barrier:  waits for all ranks, before a timer of `parts` of level 1 starts
     gather:   numbers of this rank -> those of all ranks, in their order; all ranks together
     """
 
     def __init__(self, level: int, parts: Optional[dict[str, Timed]] = None, *, settle: Callable = lambda: None,
                  barrier: Optional[Callable] = None,
                  gather: Callable[[list[float]], list[list[float]]] = lambda seconds: [seconds]):  # fmt: skip
-        self.level, self.barrier, self.gather = level, barrier, gather
+        self.level, self.gather = level, gather
         self.lanes = {number: _Lane(settle) for number in range(1, level + 1)}
         self.named: dict[str, Timer] = {}
         self.apart = False  # inside of what is no part of a step
         parts = {part: timed for part, timed in (parts or {}).items() if timed.level <= level}
-        for timed in parts.values():
-            if timed.apart:
-                self.named[timed.name] = _Apart(self, timed.name, self.lanes[timed.level], self._barrier(timed.level))
-        self.parts = {part: self(timed.name, timed.level) for part, timed in parts.items()}
-        self.events = [timed.name for timed in parts.values() if timed.apart]
+        for name, number, apart in dict.fromkeys(parts.values()):
+            given = name, self.lanes[number], barrier if number == 1 else None
+            self.named[name] = _Apart(self, *given) if apart else Timer(*given)
+        self.parts = {part: self.named[timed.name] for part, timed in parts.items()}
         self.of_a_step = list(dict.fromkeys(timed.name for timed in parts.values() if not timed.apart))
 
     def __call__(self, name: str, level: int = 1) -> Timer:
         """The timer of that name; it is made at the first call, whose level counts."""
         found = self.named.get(name)
         if found is None:
-            on = level <= self.level
-            lane = self.lanes[level] if on else _Lane(lambda: None)
-            self.named[name] = found = (Timer if on else Off)(name, lane, self._barrier(level))
+            found = Timer(name, self.lanes[level]) if level <= self.level else Off(name, _Lane(lambda: None))
+            self.named[name] = found
         return found
-
-    def _barrier(self, level: int) -> Optional[Callable]:
-        return self.barrier if level == 1 else None
 
     def timer_of(self, part: str) -> Optional[Timer]:
         """Who times what begins now; None: nobody."""

@@ -91,14 +91,16 @@ def test_a_level_that_is_not_asked_for_reads_no_clock(monkeypatch):
 def test_ranks_and_the_device_are_waited_for_before_the_clock_is_read(monkeypatch):
     done = []
     monkeypatch.setattr(timers.time, "perf_counter", lambda: done.append("clock") or 0.0)
-    many = Timers(2, settle=lambda: done.append("device"), barrier=lambda: done.append("ranks"))
-    with many("main", 1):
+    parts = {"update": Timed("optimizer", 1), "inner": Timed("optimizer-inner-step", 2)}
+    many = Timers(2, parts, settle=lambda: done.append("device"), barrier=lambda: done.append("ranks"))
+    with many.timer_of("update"):
         done.append("work")
     assert done == ["device", "clock", "ranks", "device", "clock", "work", "device", "clock"]
-    done.clear()
-    with many("inner", 2):
-        done.append("work")
-    assert done == ["device", "clock", "work", "device", "clock"]
+    for timer in (many.timer_of("inner"), many("of one rank alone", level=1)):
+        done.clear()
+        with timer:
+            done.append("work")
+        assert done == ["device", "clock", "work", "device", "clock"]
 
 
 def test_the_log_is_megatrons():
