@@ -191,7 +191,7 @@ def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path,
         pretrain_gpt.main([*line, "--load", str(tmp_path), "--train-iters", "4"])
         return True
 
-    assert run_ranks(2, body, timeout=120) == [True, True]
+    assert run_ranks(2, body, timeout=250) == [True, True]
     told = capfd.readouterr().out
     for words in ("--micro-batch-size auto: 8 is expected", "the best 3 for real", "tp2, micro-batch 2,", "chosen on 2",
                   "iteration        3/       3", "iteration        4/       4"):  # fmt: skip
