@@ -41,6 +41,53 @@ def states(parameters: float, memory: float) -> str:
     return table(rows, head)
 
 
+CHECKPOINT, TRAINING = 12, 18  # bytes of a parameter: see STATES
+SHARDED = {0: 0, 1: 12, 2: 16, 3: 18}  # ZeRO stage -> how many of TRAINING's bytes all ranks share
+
+
+def fewest(parameters: float, memory: float) -> str:
+    """The fewest devices, in a sentence."""
+    words = []
+    for what, each in (
+        ("weights and moments in fp32", CHECKPOINT),
+        ("training in fp32", 16),
+        ("training in bf16", TRAINING),
+    ):
+        least, power = least_devices(parameters * each, memory)
+        words.append(f"{least:,} ({power:,} as a power of two) for {what}")
+    return f"fewest devices of {memory / 1e9:g} GB, by state alone: {', '.join(words)}"
+
+
+def divisions(parameters: float, memory: float, world: int) -> list[tuple[int, int, int, float]]:
+    """[(model parallel size, data parallel size, ZeRO stage, bytes of a rank)] whose state fits, best first.
+
+    Model parallel sizes are powers of two; of each the lowest stage that fits. Little sharding comes before much, then
+    little model parallelism: both cost communication.
+
+    >>> divisions(100e9, 31e9, 64)[:2]
+    [(64, 1, 0, 28125000000.0), (1, 64, 3, 28125000000.0)]
+    """
+    found = []
+    for model in (2**n for n in range(world.bit_length()) if world % 2**n == 0):
+        for stage, shared in SHARDED.items():
+            size = parameters * ((TRAINING - shared) / model + shared / world)
+            if size <= memory:
+                found.append((model, world // model, stage, size))
+                break
+    return sorted(found, key=lambda one: (one[2], one[0]))
+
+
+def on_ranks(parameters: float, memory: float, world: int) -> str:
+    """What so many ranks make of it: the part of a checkpoint that each writes, and the divisions that fit."""
+    size = parameters * CHECKPOINT / world
+    text = f"on {world:,} ranks: {size / 1e9:,.3f} GB ({size / 2**30:,.3f} GiB) of a checkpoint from each\n"
+    found = divisions(parameters, memory, world)
+    if not found:
+        return text + f"training in bf16 does not fit: {fewest(parameters, memory)}"
+    rows = [[model, data, stage, f"{each / 1e9:,.1f}"] for model, data, stage, each in found]
+    return text + table(rows, ["model parallel", "data parallel", "ZeRO stage", "GB of state a rank, in bf16"])
+
+
 def days(parameters: float, tokens: float, flops: float, share: float, devices: int) -> float:
     """Days of a training of 6 x parameters x tokens FLOPs on devices of `flops`, of which `share` is reached."""
     return 6 * parameters * tokens / (flops * share * devices) / 86400

@@ -31,6 +31,7 @@ class Plan:
     picture: Optional[str] = setting("draw the plans of the table: .svg, .png or .pdf", None)
     json: bool = setting("everything as JSON", False)
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
+    min_world_size: bool = setting("with --params: the fewest devices that hold it, and nothing else", False)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
     task_type: Optional[str] = setting("accepted for other advisors' command lines; GPT is what there is", None)
 
@@ -74,7 +75,12 @@ def _without_model(planner: schema.Planner, asked: Plan) -> None:
 
         memory = planner.device_memory_gb or float(os.environ.get("DEVICE_MEMORY_GB") or 0) or None
         device = choose(planner.device_name, memory, planner.calibration)
+        if asked.min_world_size:
+            print(arithmetic.fewest(asked.params, device.memory_bytes))
+            return
         print(arithmetic.states(asked.params, device.memory_bytes))
+        if planner.world_size:
+            print(arithmetic.on_ranks(asked.params, device.memory_bytes, planner.world_size))
         if asked.tokens:
             ranks = planner.world_size or 1
             took = arithmetic.days(asked.params, asked.tokens, device.peak("bf16"), 0.4, ranks)

@@ -74,6 +74,14 @@ def test_memory_from_the_environment(monkeypatch, capsys):
     plan.main(["--params", "100e9"])
     told = capsys.readouterr().out
     assert "372.5" in told and "devices of 31 GB" in told and " 39 " in told
+    plan.main(["--params", "100e9", "--world-size", "2048"])
+    assert "on 2,048 ranks: 0.586 GB (0.546 GiB) of a checkpoint from each" in capsys.readouterr().out
+    plan.main(["--params", "100e9", "--world-size", "32"])
+    assert "does not fit: fewest devices of 31 GB, by state alone: 39 (64 as" in capsys.readouterr().out
+    plan.main(["--params", "100e9", "--min-world-size"])
+    assert capsys.readouterr().out.endswith("39 (64 as a power of two) for weights and moments in fp32, "
+                                            "52 (64 as a power of two) for training in fp32, "
+                                            "59 (64 as a power of two) for training in bf16\n")  # fmt: skip
     with pytest.raises(SettingsError, match="none of .* layouts fits 2 x 31 GB"):
         plan.main([*GPT_22B, "--world-size", "2", "--global-batch-size", "8", "--device-name", "a100"])
 

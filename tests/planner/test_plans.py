@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.config import Model, Recompute
 from megatron.errors import UsageError
 from megatron.flops import parameters
-from megatron.planner.arithmetic import least_devices
+from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import most_held, span
@@ -37,6 +37,9 @@ def test_arithmetic():
     assert f"{100e9 * 4 / 2**30:.1f}" == "372.5"
     assert least_devices(1.2e12, 31e9) == (39, 64)
     assert least_devices(1.0, 31e9) == (1, 1)
+    found = divisions(100e9, 31e9, 64)
+    assert {(64, 1), (32, 2)} <= {(model, data) for model, data, *_ in found} and found[0][:3] == (64, 1, 0)
+    assert all(size <= 31e9 for *_, size in found) and divisions(100e9, 28e9, 64) == []
 
 
 @pytest.mark.parametrize("shape, recompute, gigabytes", [((24, 1024, 16, 1024), None, 30.9),
