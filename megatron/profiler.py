@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where time and memory of some steps go (`--profile`): torch.profiler, run on chosen ranks for chosen steps.
 
-Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with tables: phases of
-the step, operators, communication, memory. The first ten operators are printed.
+Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with an overview (for how
+long it computed, communicated, did both, waited) and tables: phases of the step, operators, communication, memory. The
+overview and the first ten operators are printed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Optional
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,10 +65,14 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             done.export_chrome_trace(str(trace))
-            text.write_text(f"iterations {self.first} to {iteration} of rank {self.rank}\n\n" + self._tables(averages))
+            found = overview(*_busy(done.events(), self.device.type))
+            text.write_text(
+                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{found}\n\n" + self._tables(averages)
+            )
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
         self.say(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
+        self.say(found)
         self.say(_table(_without_phases(averages), self._sort(), PRINTED))
 
     def _sort(self) -> str:
@@ -89,6 +95,45 @@ class Profiler:
         return "\n".join(
             f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
         )
+
+
+Interval = tuple[float, float]  # from, to, in microseconds
+
+
+def _busy(events: EventList, device: str) -> tuple[Interval, list[Interval], list[Interval]]:
+    """(the steps, computing, communicating): of a GPU its kernels, of a CPU the operators that call no others."""
+    cuda = [event for event in events if event.device_type == DeviceType.CUDA] if device == "cuda" else []
+    leaves = cuda or [event for event in events if not event.cpu_children and event.name not in PHASE_WORDS]
+    sent, computed = [], []
+    for event in leaves:
+        kind = sent if event.name.lower().startswith(COMMUNICATION) else computed
+        kind.append((event.time_range.start, event.time_range.end))
+    ranges = [event.time_range for event in events]
+    whole = min(each.start for each in ranges), max(each.end for each in ranges)
+    return whole, computed, sent
+
+
+def overview(whole: Interval, computing: Iterable[Interval], communicating: Iterable[Interval]) -> str:
+    """How long what was done, in a sentence; times that overlap count once.
+
+    >>> overview((0, 1000), [(0, 600), (500, 700)], [(600, 900)])
+    'Overview: 1.0 ms, of which computing 70.0%, communicating 30.0% (33.3% of it beside computing), neither 10.0%'
+    """
+    computed, sent = _length(computing), _length(communicating)
+    both = computed + sent - (either := _length([*computing, *communicating]))
+    total = max(whole[1] - whole[0], 1e-9)
+    beside = f" ({both / sent:.1%} of it beside computing)" if sent else ""
+    return (f"Overview: {total / 1e3:.1f} ms, of which computing {computed / total:.1%}, communicating {sent / total:.1%}"
+            f"{beside}, neither {1 - either / total:.1%}")  # fmt: skip
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """What the intervals cover together."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
 def _without_phases(averages: EventList) -> EventList:

@@ -3,11 +3,13 @@
 
 import gzip
 import json
+import re
 
 import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError
+from megatron.profiler import overview
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
@@ -30,9 +32,23 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     assert names.count("forward") == names.count("backward") == steps * micro_batches
     tables = (tmp_path / "rank_1.txt").read_text()
     assert tables.startswith("iterations 2 to 3 of rank 1")
+    shares = re.search(
+        r"Overview: [\d.]+ ms, of which computing ([\d.]+)%, communicating ([\d.]+)% \(.*neither ([\d.]+)%", tables
+    )
+    computing, communicating, neither = (float(share) for share in shares.groups())
+    assert computing > 0 and communicating > 0 and 100 - 0.2 <= computing + communicating + neither <= 200
     communication = tables.partition("\nCommunication")[2].partition("\nMemory")[0]
     assert "c10d::allreduce_" in communication and "aten::" not in communication
     assert "aten::" in tables.partition("\nMemory")[2]
+
+
+def test_times_that_overlap_count_once():
+    told = overview((100.0, 1100.0), [(100, 200), (150, 300), (400, 500)], [(250, 450), (900, 1000)])
+    assert (
+        told
+        == "Overview: 1.0 ms, of which computing 30.0%, communicating 30.0% (33.3% of it beside computing), neither 50.0%"
+    )
+    assert overview((0.0, 1000.0), [(0, 1000)], []).endswith("computing 100.0%, communicating 0.0%, neither 0.0%")
 
 
 def test_a_run_that_ends_early_still_writes(tmp_path, capsys):
