@@ -49,13 +49,18 @@ def setting_help(setting: Setting, aliases: bool = False, default: bool = True) 
     if aliases and setting.alias:
         text += f" (also {', '.join(_alias_text(alias) for alias in setting.alias)})"
     if aliases and setting.also:
-        text += f" (also understood: {', '.join(f'{word} = {value}' for word, value in setting.also.items())})"
+        text += f" (also understood: {', '.join(_also(word, value) for word, value in setting.also.items())})"
     return text
 
 
 def _alias_text(alias: str) -> str:
     flag, equals, value = alias.replace("~=", "=").partition("=")
     return f"{flag} for {value}" if equals else flag
+
+
+def _also(word: str, value) -> str:
+    """A number below zero only stands for the word."""
+    return word if isinstance(value, int) and value < 0 else f"{word} = {value}"
 
 
 def placeholder(setting: Setting) -> str:

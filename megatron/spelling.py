@@ -116,7 +116,10 @@ def negated(name: str) -> str:
 
 def one_value(kind: type | tuple, word: str, also: dict | None = None):
     """One word as a bool, int, float, str or choice. Raises BadValue with what would be understood."""
-    word = str((also or {}).get(word, word))
+    also = also or {}
+    if unsaid := [name for name, value in also.items() if str(value) == word and word.startswith("-")]:
+        raise BadValue(f"'{word}' is no value for it; say {unsaid[0]} if that is meant")
+    word = str(also.get(word, word))
     if not word.strip():
         raise BadValue("is empty (a shell variable that is not set?)")
     if isinstance(kind, tuple):

@@ -175,6 +175,9 @@ def test_auto_is_no_number_where_nothing_chooses_and_no_search_of_its_own(capsys
     line = [*TINY, "--micro-batch-size", "auto", "--global-batch-size", "8"]
     with pytest.raises(SettingsError, match="nothing chooses it here; give a number"):
         resolve(parse_pretrain(line), 1)
+    for flag in ("--micro-batch-size", "--save-interval"):
+        with pytest.raises(UsageError, match=f"{flag} '-1' is no value for it; say auto"):
+            parse_pretrain([*TINY, flag, "-1"])
     with pytest.raises(UsageError, match="--micro-batch-size auto and --batch-size 4 contradict"):
         parse_pretrain([*line, "--batch-size", "4"])
     assert fewer_ranks(["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *line], 4, 1)[0] == 2
