@@ -231,6 +231,28 @@ def test_what_is_started(tiny, tmp_path, ranks, env, words):
     assert flags[-3:] == ["--mock-data", "--seed", "5"] and "--world-size" not in flags
 
 
+def test_several_machines_over_ssh(tiny, tmp_path):
+    """`ssh` is a program that runs the command here and writes down which host was meant."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f'#!/bin/sh\nhost=$1; shift; echo "$host" >> {tmp_path}/hosts; [ "$host" != bad ] && exec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    script = tiny(4)
+    (tmp_path / "list").write_text("# ours\nfirst slots=2\nsecond\n")
+    env = dict(REMOTE=str(ssh), NPROC="2", PRINT="1", VOCAB_FILE="my vocab.json")
+    done = bash("pdsh_launch", str(script), "--mock-data", "--seed", "5", HOSTFILE=str(tmp_path / "list"), **env)
+    assert done.returncode == 0 and sorted((tmp_path / "hosts").read_text().split()) == ["first", "second"]
+    for rank, line in enumerate(sorted(done.stdout.splitlines(), key=lambda line: line.partition("--node-rank ")[2])):
+        words = shlex.split(line)
+        assert " ".join(words[1:]).startswith(f"-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --node-rank {rank} "
+                                              "--master-addr first")  # fmt: skip
+        assert "my vocab.json" in words and words[words.index("--seed") + 1] == "5"
+    assert bash("pdsh_launch", str(script), HOSTS="first bad", **env).returncode == 1
+    assert "on which machines?" in bash("pdsh_launch", str(script)).stderr
+    assert "which script?" in bash("pdsh_launch").stderr
+
+
 def test_a_number_of_processes_that_is_none(tiny):
     done = bash(tiny(), "--mock-data", NPROC="all", PRINT="1")
     assert done.returncode == 2 and "NPROC=all (or LOCAL_WORLD_SIZE) is neither a number nor gpu" in done.stderr
