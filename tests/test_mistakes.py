@@ -117,6 +117,11 @@ SETTINGS = [  # exit code 3: understood, and cannot work
     ),
     ("pretrain_gpt", f"{MOCK} --tp 2", "1 ranks cannot be divided by tensor x pipeline x context parallel size 2"),
     ("pretrain_gpt", f"{MOCK} --lr 0", "--lr 0.0 must be above 0"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --use-recompute --no-recompute-layers first --dry-run",
+        "--no-recompute-layers first must be numbers",
+    ),
     ("pretrain_gpt", f"{MOCK} --min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.01"),
     ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2 must lie in [0, 1)"),
     ("pretrain_gpt", f"{MOCK} --lr-warmup-iters 10", "warm-up of 10 iters is not shorter than the decay length of 4"),

@@ -73,6 +73,10 @@ def _shapeless(config: schema.Config, world: int) -> bool:
     dp = world // ranks
     widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
     own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
+    try:
+        _ = config.recompute.exempt_layers
+    except ValueError:
+        return True
     shard = p.sharding_degree or 1
     odd = m.kv_channels is None and m.hidden_size % m.num_attention_heads
     return bool(own or dp % shard or any(width % tp for width in widths) or odd)
@@ -203,15 +207,19 @@ def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
         "--use-distributed-optimizer": replace(layout, zero=1, shard=layout.dp, parallel=None),
         "--recompute-granularity full": replace(layout, recompute=full),
         "--sharding-stage 3": replace(layout, zero=3, shard=layout.dp, parallel=None),
+        "--optimizer-cpu-offload": replace(layout, offload=1.0, disk=0.0),
+        "--micro-batch-size 1 --recompute-granularity full": replace(layout, micro=1, recompute=full),
+        "--recompute-granularity full --optimizer-cpu-offload": replace(layout, recompute=full, offload=1.0, disk=0.0),
     }
     if layout.recompute.recompute_granularity:
         del tries["--recompute-granularity core_attn"]
     if layout.dp == 1 or layout.zero:
         del tries["--use-distributed-optimizer"], tries["--sharding-stage 3"]
-    good = []
+    good, met = [], [layout]
     for words, other in tries.items():
-        most = max(fullest(job, other, cluster))
-        if other != layout and most <= cluster.device.usable_bytes:
+        if other not in met and (most := max(fullest(job, other, cluster))) <= cluster.device.usable_bytes:
             good.append(f"{words} ({most / 1e9:.1f} GB)")
-    search = "python -m megatron.tools.plan with the same flags searches one that does"
-    return f"{' or '.join(good[:2])} would fit" if good else f"more ranks for --pipeline-model-parallel-size; {search}"
+        met.append(other)
+    search = "python -m megatron.tools.plan with the same flags searches what does"
+    less = "more ranks for --pipeline-model-parallel-size, or a smaller --hidden-size or --num-layers"
+    return f"{' or '.join(good[:2])} would fit" if good else f"{less}; {search}"

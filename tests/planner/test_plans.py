@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from megatron.config import Model, Recompute
 from megatron.errors import UsageError
+from megatron.flags import parse_pretrain
 from megatron.flops import parameters
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import most_held, span
 from megatron.planner.memory import ledger
+from megatron.planner.problems import inspect
 from megatron.planner.search import Space, search
 from megatron.planner.speed import Cluster, split_even, step
+from megatron.planner.target import cluster_of
 
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 
@@ -199,3 +202,21 @@ def test_devices():
     with pytest.raises(UsageError, match="not in the table"):
         find("abacus")
     assert cpu(2).reached("fp32", 1e9) == pytest.approx(180e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags, advice",
+    [
+        (
+            "345M --micro-batch-size 8",
+            "--micro-batch-size 1 (10.3 GB) or --recompute-granularity full (10.7 GB) would fit",
+        ),
+        ("1.3B --micro-batch-size 8 --use-recompute", ": 28.9 of 16.7 GB; --optimizer-cpu-offload (13.2 GB) would fit"),
+        ("1.3B --micro-batch-size 8", "--recompute-granularity full --optimizer-cpu-offload (13.2 GB) would fit"),
+        ("6.7B --micro-batch-size 1", "or a smaller --hidden-size or --num-layers"),
+    ],
+)
+def test_what_helps_on_a_small_device(flags, advice):
+    words = f"--model-name-or-path {flags} --vocab-size 50304 --fp16 --world-size 1 --device-name V100-16GB --mock-data"
+    config = parse_pretrain(f"{words} --global-batch-size 8 --train-iters 1 --lr 1".split())
+    assert advice in inspect(config, cluster_of(config, {})[0]).memory[0]
