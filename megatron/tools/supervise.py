@@ -40,7 +40,7 @@ from megatron.guard.replan import fewer_ranks
 from megatron.guard.stacks import explain
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
-LINGER = 5.0  # seconds that a launcher has to notice that a rank is gone, and to say how
+LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to say how
 LATE = 0.5  # seconds beyond --poll for which the supervisor may not look, and still believes what it sees
 
 
