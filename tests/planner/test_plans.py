@@ -116,7 +116,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
     started = time.process_time()
     job = Job(Model(96, 12288, 96, **LONG), 51200, 1536)
     found = search(job, Cluster(A100, 1024), Space(global_batch=1536))
-    assert time.process_time() - started < 15
+    assert time.process_time() - started < 40  # 4 on a quiet machine
     best = found.plans[0]
     assert found.looked_at > 50_000 and found.too_large > 10_000
     assert best.bytes <= A100.usable_bytes and 2 <= best.layout.tp <= 8 and best.layout.pp >= 4
