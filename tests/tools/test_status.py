@@ -5,11 +5,13 @@ import json
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.errors import DataError, UsageError
 from megatron.guard.heartbeat import Heartbeat
+from megatron.tools import status
 from megatron.tools.status import folders, look, main
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16), guard=dict(heartbeat_dir=None),
@@ -104,7 +106,8 @@ def test_long_torn_and_missing_files(run, tmp_path):
         folders([str(tmp_path / "nowhere")])
 
 
-def test_the_command_prints_a_line_a_run(run, tmp_path, capsys):
+def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     run(*STEPS, name="one")
     run(*STEPS, end(4, "the file is gone"), name="two")
     main([str(tmp_path)])
