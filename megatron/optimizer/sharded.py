@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO for a model of one's own, in a loop of one's own: the model is built in shards and never exists whole.
+
+    context = join(Parallel(), Kernels())
+    model, optimizer = sharded_init(lambda: MyModel(...), context.mesh, device=context.device)
+
+docs/parallelism.md has the loop to it.
+"""
+
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+
+from megatron import config
+from megatron.errors import SettingsError
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.optimizer.zero import ShardedAdamW
+
+
+def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Optional[config.Optimizer] = None,
+                 parallel: Optional[config.Parallel] = None, *, dtype=torch.float32, device="cpu", seed: int = 1234,
+                 init_std: float = 0.02) -> tuple[torch.nn.Module, ShardedAdamW]:  # fmt: skip
+    """A model whose parameters, gradients and optimizer state are divided among the ranks of `mesh.shard`.
+
+    build:     makes the model; it runs with the meta device as default, so that its parameters take no memory
+    parallel:  the ZeRO stage and what overlaps; stage 3 without it
+    dtype:     of the parameters as the model uses them; main weights and moments are fp32
+    seed:      initial values are a function of it and of a parameter's name, the same on any number of ranks
+    init_std:  matrices are drawn from N(0, init_std); other biases are 0, other weights 1
+
+    A module that lists `placements` (`mpu.placement`) has its own initial values, weight decay and tensor parallel cuts;
+    of others matrices are decayed, and nothing is cut but for ZeRO. What stage 3 gathers and frees one at a time are the
+    children of a ModuleList or ModuleDict called `blocks`, whose forward takes a tensor first and returns one; all else
+    is gathered for the whole of a pass. Memory while it is built: the rank's shards, and one of these units.
+
+    Raises SettingsError for buffers that `build` made on the meta device: nobody knows their values any more.
+    """
+    with torch.device("meta"):
+        model = build()
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise SettingsError(f"buffers of the model have no values: {', '.join(lost[:8])}",
+                            "the model is built on the meta device",
+                            "give them a device where they are made: torch.arange(n, device=...)")  # fmt: skip
+    for module in model.modules():
+        if not hasattr(module, "placements"):
+            own = module.named_parameters(recurse=False)
+            module.placements = {name: _placement(name, parameter, init_std) for name, parameter in own}
+    parallel = parallel or config.Parallel(sharding_stage=3)
+    settings = settings or config.Optimizer()
+    return model, ShardedAdamW(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)
+
+
+def _placement(name: str, parameter: torch.nn.Parameter, std: float) -> Placement:
+    """Of a parameter of which nothing else is known."""
+    matrix = parameter.dim() > 1
+    return Placement(
+        tuple(parameter.shape), Normal(std) if matrix else Constant(float("bias" not in name)), decay=matrix
+    )
