@@ -14,7 +14,7 @@ fail() {
     exit 2
 }
 
-[ $# -ge 1 ] && [ -f "$1" ] || fail "which script?" "HOSTS=\"node0 node1\" bash $0 scripts/pretrain_X.sh [FLAGS]"
+[ -f "${1:-}" ] || fail "which script?" "HOSTS=\"node0 node1\" bash $0 scripts/pretrain_X.sh [FLAGS]"
 if [ -n "${HOSTFILE:-}" ]; then
     HOSTS=$(sed -E 's/#.*//; s/^[[:space:]]*([^[:space:]]*).*/\1/' "$HOSTFILE" | tr '\n' ' ')
 fi
