@@ -5,6 +5,7 @@
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
     torchrun --nproc-per-node 2 pretrain_gpt.py ...
     torchrun --nproc-per-node 8 pretrain_gpt.py --auto-parallel --max-global-batch-size 64 ...
+    srun --ntasks-per-node 8 --gpus-per-task 1 python pretrain_gpt.py ...
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
@@ -16,6 +17,7 @@ from megatron.rules import layout_is_open, resolve
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
+    launched.adopt_slurm()
     launched.ranks()  # numbers of ranks that are none are told first
     config = parse_pretrain(argv)
     if config.planner.dry_run:

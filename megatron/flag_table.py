@@ -96,7 +96,7 @@ randomness is a function of seed and position, so there is no random state to tr
 initial weights depend on --seed and their names alone, wherever they are drawn
     --use-cpu-initialization --no-initialization --init-model-with-meta-device --lazy-mpu-init
     --init-on-meta
-torchrun, or scripts/_launch.sh under SLURM, tells each process its rank and where the first one is
+torchrun or srun tells each process its rank and where the first one is
     --local-rank --rank --from-torch --from-slurm --host --port
 state is cut into equal ranges of one buffer, whatever its tensors are
     --shard-strategy

@@ -11,6 +11,7 @@ that such a cluster could have, as `python -m megatron.tools.plan` does, and tra
 import os
 from collections.abc import Mapping
 
+from megatron import launched
 from megatron.errors import UsageError, run_main
 
 TASKS = ("GPT",)
@@ -18,6 +19,7 @@ TASKS = ("GPT",)
 
 def main(argv: list[str], env: Mapping[str, str] = os.environ) -> None:
     """Train, or plan. The command line is that of pretrain_gpt.py and of megatron.tools.plan, and --task-type."""
+    launched.adopt_slurm()
     task, flags = split_task(argv)
     if task.rpartition(".")[2].upper() not in TASKS:
         raise UsageError(f"--task-type {task}: there is {', '.join(TASKS)}", do="leave it out, or say --task-type GPT")

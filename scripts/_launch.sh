@@ -95,14 +95,14 @@ look() { # what to run: the flags on the ranks that they are made for
     given --world-size || FLAGS+=(--world-size "$MADE_FOR")
     given --local-world-size || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
     given --device-name --calibration --device || FLAGS+=(--device-name "$DEVICE")
-    unset RANK LOCAL_RANK WORLD_SIZE # of a cluster that has set them: this is one process
+    unset RANK LOCAL_RANK WORLD_SIZE SLURM_STEP_ID # of a cluster that has set them: this is one process
     run_python "$@" "${FLAGS[@]}"
 }
 
 check_world() { # end with code 3 if the flags cannot work on the ranks that there are, before any of them is started
     given --auto-parallel && return # its layout is yet to be found
     local code=0
-    (unset RANK LOCAL_RANK && "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$WORLD" \
+    (unset RANK LOCAL_RANK SLURM_STEP_ID && "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$WORLD" \
         --local-world-size "$NPROC" --device-name "$DEVICE" --device-memory-gb 1e6 >/dev/null) || code=$?
     [ "$code" -eq 0 ] && return
     [ "$WORLD" -eq "$MADE_FOR" ] ||
