@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of one's own under ZeRO: it trains like torch's, and is never whole while it is built."""
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -106,6 +107,7 @@ def test_the_model_is_never_whole(run_ranks):
 
     def body(rank, build):
         sharded_init(Plain, Mesh())  # what torch imports at the first use of the meta device
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, whatever lies around it
         return _grown(build)
 
     (sharded,) = run_ranks(1, body, lambda: sharded_init(large, Mesh(3, shard=32)))
@@ -113,7 +115,7 @@ def test_the_model_is_never_whole(run_ranks):
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in large().parameters())
     assert whole > 3.9 * count  # fp32: the measure sees what is there
-    assert sharded < 0.65 * whole  # an eighth is the rank's own; layers that are drawn, and memory not given back
+    assert sharded < 0.35 * whole  # an eighth is the rank's own, and a layer at a time is drawn
 
 
 def test_a_buffer_without_values_is_told():
