@@ -28,7 +28,7 @@ def dry_run(config: schema.Config, say=print) -> None:
     if found.resolved:
         for section in _sections(found.resolved, found.job, found.layout, cluster, [source, found.remark]):
             say(section + "\n")
-        for remark in rules.remarks(config, cluster.world_size):
+        for remark in [*rules.remarks(config, cluster.world_size), *_far(found.layout, cluster)]:
             say(f"note: {remark}")
     if unsettled or found.problems:
         raise refusal(unsettled + found.problems)
@@ -58,6 +58,14 @@ def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[
     if layout.disk:
         yield _files(config, job, layout, cluster)
     yield "\n".join(_time(config, plan, cluster))
+
+
+def _far(layout: Layout, cluster: Cluster) -> list[str]:
+    """What works, and is slow for the distance between ranks."""
+    if layout.tp <= cluster.local_size:
+        return []
+    return [f"--tensor-model-parallel-size {layout.tp} reaches over machines of {cluster.local_size} ranks: four messages "
+            f"of each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"]  # fmt: skip
 
 
 def _changed(config: schema.Config) -> list[str]:

@@ -121,6 +121,13 @@ def test_dry_run_tells_everything(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_tells_of_tensor_parallelism_over_machines(capsys):
+    line = [*TINY, "--dry-run", "--world-size", "8", "--tp", "4"]
+    for size, told in (("2", True), ("4", False)):
+        pretrain_gpt.main([*line, "--local-world-size", size])
+        assert ("reaches over machines of 2 ranks" in capsys.readouterr().out) is told
+
+
 def test_dry_run_tells_every_problem_at_once(capsys):
     with pytest.raises(SettingsError) as caught:
         pretrain_gpt.main([*GPT_22B, "--dry-run", "--world-size", "12", "--tp", "4", "--global-batch-size", "13",
