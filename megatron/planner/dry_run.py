@@ -64,8 +64,10 @@ def _far(layout: Layout, cluster: Cluster) -> list[str]:
     """What works, and is slow for the distance between ranks."""
     if layout.tp <= cluster.local_size:
         return []
-    return [f"--tensor-model-parallel-size {layout.tp} reaches over machines of {cluster.local_size} ranks: four messages "
-            f"of each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"]  # fmt: skip
+    return [
+        f"--tensor-model-parallel-size {layout.tp} reaches over machines of {cluster.local_size} ranks: four messages of "
+        f"each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"
+    ]
 
 
 def _changed(config: schema.Config) -> list[str]:
