@@ -129,6 +129,7 @@ REFUSED = {
     "compression is not part of pretraining": "Compress.* Quantization.* Prune.* Distillation.*",
     "give weights to start from as --load DIR --finetune": "Model.pretrained",
 }
+ALONE = ("Engine.test_iters", "Model.pretrained")  # of others, the section's `enable` says whether they are meant
 NOTHING = ("false", "none", "-1", "0")
 
 
@@ -190,10 +191,7 @@ def translate(entries: dict[str, Entry]) -> Translated:
         elif any(fnmatchcase(key, pattern) for pattern in JOINT):
             continue
         elif sentence is not None:
-            asked = key.endswith(".enable") or key in (
-                "Engine.test_iters",
-                "Model.pretrained",
-            )  # Prune.ratio alone is not
+            asked = key.endswith(".enable") or key in ALONE
             if asked and value not in NOTHING:
                 out.problems.append(f"{_at(key, origin)} is not supported: {sentence}")
         else:

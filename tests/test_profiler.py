@@ -36,7 +36,7 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
         r"Overview: [\d.]+ ms, of which computing ([\d.]+)%, communicating ([\d.]+)% \(.*neither ([\d.]+)%", tables
     )
     computing, communicating, neither = (float(share) for share in shares.groups())
-    assert computing > 0 and communicating > 0 and 100 - 0.2 <= computing + communicating + neither <= 200
+    assert 100 - 0.2 <= computing + communicating + neither <= 200
     communication = tables.partition("\nCommunication")[2].partition("\nMemory")[0]
     assert "c10d::allreduce_" in communication and "aten::" not in communication
     assert "aten::" in tables.partition("\nMemory")[2]
