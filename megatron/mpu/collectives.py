@@ -102,7 +102,7 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     Entering.tell(axis.label)
-    if whole.device.type == "cpu":
+    if whole.device.type == "cpu" and whole.nbytes >= LARGE:
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
         return _Exchange([places[axis.rank]] * axis.size, places, axis)
@@ -114,6 +114,11 @@ def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     if whole.device.type == "cpu":
         return _Sum(piece, whole, axis)
     return _scatter(piece, whole, group=axis.group, async_op=True)
+
+
+LARGE = (
+    2 << 20
+)  # bytes from which messages from rank to rank are faster than gloo's collectives; small ones wake up later
 
 
 class _Exchange:
@@ -136,23 +141,32 @@ class _Exchange:
 class _Sum:
     """A reduce-scatter by gloo, whose own one moves twice the bytes: parts are exchanged, and summed where they belong.
 
-    The first part of another rank arrives in `piece` itself: between two ranks nothing else is allocated.
+    Of large ones the first part of another rank arrives in `piece` itself: between two ranks nothing else is allocated.
     """
 
     def __init__(self, piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
-        own = whole.view(-1).chunk(axis.size)
+        self.piece, whole = piece.view(-1), whole.view(-1)
+        if whole.nbytes < LARGE:
+            arrived = torch.empty_like(whole)
+            self.work = dist.all_to_all_single(arrived, whole, group=axis.group, async_op=True)
+            self.parts = arrived.chunk(axis.size)
+            return
+        own = whole.chunk(axis.size)
         first, *others = (place for place in range(axis.size) if place != axis.rank)
         parts = list(own)
-        parts[first] = self.sum = piece.view(-1)
+        parts[first] = self.piece
         for place in others:
-            parts[place] = torch.empty_like(piece).view(-1)
-        self.others = [part for place, part in enumerate(parts) if place != first]
-        self.exchange = _Exchange(own, parts, axis)
+            parts[place] = torch.empty_like(self.piece)
+        self.work = _Exchange(own, parts, axis)
+        self.parts = [self.piece, *(part for place, part in enumerate(parts) if place != first)]
 
     def wait(self) -> None:
-        self.exchange.wait()
-        for part in self.others:  # a + b is b + a: whoever sums, the order of ranks
-            self.sum.add_(part)
+        self.work.wait()
+        first, *others = self.parts
+        if first is not self.piece:
+            self.piece.copy_(first)
+        for part in others:  # a + b is b + a: whoever sums, the order of ranks
+            self.piece.add_(part)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:

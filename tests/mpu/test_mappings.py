@@ -73,3 +73,25 @@ def test_collectives(run_ranks):
         assert torch.equal(got["scattered"], (x[0] + x[1])[:, rank : rank + 1])
         assert torch.equal(got["sent"], x[1])
         assert got["said"] == dict(rank=1)
+
+
+@pytest.mark.parametrize("large", [0, 1 << 40], ids=["messages", "collectives of gloo"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_gathered_and_scattered_several_at_once(ranks, large, run_ranks):
+    """Both ways of a CPU; sums in the order of ranks, so that they are the same bits."""
+    whole = [torch.randn(ranks * 5, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+
+    def body(rank):
+        collectives.LARGE = large
+        axis = Mesh(rank, shard=ranks).shard
+        piece, gathered = torch.full((5, 2), torch.nan), torch.full((ranks * 5, 2), torch.nan)
+        works = [collectives.start_reduce_scatter(piece, whole[rank].clone(), axis),
+                 collectives.start_all_gather(gathered, whole[rank][:5].clone(), axis)]  # fmt: skip
+        for work in works:
+            work.wait()
+        return piece, gathered
+
+    for rank, (piece, gathered) in enumerate(run_ranks(ranks, body)):
+        parts = [each.chunk(ranks)[rank] for each in whole]
+        assert torch.equal(piece, sum(parts[1:], parts[0]))
+        assert torch.equal(gathered, torch.cat([each[:5] for each in whole]))
