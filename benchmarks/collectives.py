@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/collectives.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/collectives.py --mb 84
 
-A buffer of fp32 numbers in six messages, as a model of six units has them, each started at once; contenders take turns in
+A buffer of fp32 numbers in five messages, as a model of six units has them, each started at once; contenders take turns in
 every round. Ratios are medians over rounds of (time of the peer / time of ours).
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 
-UNITS = (4, 4, 1, 1, 1, 1)  # twelfths of the buffer: tables, and layers
+UNITS = (4, 2, 2, 2, 2)  # twelfths of the buffer: a table, and layers
 PAIRS = [("reduce-scatter", "gloo reduce-scatter"), ("reduce-scatter", "gloo all-to-all and sum"),
          ("all-gather", "gloo all-gather"), ("both of ours", "gloo all-reduce")]  # fmt: skip
 

@@ -125,7 +125,7 @@ class _Exchange:
     """Messages between all ranks of an axis, under way: `outgoing` and `incoming` are a tensor for each rank.
 
     What gloo gathers and scatters by them is neither copied on its way nor waits for a thread of gloo's, of which it
-    has two: 21 MB in six messages take half to two thirds of the time (`benchmarks/collectives.py`).
+    has two: 21 MB in five messages take half to two thirds of the time (`benchmarks/collectives.py`).
     """
 
     def __init__(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], axis: Axis):
