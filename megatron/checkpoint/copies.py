@@ -19,7 +19,8 @@ from typing import Optional
 
 from megatron.checkpoint import survey
 from megatron.checkpoint.durable import WriterLock, replace_file, storage, sync_folder
-from megatron.checkpoint.state import TRACKER, clean, prune, remove
+from megatron.checkpoint.state import TRACKER, clean, prune
+from megatron.checkpoint.store import appear
 from megatron.errors import Failure, StorageError
 
 PATH = "{}"  # of a command: where the checkpoint's directory belongs
@@ -74,7 +75,6 @@ class Copies:
 
     def _copy(self, checkpoint: Path) -> None:
         folder = Path(self.where)
-        final = folder / checkpoint.name
         with storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or WriterLock(folder)
@@ -88,11 +88,9 @@ class Copies:
             if problems:
                 raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
             with storage(folder):
-                if final.exists():
-                    remove([final])
-                temporary.rename(final)
-                sync_folder(folder)
+                appear(temporary, folder / checkpoint.name)
                 replace_file(folder / TRACKER, str(int(checkpoint.name.removeprefix("iter_"))).encode())
+                clean(folder)
         prune(folder, *self.keep)
 
 

@@ -205,10 +205,15 @@ def commit(folder: Path, final: Path, num_writers: int, state: dict[str, Any]) -
         for writer in range(num_writers):
             os.unlink(folder / f"part_{writer:05d}.json")
         sync_folder(folder)
-        if final.exists():
-            os.rename(final, final.with_name(f".old-{final.name}-{secrets.token_hex(4)}"))
-        os.rename(folder, final)
-        sync_folder(final.parent)
+        appear(folder, final)
+
+
+def appear(folder: Path, final: Path) -> None:
+    """Give a complete checkpoint that is on the disk its name; one of that name is set aside, as in `commit`."""
+    if final.exists():
+        os.rename(final, final.with_name(f".old-{final.name}-{secrets.token_hex(4)}"))
+    os.rename(folder, final)
+    sync_folder(final.parent)
 
 
 def merge(parts: Iterable[dict]) -> dict:
