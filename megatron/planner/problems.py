@@ -8,8 +8,6 @@ from typing import Optional
 
 from megatron import batch, rules
 from megatron import config as schema
-from megatron.data.blend import parse_blend
-from megatron.data.indexed import IndexedDataset, bare_prefix
 from megatron.errors import DataError, Failure, SettingsError, numbered
 from megatron.pipeline import stages
 from megatron.planner import memory, target
@@ -105,6 +103,9 @@ def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
 
 def prefixes(words: list[str]) -> list[str]:
     """The prefixes of a blend without their weights; none of a blend that makes no sense: the rules say why."""
+    from megatron.data.blend import parse_blend  # they import numpy, for which a search of layouts need not wait
+    from megatron.data.indexed import bare_prefix
+
     try:
         return [bare_prefix(prefix) for prefix in parse_blend(words, "").prefixes] if words else []
     except DataError:
@@ -128,6 +129,8 @@ def file_problems(config: schema.Config) -> list[str]:
 
 def _damaged(config: schema.Config) -> list[str]:
     """Token files that are there and not what their index says."""
+    from megatron.data.indexed import IndexedDataset
+
     found = []
     for flag, path in named_files(config):
         prefix = path.removesuffix(".idx")
