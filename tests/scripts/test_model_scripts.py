@@ -248,7 +248,7 @@ def test_several_machines_over_ssh(tiny, tmp_path):
         assert " ".join(words[1:]).startswith(f"-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --node-rank {rank} "
                                               "--master-addr first")  # fmt: skip
         assert "my vocab.json" in words and words[words.index("--seed") + 1] == "5"
-    assert bash("pdsh_launch", str(script), HOSTS="first bad", **env).returncode == 1
+    assert bash("pdsh_launch", str(script), "--mock-data", HOSTS="first bad", **env).returncode == 1
     assert "on which machines?" in bash("pdsh_launch", str(script)).stderr
     assert "which script?" in bash("pdsh_launch").stderr
 
