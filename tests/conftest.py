@@ -10,6 +10,7 @@ def test_sum(run_ranks):
     assert run_ranks(2, body) == [1, 1]
 """
 
+import json
 import os
 import shutil
 import signal
@@ -57,6 +58,29 @@ def run_ranks():
     from megatron.mpu import forked
 
     return forked.run_ranks
+
+
+@pytest.fixture(scope="session")
+def most_allocated(tmp_path_factory):
+    """`most_allocated(function)`: the most bytes of tensors that existed at a time while it ran, of those that it made.
+
+    Counted by torch's allocator: what the process holds besides, or has held before, has no part in it.
+    """
+    import torch
+
+    path = tmp_path_factory.mktemp("allocated") / "trace.json"
+
+    def measure(function) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            kept = function()  # noqa: F841
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        changes = [event["args"] for event in events if event.get("name") == "[memory]"]
+        before = changes[0]["Total Allocated"] - changes[0]["Bytes"]
+        return max(change["Total Allocated"] for change in changes) - before
+
+    return measure
 
 
 def pytest_collection_modifyitems(config, items):

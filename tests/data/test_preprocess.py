@@ -139,11 +139,9 @@ def test_compressed_file_that_is_cut_short(vocab, tmp_path, workers):
     assert {path.name for path in tmp_path.iterdir()} == {"cut.gz"}
 
 
-def test_named_pipe(vocab, tmp_path):
+def test_named_pipe(vocab, corpus, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    writer = subprocess.Popen(["sh", "-c", f"cat > {tmp_path}/pipe"], stdin=subprocess.PIPE)
-    writer.stdin.write("\n".join(LINES).encode())
-    writer.stdin.close()
+    writer = subprocess.Popen(["sh", "-c", f"cat {corpus} > {tmp_path}/pipe"])
     run(vocab, str(tmp_path / "pipe"), tmp_path / "out")
     writer.wait(100)
     assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)

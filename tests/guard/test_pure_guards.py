@@ -326,7 +326,8 @@ def _layout(words):
 
 
 def test_a_layout_that_no_longer_fits_is_planned_anew():
-    job = [*JOB, "--num-layers", "4", "--global-batch-size", "12", "--tp", "2", "--pp", "2", "--device", "cpu"]
+    job = [*JOB, "--num-layers", "4", "--global-batch-size", "12", "--tp", "2", "--pp", "2", "--device", "cpu",
+           "--device-memory-gb", "4"]  # fmt: skip
     ranks, words = replan.fewer_ranks(job, 4, 1)
     assert (ranks, _layout(words)) == (3, (1, 1)) and command.config_of(words).batch.global_batch_size == 12
     ranks, words = replan.fewer_ranks([*job, "--global-batch-size", "8"], 4, 1)  # which 3 ranks cannot share

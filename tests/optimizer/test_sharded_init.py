@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of one's own under ZeRO: it trains like torch's, and is never whole while it is built."""
 
-import json
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -85,26 +81,14 @@ def test_it_trains_as_torch_does(run_ranks):
                 torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=1e-5)
 
 
-def allocated(build):
-    """The most bytes of tensors that existed at a time while it ran, of those that it made."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = build()  # noqa: F841
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        profile.export_chrome_trace(trace.name)
-        events = json.loads(Path(trace.name).read_text())["traceEvents"]
-    changes = [event["args"] for event in events if event.get("name") == "[memory]"]
-    before = changes[0]["Total Allocated"] - changes[0]["Bytes"]
-    return max(change["Total Allocated"] for change in changes) - before
-
-
-def test_the_model_is_never_whole(run_ranks):
+def test_the_model_is_never_whole(run_ranks, most_allocated):
     """One of 32 ranks of a model of 34 million parameters; beside it, that model by itself."""
 
     def large():
         return Plain(512, 16)
 
-    (sharded,) = run_ranks(1, lambda rank: allocated(lambda: sharded_init(large, Mesh(3, shard=32))))
-    (whole,) = run_ranks(1, lambda rank: allocated(large))
+    (sharded,) = run_ranks(1, lambda rank: most_allocated(lambda: sharded_init(large, Mesh(3, shard=32))))
+    (whole,) = run_ranks(1, lambda rank: most_allocated(large))
     with torch.device("meta"):
         model = large()
     count, block = (sum(parameter.numel() for parameter in of.parameters()) for of in (model, model.blocks[0]))
