@@ -38,7 +38,7 @@ class Recipe:
 
     build_model:     (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
                      whose forward takes (hidden, MicroBatch)
-    build_datasets:  (config, tokenizer, vocab_size, sizes) -> (train, valid, test), each a dataset or None
+    build_datasets:  (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
     """
 
     name: str

@@ -45,8 +45,7 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
     # to fork, and in rank 0 its start races with its clients (seen: one start in twenty took 5 s longer).
     meeting = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
     meeting.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     workers: dict[Connection, tuple[int, int]] = {}  # where its answer comes from -> (rank, pid)
     try:
         for rank in range(world_size):
@@ -92,18 +91,25 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
         result = function(rank, *args)
         answer = pickle.dumps((True, result))
+        _flush()  # before the answer: who has all answers ends what is left of the ranks
         send.send_bytes(answer)
         if dist.is_initialized():
             # Leave together: a rank that tears its connections down early breaks a slower peer's last collective.
             with contextlib.suppress(Exception):
                 dist.barrier()
     except BaseException as error:
+        _flush()
         with contextlib.suppress(OSError):
             send.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc(), explain(error)))))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
+
+
+def _flush() -> None:
+    """Let everybody see what this process has printed."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it; it is closed
+            stream.flush()
 
 
 def _collect(workers: dict, timeout: float) -> list:

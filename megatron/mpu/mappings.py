@@ -9,7 +9,6 @@ Going forward one of a pair runs, going backward the other:
 | `reduce_from`      | all-reduce                 | nothing                    | g of arXiv:1909.08053       |
 | `gather_sequence`  | all-gather along dim 0     | reduce-scatter along dim 0 | g of arXiv:2205.05198       |
 | `scatter_sequence` | reduce-scatter along dim 0 | all-gather along dim 0     | g-bar of arXiv:2205.05198   |
-| `split_sequence`   | own piece of dim 0         | all-gather along dim 0     | entry of a sequence region  |
 | `join_last`        | all-gather along last dim  | own piece of last dim      | logits for inference        |
 
 A layer picks its mapping once, in its constructor; over an axis of size 1 each is the identity.
@@ -64,5 +63,4 @@ copy_to = conjugate(_same, _total)
 reduce_from = conjugate(_total, _same)
 gather_sequence = conjugate(_whole(0), _piece_of_total(0))
 scatter_sequence = conjugate(_piece_of_total(0), _whole(0))
-split_sequence = conjugate(_piece(0), _whole(0))
 join_last = conjugate(_whole(-1), _piece(-1))

@@ -48,11 +48,6 @@ def loss_kept(job: Job, layout: Layout) -> int:
     return (_tokens(job, layout) + rows) * job.model.hidden_size * job.element
 
 
-def hooked(kept: Bytes) -> int:
-    """The part of `stage_kept` that autograd knows of: the loss keeps its gradients to itself."""
-    return sum(size for kind, size in kept.items() if kind != "output layer and loss")
-
-
 def loss_workspace(job: Job, layout: Layout) -> int:
     """Most bytes of logits and their gradients at a time, beside what is kept."""
     n, e = _tokens(job, layout), job.element

@@ -116,7 +116,7 @@ def nothing_fits(outcome: Outcome) -> SettingsError:
         return SettingsError(f"no layout of {cluster.world_size} ranks is possible", "; ".join(found.impossible[:5]),
                              "choose another number of ranks or another batch")  # fmt: skip
     each = 18 if outcome.job.element == 2 else 16
-    least, power = least_devices(each * outcome.parameters * 1.1 + 0, cluster.device.memory_bytes * 0.85)
+    least, power = least_devices(each * outcome.parameters * 1.1, cluster.device.memory_bytes * 0.85)
     closest = found.rejected[0]
     return SettingsError(
         f"none of {found.looked_at:,} layouts fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",

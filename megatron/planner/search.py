@@ -7,7 +7,7 @@ thousand layouts take seconds. The best ones are then refined: layers that need 
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
@@ -92,9 +92,9 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
     good, close = _Shortlist(keep), _Shortlist(keep)
     for base, sized in _bases(job, cluster, space, found):
         _try_shardings(base, sized, cluster, space, found, good, close)
-    best = sorted((_plan(*entry, cluster) for entry in good.entries()), key=lambda plan: plan.order)
+    best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster)]
-    found.plans = _different(sorted(best + refined, key=lambda plan: plan.order))
+    found.plans = _different(_in_order(best + refined))
     found.rejected = [Rejected(*entry) for entry in close.entries()]
     return found
 
@@ -108,9 +108,14 @@ def _of(job: Job, cluster: Cluster, space: Space) -> Found:
         found.plans += [plan] if plan else []
         found.rejected += [lacking] if lacking else []
     found.too_large = len(found.rejected)
-    found.plans.sort(key=lambda plan: plan.order)
+    found.plans = _in_order(found.plans)
     found.rejected.sort(key=lambda one: one.over)
     return found
+
+
+def _in_order(plans: Iterable[Plan]) -> list[Plan]:
+    """From best to worst."""
+    return sorted(plans, key=lambda plan: plan.order)
 
 
 def _different(plans: list[Plan]) -> list[Plan]:

@@ -53,11 +53,6 @@ class Tokenizer:
         """Ids of a text. Names of special tokens inside it are text like any other."""
         return np.asarray(self.encoder(text)).tolist()
 
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all texts end to end, and the number of ids of each text (int64)."""
-        encode = self.encoder
-        return join([encode(text) for text in texts])
-
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Bytes that are no UTF-8, for example half a character, become U+FFFD."""
         return self._decode([int(id) for id in ids])
@@ -108,14 +103,6 @@ class Tokenizer:
         except BaseException as error:  # a panic in a Rust library is no Exception
             return f"{type(error).__name__}: {error}", None
         return None, encode
-
-
-def join(parts: list[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Lists or arrays of ids -> all ids end to end, and the length of each (int64)."""
-    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-    if parts and isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts), lengths
-    return np.fromiter((id for part in parts for id in part), np.int64, int(lengths.sum())), lengths
 
 
 def fingerprint(*pieces: bytes | str) -> str:

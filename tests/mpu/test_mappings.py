@@ -11,7 +11,6 @@ FORWARD = {
     "reduce_from": lambda xs, r: xs[0] + xs[1],
     "gather_sequence": lambda xs, r: torch.cat(xs),
     "scatter_sequence": lambda xs, r: (xs[0] + xs[1]).chunk(2)[r],
-    "split_sequence": lambda xs, r: xs[r].chunk(2)[r],
     "join_last": lambda xs, r: torch.cat(xs, -1),
 }
 # mapping -> gradient of rank r's input, given the gradients [g0, g1] that the ranks' outputs receive
@@ -20,7 +19,6 @@ BACKWARD = {
     "reduce_from": lambda gs, r: gs[r],
     "gather_sequence": lambda gs, r: (gs[0] + gs[1]).chunk(2)[r],
     "scatter_sequence": lambda gs, r: torch.cat(gs),
-    "split_sequence": lambda gs, r: torch.cat(gs),
     "join_last": lambda gs, r: gs[r].chunk(2, -1)[r],
 }
 
