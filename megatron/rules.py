@@ -115,14 +115,14 @@ RANGES = {  # what a value must be -> test, fields
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
         spike_window spike_skip_steps recompute_num_layers
-        max_global_batch_size world_size local_world_size"""),
+        max_global_batch_size world_size local_world_size top"""),
     "at least 0": (lambda v: v >= 0, """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
-        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps"""),
+        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected"""),
     "above 0": (lambda v: v > 0, """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
         mean_time_to_interruption
-        initial_loss_scale min_loss_scale spike_threshold device_memory_gb"""),
+        initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens"""),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2"""),
     "at least 0 and at most 1": (lambda v: 0 <= v <= 1, """
@@ -145,15 +145,23 @@ def _out_of_range(settings: config.Config) -> tuple[list[str], config.Config]:
     found = []
     for name in config.GROUPS:
         group = getattr(settings, name)
-        harmless = {}
-        for field in fields(group):
-            value = getattr(group, field.name)
-            for words, (works, names) in RANGES.items():
-                if value is not None and field.name in names.split() and not works(value):
-                    found.append(f"--{field.name.replace('_', '-')} {value} must be {words}")
-                    harmless[field.name] = 1 if field.default in (MISSING, None) else field.default
+        wrong = out_of_range(group)
+        found += wrong.values()
+        harmless = {field.name: 1 if field.default in (MISSING, None) else field.default
+                    for field in fields(group) if field.name in wrong}  # fmt: skip
         settings = replace(settings, **{name: replace(group, **harmless)})
     return found, settings
+
+
+def out_of_range(group) -> dict[str, str]:
+    """field -> what is wrong with it, for the values of a group of settings that are wrong whatever the others are."""
+    wrong = {}
+    for field in fields(group):
+        value = getattr(group, field.name)
+        for words, (works, names) in RANGES.items():
+            if value is not None and field.name in names.split() and not works(value):
+                wrong[field.name] = f"--{field.name.replace('_', '-')} {value} must be {words}"
+    return wrong
 
 
 # Settings that depend on each other -----------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ Efficiencies are assumptions until somebody calibrates: the share of the peak th
 """
 
 import json
+import math
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Optional
@@ -92,16 +94,29 @@ TABLE = {
 REACHED = dict(linear=0.8, attention=0.45)  # of the peak
 
 
+DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # of the names that drivers give
+
+
 def find(name: str) -> Device:
-    """A device of the table by its name, or a part of it that only fits one. Raises UsageError that lists the others."""
-    wanted = name.lower().replace("_", " ").replace("-", " ").split()
+    """A device of the table by its name, a part of it that fits one model alone, or the name that its driver gives.
+
+    Of several memories the largest. Raises UsageError that lists what there is.
+
+    >>> find("h100").name, find("A100").name, find("NVIDIA A100-SXM4-40GB").name
+    ('H100-80GB', 'A100-80GB', 'A100-40GB')
+    """
+    words = name.lower().replace("_", " ").replace("-", " ").split()
+    wanted = [word for word in words if not DECORATION.fullmatch(word)]
     known = {key: key.lower().replace("-", " ").split() for key in TABLE}
     fits = [key for key, words in known.items() if all(any(w in word for word in words) for w in wanted)]
     exact = [key for key in fits if known[key] == wanted or known[key][: len(wanted)] == wanted]
+    fits = exact or fits if wanted else []
+    if len({key.rpartition("-")[0] for key in fits}) > 1:
+        raise UsageError(f"--device-name {name} could be {', '.join(fits)}", do="say more of its name")
     if not fits:
         raise UsageError(f"--device-name {name} is not in the table", f"known: {', '.join(TABLE)}",
                          "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE")  # fmt: skip
-    return _of_table((exact or fits)[-1])
+    return _of_table(fits[-1])
 
 
 def _of_table(name: str) -> Device:
@@ -141,9 +156,26 @@ def read(path: str) -> Device:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         known = {f.name for f in fields(Device)}
-        return Device(**{key: value for key, value in found["device"].items() if key in known})
+        device = Device(**{key: value for key, value in found["device"].items() if key in known})
+        _check(device)
+        return device
     except OSError as error:
         raise DataError(f"cannot read the calibration {path}", error.strerror) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no calibration", str(error),
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is no calibration", why,
                         "python -m megatron.tools.plan --calibrate FILE writes one") from error  # fmt: skip
+
+
+def _check(device: Device) -> None:
+    """Raise ValueError for what no measurement can have found, so that nothing is divided by it later."""
+    speeds = {f"{name} of {kind}": speed for name in ("flops", "attention")
+              for kind, speed in (getattr(device, name) or {"any precision": None}).items()}  # fmt: skip
+    sizes = {name: getattr(device, name) for name in ("memory_gb", "bandwidth", "unfused", "inner", "outer", "host")}
+    times = {name: getattr(device, name) for name in ("rows", "latency", "launch", "context_gb", "communication_gb")}
+    for name, value in (speeds | sizes | times).items():
+        least = "at least 0" if name in times else "above 0"
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name not in times):
+            raise ValueError(f"{name} is {value!r}, which must be a number {least}")
+    if device.kind not in ("cuda", "cpu"):
+        raise ValueError(f"kind is {device.kind!r}, which must be cuda or cpu")

@@ -17,6 +17,7 @@ from megatron.planner import device as devices
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
+from megatron.planning import Planner
 
 GPT2_VOCABULARY = 50257
 
@@ -28,18 +29,23 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Clu
     local = asked.local_world_size or here.local_world_size or math.gcd(world, 8)
     if world % min(local, world):
         raise SettingsError(f"--world-size {world} is not a multiple of --local-world-size {local}")
-    memory = asked.device_memory_gb or _number(env.get("DEVICE_MEMORY_GB"))
+    memory = device_memory(asked, env)
     device, source = _device(config, memory, elsewhere=asked.world_size is not None, local=min(local, world))
     return Cluster(device, world, min(local, world)), source
 
 
-def _number(text: Optional[str]) -> Optional[float]:
-    if not text:
-        return None
+def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Optional[float]:
+    """GB that somebody said a device has: the flag's, else the environment's. Raises UsageError."""
+    text = env.get("DEVICE_MEMORY_GB")
+    if asked.device_memory_gb is not None or not text:
+        return asked.device_memory_gb
     try:
-        return float(text)
+        memory = float(text)
     except ValueError:
-        raise UsageError(f"DEVICE_MEMORY_GB={text} in the environment is not a number") from None
+        memory = math.nan
+    if not 0 < memory < math.inf:
+        raise UsageError(f"DEVICE_MEMORY_GB={text} in the environment is not a number above 0")
+    return memory
 
 
 def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: int) -> tuple[Device, str]:

@@ -47,6 +47,7 @@ def main(argv: list[str]) -> None:
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     if words & {"--params", "--calibrate"} and not words & {"--num-layers", "--model-name-or-path", "--preset"}:
         groups = parse(argv, dict(planner=schema.Planner, plan=Plan), prog=PROG, description=_what(), common=COMMON)
+        _check(groups["planner"], groups["plan"])
         return _without_model(groups["planner"], groups["plan"])
     if words & {"-h", "--help"}:
         parse(argv, schema.GROUPS | dict(plan=Plan), prog=PROG, description=_what(), common=COMMON)
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> None:
     asked: Plan = config.extra["plan"]
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
+    _check(asked)
     if asked.calibrate:
         _calibrate(asked.calibrate)
         config = replace(config, planner=replace(config.planner, calibration=asked.calibrate))
@@ -64,17 +66,23 @@ def _what() -> str:
     return __doc__.splitlines()[0]
 
 
+def _check(*groups) -> None:
+    from megatron.planner.problems import refusal
+    from megatron.rules import out_of_range
+
+    if wrong := [words for group in groups for words in out_of_range(group).values()]:
+        raise refusal(wrong)
+
+
 def _without_model(planner: schema.Planner, asked: Plan) -> None:
     from megatron.planner import arithmetic
     from megatron.planner.device import choose
+    from megatron.planner.target import device_memory
 
     if asked.calibrate:
         _calibrate(asked.calibrate)
     if asked.params:
-        import os
-
-        memory = planner.device_memory_gb or float(os.environ.get("DEVICE_MEMORY_GB") or 0) or None
-        device = choose(planner.device_name, memory, planner.calibration)
+        device = choose(planner.device_name, device_memory(planner), planner.calibration)
         if asked.min_world_size:
             print(arithmetic.fewest(asked.params, device.memory_bytes))
             return
@@ -92,8 +100,9 @@ def _without_model(planner: schema.Planner, asked: Plan) -> None:
 def _calibrate(path: str) -> None:
     from megatron.tools.calibrate import measure
 
-    device = measure(print)
     try:
+        Path(path).open("a").close()  # before half a minute of measuring
+        device = measure(print)
         Path(path).write_text(json.dumps(dict(device=asdict(device)), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write --calibrate {path}", error.strerror) from error

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron.errors import SettingsError, StorageError, UsageError
+from megatron.errors import DataError, SettingsError, StorageError, UsageError
 from megatron.flags import parse_pretrain
+from megatron.planner import device
 from megatron.planner.device import cpu
 from megatron.planner.layout import Layout
 from megatron.rules import resolve
@@ -92,6 +93,60 @@ def test_what_cannot_be_planned(words, error):
     batch = [] if not words else ["--max-global-batch-size", "32"]
     with pytest.raises(error):
         plan.main([*GPT_22B, "--world-size", "16", *batch, *words.split()])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--params 0 --tokens -1", ["--params 0.0 must be above 0", "--tokens -1.0 must be above 0"]),
+        ("--params 1e9 --device-memory-gb -1", ["--device-memory-gb -1.0 must be above 0"]),
+        ("--world-size 0 --num-attention-heads 0", ["--world-size 0 must be", "--num-attention-heads 0 must be"]),
+        ("--seq-length 0 --vocab-size -5", ["--seq-length 0 must be at least 1", "--vocab-size -5 must be"]),
+        ("--global-batch-size -4 --micro-batch-size auto", ["--global-batch-size -4 must be at least 1"]),
+        ("--top 0", ["--top 0 must be at least 1"]),
+    ],
+)
+def test_numbers_that_describe_nothing_are_refused_before_a_search(words, said, capsys):
+    model = [] if "--params" in words else [*TINY, "--global-batch-size", "8"]
+    with pytest.raises(SettingsError) as caught:
+        plan.main([*model, *words.split()])
+    assert all(sentence in str(caught.value) for sentence in said)
+    assert "layouts looked at" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", ["abc", "-5", "0", "nan", "inf"])
+@pytest.mark.parametrize("words", [["--params", "1e9"], [*TINY, "--global-batch-size", "8"]])
+def test_a_memory_in_the_environment_that_is_none(words, memory, monkeypatch):
+    monkeypatch.setenv("DEVICE_MEMORY_GB", memory)
+    with pytest.raises(UsageError, match=f"DEVICE_MEMORY_GB={memory} in the environment is not a number above 0"):
+        plan.main(words)
+
+
+@pytest.mark.parametrize(
+    "found, why",
+    [
+        (dict(flops={}), "flops of any precision is None"),
+        (dict(flops=3), "'int' object has no attribute 'items'"),
+        (dict(flops=dict(bf16=0)), "flops of bf16 is 0, which must be a number above 0"),
+        (dict(memory_gb="80"), "memory_gb is '80'"),
+        (dict(inner=float("nan")), "inner is nan"),
+        (dict(rows=-1), "rows is -1, which must be a number at least 0"),
+        (dict(kind="tpu"), "kind is 'tpu'"),
+    ],
+)
+def test_a_calibration_that_was_not_measured(found, why, tmp_path):
+    file, measured = tmp_path / "measured.json", dict(name="x", flops=dict(bf16=1e12), attention=dict(bf16=1e12))
+    file.write_text(json.dumps(dict(device=measured | found)))
+    with pytest.raises(DataError, match=f"(?s)is no calibration.*{why}"):
+        device.read(str(file))
+    file.write_text(json.dumps(dict(device=measured)))
+    assert device.read(str(file)).reached("bf16", 1e9) == pytest.approx(1e12, rel=1e-3)
+
+
+def test_a_calibration_that_cannot_be_written_is_not_measured_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.tools.calibrate.measure", lambda say: pytest.fail("it was measured"))
+    with pytest.raises(StorageError, match="cannot write --calibrate"):
+        plan.main(["--calibrate", str(tmp_path / "nowhere" / "x.json")])
 
 
 @pytest.mark.parametrize("tp, pp, more", [(1, 1, ""), (2, 2, "--sequence-parallel"), (1, 4, "--pipeline-schedule zb-v"),

@@ -201,6 +201,10 @@ def test_devices():
     assert find("A100-80GB").peak("bf16") == 312e12
     with pytest.raises(UsageError, match="not in the table"):
         find("abacus")
+    assert [find(f"NVIDIA {name}").name for name in ("A100-SXM4-40GB", "H100 80GB HBM3", "GeForce RTX 4090")] == [
+        "A100-40GB", "H100-80GB", "RTX 4090-24GB"]  # fmt: skip
+    with pytest.raises(UsageError, match="80GB could be A100-80GB, .*B200-180GB"):
+        find("80GB")
     assert cpu(2).reached("fp32", 1e9) == pytest.approx(180e9, rel=0.01)
 
 
