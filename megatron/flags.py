@@ -40,6 +40,7 @@ class Given:
     value: object
     origin: str  # "--tp", "run.yaml:3" or "preset gpt2-medium"
     level: int  # PRESET, FILE or COMMAND
+    turn: int = 0  # how many --then stood before it: between turns there are no contradictions, the later one wins
 
 
 PRESET, FILE, COMMAND = 1, 2, 3
@@ -73,7 +74,10 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
     reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
                       [word for flag, pairs in words if flag == "-o" for word in pairs or [""]])  # fmt: skip
     for flag, values in words:
-        if flag not in OWN:
+        if flag == THEN:
+            reader.turn += 1
+            reader.problems += [f"'{word}' belongs to no flag" for word in values]
+        elif flag not in OWN:
             reader.give(flag, values, flag, COMMAND)
     reader.apply_preset()
     chosen = reader.choose()
@@ -97,7 +101,8 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
 
 
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
-OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config")
+THEN = "--then"  # scripts put it between their words and those of whoever calls them
+OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
 
 
 def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
@@ -136,6 +141,7 @@ class Reader:
         self.spellings = spellings_of(settings)
         self.pretraining = set(schema.GROUPS) <= {s.group for s in settings}
         self.given: list[Given] = []
+        self.turn = 0
         self.problems: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> flags
 
@@ -161,7 +167,7 @@ class Reader:
             self.problems.append(f"{origin if level == COMMAND else f'{origin}: {_key(flag)}'} {bad}")
         else:
             if value is not None:
-                self.given.append(Given(spelling, value, origin, level))
+                self.given.append(Given(spelling, value, origin, level, self.turn))
 
     def unknown(self, flag: str, words: list[str], origin: str, level: int) -> None:
         """Answer a flag that is no setting here: of pretraining only, of Megatron-LM, or misspelled."""
@@ -244,12 +250,12 @@ class Reader:
                 self.given.append(Given(self.spellings[dashed(key)], value, f"preset {name}", PRESET))
 
     def choose(self) -> dict[str, Given]:
-        """The winner for each setting: the highest level; inside a level two spellings must agree."""
+        """The winner for each setting: the highest level, the last turn; inside of these two spellings must agree."""
         chosen: dict[str, Given] = {}
         for name in dict.fromkeys(g.spelling.setting.name for g in self.given):
             rivals = [g for g in self.given if g.spelling.setting.name == name]
-            top = max(g.level for g in rivals)
-            rivals = [g for g in rivals if g.level == top]
+            top = max((g.level, g.turn) for g in rivals)
+            rivals = [g for g in rivals if (g.level, g.turn) == top]
             chosen[name] = self._winner([g for g in rivals if not g.spelling.yielding] or rivals)
         return chosen
 
@@ -263,11 +269,11 @@ class Reader:
         return last
 
     def follow_plan(self, chosen: dict[str, Given]) -> GivenPlan | None:
-        """`--parallel-plan`: its layout wins over files; a command line that says otherwise is told so."""
+        """`--parallel-plan`: its layout wins over files and earlier turns; a command line that says otherwise is told."""
         if "parallel_plan" not in chosen or not self.pretraining:
             return None
         plan = read_plan(str(chosen["parallel_plan"].value))
-        origin = f"--parallel-plan {plan.path}"
+        origin, turn = f"--parallel-plan {plan.path}", chosen["parallel_plan"].turn
         if "auto_parallel" in chosen and chosen["auto_parallel"].value:
             self.problems.append(f"--auto-parallel searches a layout, and {origin} gives one; drop one of them")
         for name, value in plan.settings.items():
@@ -278,7 +284,7 @@ class Reader:
                 self.problems.append(f"{origin}: {name} {bad}")
                 continue
             own = chosen.get(name)
-            if own and own.level == COMMAND and own.value != value:
+            if own and own.level == COMMAND and own.turn >= turn and own.value != value:
                 self.problems.append(
                     f"{_shown(own)} contradicts {origin}, where {name} is {'not given' if value is None else value}"
                 )

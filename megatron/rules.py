@@ -155,13 +155,9 @@ def _out_of_range(settings: config.Config) -> tuple[list[str], config.Config]:
 
 def out_of_range(group) -> dict[str, str]:
     """field -> what is wrong with it, for the values of a group of settings that are wrong whatever the others are."""
-    wrong = {}
-    for field in fields(group):
-        value = getattr(group, field.name)
-        for words, (works, names) in RANGES.items():
-            if value is not None and field.name in names.split() and not works(value):
-                wrong[field.name] = f"--{field.name.replace('_', '-')} {value} must be {words}"
-    return wrong
+    given = {field.name: getattr(group, field.name) for field in fields(group)}
+    return {name: f"--{name.replace('_', '-')} {given[name]} must be {words}" for words, (works, names) in RANGES.items()
+            for name in names.split() if given.get(name) is not None and not works(given[name])}  # fmt: skip
 
 
 # Settings that depend on each other -----------------------------------------------------------------------------------

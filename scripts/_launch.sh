@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 # Sourced by every script of a model, which then says: launch GPUS DEVICE FLAGS..., where so many GPUs of this kind are
-# what its flags are made for. Words of the command line stand behind the flags, and the last one counts.
+# what its flags are made for. Words of the command line stand behind the flags and --then, and win over them.
 #
 #   bash scripts/X.sh --dry-run          what would happen; also --preflight, --print-config, --help: in one process
 #   SHRINK=1 bash scripts/X.sh           a tiny twin with the same parallel features trains on CPU
@@ -22,7 +22,7 @@ fail() { # exit code, lines
 }
 
 if [ -n "${PYTHON:-}" ]; then
-    :
+    command -v "$PYTHON" >/dev/null || fail 1 "PYTHON=$PYTHON is no program here"
 elif [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
     PYTHON=$ROOT/.venv/bin/python
 else
@@ -31,6 +31,8 @@ fi
 
 launch() { # GPUs and device that the flags are made for, then flags of pretrain_gpt.py
     MADE_FOR=$1 DEVICE=$2 FLAGS=("${@:3}")
+    local own=$(($# - 2 - ${#ARGUMENTS[@]}))
+    [ ${#ARGUMENTS[@]} -eq 0 ] || FLAGS=("${FLAGS[@]:0:own}" --then "${FLAGS[@]:own}")
     add_environment
     if given --preflight && [ -n "${RANK:-}${SLURM_STEP_ID:-}${NNODES:-}${NPROC:-}" ]; then # on machines that are there
         add_mock_data
@@ -113,9 +115,17 @@ check_world() { # end with code 3 if the flags cannot work on the ranks that the
 
 # ---- which ranks there are -------------------------------------------------------------------------------------------
 
+number() { # variable, the least it may be; not set is well
+    local value=${!1:-$2}
+    [[ $value =~ ^(0|[1-9][0-9]{0,8})$ && ! $value -lt $2 ]] || fail 3 "$1=$value in the environment is no number from $2 on"
+}
+
 find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody has started a process for each rank
     EACH=''
+    number RANK 0 && number WORLD_SIZE 1 && number LOCAL_RANK 0 && number NNODES 1 && number NODE_RANK 0
     if [ -n "${RANK:-}" ] && [ -n "${LOCAL_RANK:-}" ]; then # torchrun, or something like it
+        [ -n "${WORLD_SIZE:-}" ] || fail 3 "RANK=$RANK and LOCAL_RANK=$LOCAL_RANK say which rank this is, and WORLD_SIZE is not set"
+        number LOCAL_WORLD_SIZE 1
         EACH=yes WORLD=$WORLD_SIZE NPROC=${LOCAL_WORLD_SIZE:-$WORLD}
         NNODES=$((WORLD / NPROC))
         return
@@ -132,10 +142,12 @@ find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody h
     [ -z "$EACH" ] || return 0
     : "${NNODES:=1}" "${NODE_RANK:=0}"
     [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail 2 "which is the first of $NNODES nodes?" "set MASTER_ADDR"
+    [ "$NODE_RANK" -lt "$NNODES" ] || fail 3 "NODE_RANK (or RANK) is $NODE_RANK, and there are nodes 0 to $((NNODES - 1))" \
+        "number them from 0, and set NNODES (or WORLD_SIZE) to how many there are"
     local nodes_devices
     case ${NPROC:-} in
     gpu | auto) NPROC=$(count_devices) ;; # torchrun's words
-    *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
+    0 | *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
     esac
     if [ -z "${NPROC:-}" ]; then
         nodes_devices=$(count_devices)

@@ -69,6 +69,8 @@ class Kinds:
         ("--be", "choice", "B"), ("--be --choice a", "choice", "a"),
         ("--numbers 1 2 3", "numbers", [1, 2, 3]), ("--words 0.5 a", "words", ["0.5", "a"]), ("--maybe 2", "maybe", 2),
         ("--count 1 --count 2", "count", 2), ("--count 2 --number 2", "count", 2), ("", "maybe", None),
+        ("--count 1 --then --number 2", "count", 2), ("--number 1 --then --on", "count", 1),
+        ("--on --then --no-on", "on", False), ("--choice a --then --be", "choice", "B"),
     ],
 )  # fmt: skip
 def test_a_flag_sets_its_field(line, name, value):
@@ -93,6 +95,8 @@ def test_a_flag_sets_its_field(line, name, value):
         ("-count 3", "unknown flag -count; did you mean --count?"),
         ("stray --count 3", "'stray' belongs to no flag"),
         ("--count 1 --number 2", "--count 1 and --number 2 contradict each other (both set --count)"),
+        ("--count 3 --then --count 1 --number 2", "--count 1 and --number 2 contradict each other"),
+        ("--then stray --count 3", "'stray' belongs to no flag"),
         ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
         ("--word=", "--word is empty"),
     ],

@@ -21,7 +21,8 @@ Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `meg
 - A setting comes from the last of: its default, a named shape (`--model-name-or-path gpt2-medium`), a file
   (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and who set
   it, as a file that `--config` reads. The same flag twice: the last one counts. Two spellings of one setting that
-  disagree are an error.
+  disagree are an error, unless `--then` stands between them: then those behind it win, as in scripts, which put it
+  between their own flags and the words that they are given.
 - A file has `key: value` lines, flat or under group names; keys are the names below without `--`, with `_` for `-`.
 - All problems of a command line are reported at once. Exit code 2: it cannot be understood; 3: its settings cannot work.
 """

@@ -222,6 +222,8 @@ def test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for(plan_file, capsys
     assert resolve(config, 4) == replace(resolve(said, 4), planner=config.planner)
     p = config.parallel
     assert (p.tensor_model_parallel_size, p.sharding_stage, p.data_parallel_size) == (2, 1, 2)
+    script = [*TINY, "--tp", "4", "--use-recompute", "--then", "--parallel-plan", str(plan_file), "--seed", "7"]
+    assert parse_pretrain(script) == config
     pretrain_gpt.main([*TINY, "--parallel-plan", str(plan_file), "--dry-run", "--world-size", "4", "--tp", "2"])
     assert (
         best["layout"].startswith("tp2") and "pipeline 1 x data 2 (shared by 2) x tensor 2" in capsys.readouterr().out

@@ -258,6 +258,35 @@ def test_a_number_of_processes_that_is_none(tiny):
     assert done.returncode == 2 and "NPROC=all (or LOCAL_WORLD_SIZE) is neither a number nor gpu" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        (dict(NNODES="two") | NODE, "NNODES=two in the environment is no number from 1 on"),
+        (dict(NNODES="2", NODE_RANK="x") | NODE, "NODE_RANK=x in the environment is no number from 0 on"),
+        (dict(NNODES="2", NODE_RANK="2") | NODE, "NODE_RANK (or RANK) is 2, and there are nodes 0 to 1"),
+        (dict(WORLD_SIZE="2", RANK="7") | NODE, "NODE_RANK (or RANK) is 7, and there are nodes 0 to 1"),
+        (dict(WORLD_SIZE="", RANK="0", LOCAL_RANK="0"), "and WORLD_SIZE is not set"),
+        (dict(WORLD_SIZE="2x", RANK="0", LOCAL_RANK="0"), "WORLD_SIZE=2x in the environment is no number from 1 on"),
+        (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE=0 in the environment"),
+    ],
+)
+def test_numbers_of_nodes_and_ranks_that_are_none(tiny, env, said):
+    done = bash(tiny(), "--mock-data", PRINT="1", **env)
+    assert done.returncode == 3 and done.stderr.startswith("error: ") and said in done.stderr
+
+
+def test_an_interpreter_that_is_not_there(tiny):
+    done = bash(tiny(), "--mock-data", PYTHON="/no/such/python")
+    assert done.returncode == 1 and "PYTHON=/no/such/python is no program here" in done.stderr
+
+
+def test_words_of_the_command_line_win_over_those_of_the_script_in_any_spelling():
+    words = "--fp16 --tp 4 --no-sequence-parallel --sharding-degree 8 --print-config".split()
+    said = bash("pretrain_gpt_13B", *words).stdout
+    for line in ("precision: fp16", "tensor_model_parallel_size: 4", "sequence_parallel: false", "sharding_stage: 1"):
+        assert line in said
+
+
 def test_ranks_of_slurm_tasks(tiny, tmp_path):
     """With a task for each rank, the environment is torchrun's."""
     show = tmp_path / "python"
