@@ -11,13 +11,17 @@ import importlib
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron import config as schema
+from megatron.batch import full_size
 from megatron.mpu.forked import run_ranks
 from megatron.pipeline.stages import chunks_of
+from megatron.planner.twin import gentle, without_traces
+from megatron.profiling import Profiling
 from megatron.rules import resolve
 from megatron.run import Recipe
 
@@ -60,6 +64,7 @@ class Layout:
 
 SCHEDULE_TOKENS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zbh1": "zb-h1", "zbv": "zb-v",
                    "vhalf": "v-half"}  # fmt: skip
+ZERO_STAGES = (0, 1, 2, 3)
 TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
@@ -78,6 +83,10 @@ def parse_layout(text: str) -> Layout:
                 raise ValueError(f"layout '{text}' says {key} twice")
             found[key] = SCHEDULE_TOKENS.get(value, value)
         at = match.end()
+    if not found:
+        raise ValueError(f"layout '{text}' says nothing: tokens are tpN ppN vpN dpN zeroN sp")
+    if found.get("zero", 0) not in ZERO_STAGES:
+        raise ValueError(f"zero{found['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
     return Layout(text, **found)
 
 
@@ -105,9 +114,12 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
         optimizer=replace(
             config.optimizer, param_cpu_offload=config.optimizer.param_cpu_offload and parallel.sharding_stage == 3
         ),
+        precision=gentle(config.precision),
         data=replace(config.data, num_workers=0),
         kernels=replace(config.kernels, device="cpu"),
-        logging=schema.Logging(log_interval=10**9, seed=config.logging.seed),
+        guard=without_traces(config.guard),
+        profiling=Profiling(),
+        logging=schema.Logging(log_interval=10**9, seed=config.logging.seed, debug=config.logging.debug),
     )  # fmt: skip
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
 
@@ -117,16 +129,23 @@ def one_process(config: schema.Config) -> schema.Config:
     return laid_out(config, Layout("one process"))
 
 
+def one_batch(config: schema.Config, layouts: Sequence[Layout]) -> schema.Config:
+    """The settings with a global batch that all of these layouts can have, where its size follows from the ranks."""
+    batch, sizes = config.batch, {layout.dp for layout in layouts}
+    if batch.micro_batch_size != schema.AUTO:
+        whole = batch.global_batch_size or math.lcm(*(full_size(batch, dp) for dp in sizes))
+        batch = replace(batch, global_batch_size=whole, local_batch_size=None, gradient_accumulation_steps=None)
+    return replace(config, batch=batch)
+
+
 def _parallel(config: schema.Config, layout: Layout) -> schema.Parallel:
     """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
     return replace(
         config.parallel,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        num_layers_per_virtual_pipeline_stage=(
-            config.model.num_layers // (layout.pp * layout.vp) if layout.vp > 1 else None
-        ),
-        num_virtual_stages_per_pipeline_rank=None,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=layout.vp if layout.vp != 1 else None,
         pipeline_stage_layers=None,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
@@ -228,5 +247,5 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _largest(reference: list[float], other: list[float]) -> float:
-    errors = [abs(b - a) / abs(a) for a, b in zip(reference, other)]
+    errors = [0.0 if a == b else abs(b - a) / abs(a) for a, b in zip(reference, other)]  # both may overflow, in fp16
     return math.inf if any(map(math.isnan, errors)) else max(errors)

@@ -25,6 +25,7 @@ from megatron.config import (
     Checkpoint,
     Config,
     Data,
+    Guard,
     Logging,
     Model,
     Optimizer,
@@ -35,6 +36,7 @@ from megatron.config import (
 )
 from megatron.pipeline.stages import Pipeline
 from megatron.planning import Planner
+from megatron.profiling import Profiling
 from megatron.rules import layout_is_open, resolve
 
 RANKS = 8  # what a twin may have: four axes of two would be 16
@@ -130,15 +132,14 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
         tokenizer=Tokenizer(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
         data=replace(config.data, mock_data=True, num_workers=0, verify_data=False, split=Data.split,
                      data_cache_path=None, **dict.fromkeys(PATHS)),
-        precision=_precision(config.precision),
+        precision=gentle(config.precision),
         kernels=replace(config.kernels, device="cpu", torch_compile=False,
                         cross_entropy_chunk=config.kernels.cross_entropy_chunk and 8),
         checkpoint=Checkpoint(),
-        guard=replace(guard, check_replicas_interval=guard.check_replicas_interval and 1, kill_switch_file=None,
-                      heartbeat_dir=None, on_spike="continue" if guard.on_spike == "rollback" else guard.on_spike,
-                      iterations_to_skip=None, override=None),
+        guard=replace(without_traces(guard), check_replicas_interval=guard.check_replicas_interval and 1),
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
+        profiling=Profiling(),
     )  # fmt: skip
 
 
@@ -260,6 +261,8 @@ def _batch(b: Batch, sizes: Sizes, micros: int, steps: int) -> Batch:
         b,
         micro_batch_size=micro,
         global_batch_size=full,
+        local_batch_size=None,
+        gradient_accumulation_steps=None,
         rampup_batch_size=[least, full - least, least] if ramp else None,  # full from the second step on
         train_iters=None if counted else steps,
         train_samples=(least * ramp + (steps - ramp) * full) if counted else None,
@@ -270,7 +273,15 @@ def _batch(b: Batch, sizes: Sizes, micros: int, steps: int) -> Batch:
     )
 
 
-def _precision(p: Precision) -> Precision:
+def without_traces(guard: Guard) -> Guard:
+    """Guards that neither read nor write files of the real run."""
+    on_spike = "continue" if guard.on_spike == "rollback" else guard.on_spike
+    return replace(
+        guard, kill_switch_file=None, heartbeat_dir=None, on_spike=on_spike, iterations_to_skip=None, override=None
+    )
+
+
+def gentle(p: Precision) -> Precision:
     """fp16 starts with a loss scale that a few steps do not spend on overflows."""
     if p.precision != "fp16":
         return p
@@ -315,10 +326,11 @@ def original(config: Config, say) -> tuple[Config, int]:
 
 
 def asked_ranks(config: Config) -> int:
-    """Ranks of the real job: --world-size, else the fewest that the settings can have."""
+    """Ranks of the real job: --world-size, else as --data-parallel-size has it, else the fewest that there can be."""
     p = config.parallel
     least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-    return config.planner.world_size or least * (p.sharding_degree or (2 if p.sharding_stage else 1))
+    dp = p.data_parallel_size or p.sharding_degree or (2 if p.sharding_stage else 1)
+    return config.planner.world_size or least * dp
 
 
 def without_files(config: Config) -> Config:

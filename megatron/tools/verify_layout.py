@@ -12,9 +12,13 @@ import sys
 from dataclasses import dataclass
 from typing import Optional
 
+from megatron.batch import total_iterations
 from megatron.config import Config, setting
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.flags import parse_pretrain
+from megatron.rules import resolve
+
+EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 
 
 @dataclass(frozen=True)
@@ -32,25 +36,30 @@ def main(argv: list[str]) -> None:
     """Print a line per layout; exit with 1 if one differs by more than rounding."""
     config = parse_pretrain(argv, {"verify": Verify}, description=__doc__.splitlines()[0])
     asked: Verify = config.extra["verify"]
+    if asked.steps < 1:
+        raise SettingsError(f"--steps {asked.steps} must be at least 1")
 
-    from megatron.parity import TOLERANCE, compare, laid_out, one_process, trace
-    from pretrain_gpt import recipe
+    from megatron.parity import TOLERANCE, compare, one_process
 
     config, layouts = wanted(config, asked)
     precision = config.precision.precision
     if precision == "auto":
         raise SettingsError("--precision auto is not a number format to compare in", do="say fp32 or bf16")
-    one = one_process(config)
-    settings = [(layout, laid_out(config, layout)) for layout in layouts]  # all impossible ones are told at once
-    steps = min(asked.steps, config.batch.train_iters or asked.steps)
+    settings, one = possible(config, layouts), one_process(config)
+    steps = min(asked.steps, total_iterations(one.batch, 1))
+    if steps < 1:
+        raise SettingsError("training is shorter than a step: there is nothing to compare", do="raise --train-iters")
     model = config.model
     print(f"{steps} steps of {model.num_layers} layers x {model.hidden_size} hidden in {precision}, against one process; "
           "largest relative difference in")  # fmt: skip
     print(f"{'layout':<24} ranks {'loss':>9} {'grad norm':>9} {'weights':>9}  result (worst parameter)")
-    reference = trace(one, recipe(), 1, steps)
+    reference = trained(one, 1, steps)
+    if not any(map(math.isfinite, reference.norms)):
+        raise SettingsError("all gradients overflow: no step is made that could be compared", f"in {precision}",
+                            "lower --loss-scale, or leave it out")  # fmt: skip
     verdicts = []
     for layout, resolved in settings:
-        found = compare(reference, trace(resolved, recipe(), layout.world_size, steps))
+        found = compare(reference, trained(resolved, layout.world_size, steps))
         verdicts.append(found.passes(precision))
         print(f"{layout.text:<24} {layout.world_size:5} {found.loss:9.1e} {found.norm:9.1e} {found.weight:9.1e}  "
               f"{'PASS' if verdicts[-1] else 'FAIL'} ({found.worst})", flush=True)  # fmt: skip
@@ -61,9 +70,42 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
+def possible(config: Config, layouts: list) -> list[tuple]:
+    """Each layout with the settings that are resolved for it. Raises SettingsError that names all impossible ones."""
+    from megatron.parity import laid_out
+
+    found, refused = [], {}
+    for layout in layouts:
+        try:
+            found.append((layout, laid_out(config, layout)))
+        except SettingsError as error:
+            refused[layout.text] = error
+    if len(layouts) == 1:
+        for error in refused.values():
+            raise error
+    if refused:
+        raise SettingsError(f"{len(refused)} of {len(layouts)} layouts cannot be:"
+                            + "".join(f"\n{text}: {error}" for text, error in refused.items()))  # fmt: skip
+    return found
+
+
+def trained(config: Config, world_size: int, steps: int):
+    """The trace of a few steps. Raises what a rank raised where it is a failure of settings, data or disk."""
+    from megatron.mpu.forked import RankFailed
+    from megatron.parity import trace
+    from pretrain_gpt import recipe
+
+    try:
+        return trace(config, recipe(), world_size, steps)
+    except RankFailed as failed:
+        if failed.failure is None or config.logging.debug:
+            raise
+        raise failed.failure from None
+
+
 def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
     """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
-    from megatron.parity import layout_of, parse_layout
+    from megatron.parity import layout_of, one_batch, parse_layout
     from megatron.planner.twin import asked_ranks, narrowed, original, twin_of
 
     if not asked.layouts and asked.shrink:
@@ -72,12 +114,19 @@ def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
             print(f"note: not part of the twin: {words}")
         return twin.config, [layout_of(twin.config, twin.world_size)]
     if not asked.layouts:
-        return config, [layout_of(config, asked_ranks(config))]
+        ranks = asked_ranks(config)
+        resolve(config, ranks)
+        layouts = [layout_of(config, ranks)]
+        return one_batch(config, layouts), layouts
     try:
         layouts = [parse_layout(text) for text in asked.layouts.replace(",", " ").split()]
     except ValueError as error:
-        raise UsageError(str(error), do="--layouts tp2,pp2,tp2sp-pp2-dp2-zero1") from None
-    return (narrowed(config, common_sizes(layouts), steps=asked.steps) if asked.shrink else config), layouts
+        raise UsageError(str(error), do=EXAMPLE) from None
+    if not layouts:
+        raise UsageError(f"--layouts {asked.layouts} names none", do=EXAMPLE)
+    if asked.shrink:
+        return narrowed(config, common_sizes(layouts), steps=asked.steps), layouts
+    return one_batch(config, layouts), layouts
 
 
 def common_sizes(layouts: list):

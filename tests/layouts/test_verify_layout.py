@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool that users check layouts with: it passes what is right, and a planted bug turns it red."""
 
+import math
+
 import pytest
+import torch
 
 from megatron.errors import SettingsError, UsageError
+from megatron.flags import parse_pretrain
 from megatron.mpu import mappings
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.parity import Trace, compare, laid_out, parse_layout
+from megatron.pipeline.stages import chunks_of
 from megatron.tools import verify_layout
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --mock-data --vocab-size 50257
@@ -66,6 +72,9 @@ def test_a_planted_bug_turns_it_red(layout, where, name, bug, capsys, monkeypatc
     [
         ("tp2xx", "'xx' in layout 'tp2xx' is none of"),
         ("tp2tp4", "says tp twice"),
+        ("tp2,dp2zero4", "zero4 in layout 'dp2zero4': the stages are 0, 1, 2, 3"),
+        ("-", "layout '-' says nothing"),
+        (",", "--layouts , names none"),
     ],
 )
 def test_layouts_that_cannot_be_read(layout, words, capsys):
@@ -73,6 +82,52 @@ def test_layouts_that_cannot_be_read(layout, words, capsys):
         _verify(f"--layouts {layout}", capsys)
 
 
-def test_impossible_layouts_are_refused_with_what_works(capsys):
-    with pytest.raises(SettingsError, match="--micro-batch-size 4 x data parallel size 3"):
-        verify_layout.main(f"{FLAGS.replace('--shrink', '')} --layouts dp3".split())
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--layouts dp3", "--micro-batch-size 4 x data parallel size 3"),
+        ("--layouts dp3,pp2vp5", "(?s)2 of 2 layouts cannot be.*pp2vp5: .*into 10 even stages"),
+        ("--layouts dp2 --steps 0", "--steps 0 must be at least 1"),
+        ("--layouts dp2 --train-iters 0", "shorter than a step"),
+        ("--data-parallel-size 4 --gradient-accumulation-steps 3", "accumulation-steps 3 is not 512"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_what_works(flags, words, capsys):
+    with pytest.raises(SettingsError, match=words):
+        verify_layout.main(f"{FLAGS.replace('--shrink', '')} {flags}".split())
+
+
+SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-3
+    --micro-batch-size 1"""
+
+
+@pytest.mark.parametrize(
+    "flags, layout, steps",
+    [
+        ("--train-iters 2 --local-batch-size 2 --data-parallel-size 2", "dp2", 2),  # the batch follows from the ranks
+        ("--train-samples 8 --gradient-accumulation-steps 2 --layouts dp2", "dp2", 2),  # no more steps than training has
+        ("--train-iters 1 --global-batch-size 2 --layouts tp2 --on-spike rollback --save x --save-interval 1 "
+         "--profile --profile-ranks 7", "tp2", 1),
+    ],
+)  # fmt: skip
+def test_the_command_line_of_a_training_can_be_compared(flags, layout, steps, capsys):
+    verify_layout.main(f"{SMALL} {flags}".split())
+    text = capsys.readouterr().out
+    assert text.startswith(f"{steps} steps of 2 layers") and f"\n{layout} " in text and "1 of 1 pass" in text
+
+
+def test_a_chunk_count_is_what_the_token_says():
+    config = parse_pretrain(f"{SMALL} --num-layers 12 --train-iters 1 --global-batch-size 4".split(), {})
+    found = laid_out(config, parse_layout("pp2vp3"))
+    assert chunks_of(found.parallel, 12) == 3
+
+
+def test_fp16_is_compared_in_steps_that_are_made(monkeypatch):
+    line = f"{SMALL} --train-iters 1 --global-batch-size 4 --fp16"
+    config = laid_out(parse_pretrain(line.split(), {}), parse_layout("tp2"))
+    assert config.precision.initial_loss_scale <= 256
+    nothing = Trace([5.0], [math.inf], {"w": torch.ones(2)}, 0.0)
+    assert compare(nothing, nothing).norm == 0.0
+    monkeypatch.setattr(verify_layout, "trained", lambda *args: nothing)
+    with pytest.raises(SettingsError, match="all gradients overflow"):
+        verify_layout.main(f"{line} --loss-scale 1e30 --layouts tp2".split())

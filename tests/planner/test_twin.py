@@ -111,6 +111,11 @@ def test_a_ramp_and_samples_stay():
     assert (batch.rampup_batch_size, batch.global_batch_size, batch.train_samples) == ([2, 2, 2], 4, 14)
 
 
+def test_what_counts_ranks_or_their_batch_goes():
+    _, twin = made("--tp 2 --local-batch-size 24 --gradient-accumulation-steps 24 --profile --profile-ranks 63", 128)
+    assert check(twin.config, twin.world_size) == []
+
+
 def test_an_own_schedule_keeps_its_ranks_and_micro_batches(tmp_path):
     path = tmp_path / "own.txt"
     lines = ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
