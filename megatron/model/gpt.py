@@ -88,7 +88,7 @@ class GPT(nn.Module):
                 vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
                 chunk=self.kernels.cross_entropy_chunk,
             )  # fmt: skip
-        return loss, loss.new_tensor(batch.labels.numel()) if mask is None else mask.sum()
+        return loss, loss.new_full((), batch.labels.numel()) if mask is None else mask.sum()
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
