@@ -4,7 +4,7 @@
 # (arXiv:2005.14165, table 2.1).
 #
 # needs    32 x A100-80GB: 4 nodes of 8
-# memory   63.1 of 85.9 GB on the fullest rank
+# memory   62.9 of 85.9 GB on the fullest rank
 # expects  25.72 s a step of 2,097,152 tokens, 81,546 tokens/s
 # expects  209 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

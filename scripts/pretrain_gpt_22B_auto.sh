@@ -5,7 +5,7 @@
 #
 # needs    16 x A100-80GB: 2 nodes of 8
 # layout   tp2sp-pp2-zb-h1-dp4-zero1, micro-batch 1, as found on these
-# memory   70.8 of 85.9 GB on the fullest rank
+# memory   70.9 of 85.9 GB on the fullest rank
 # expects  2.90 s a step of 65,536 tokens, 22,584 tokens/s
 # expects  197 TFLOP/s a GPU, bubble 4.3% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"

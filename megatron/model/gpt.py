@@ -22,6 +22,7 @@ from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.mpu import mappings
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
+from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.layers import VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
@@ -36,6 +37,10 @@ class GPT(nn.Module):
 
     dtype: the format of weights and of what goes from stage to stage. autocast: other formats inside, op by op.
     """
+
+    weight_gradients: Optional[WeightGradients] = (
+        None  # of the output layer; set by `deferred.attach`, as those of others
+    )
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, layers: Optional[range] = None, first: bool = True,
                  last: bool = True, sequence_parallel: bool = False, kernels: Optional[Kernels] = None,
@@ -86,7 +91,7 @@ class GPT(nn.Module):
             loss = linear_cross_entropy(
                 x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), mask=mask,
                 vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
-                chunk=self.kernels.cross_entropy_chunk,
+                chunk=self.kernels.cross_entropy_chunk, later=self.weight_gradients,
             )  # fmt: skip
         return loss, loss.new_full((), batch.labels.numel()) if mask is None else mask.sum()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output layer and cross-entropy in one, a chunk of tokens at a time, over a vocabulary cut along the tp axis.
 
-The logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
-at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward only multiplies
-by the gradient that arrives. Rows of the vocabulary that are padding are kept out of the softmax: no probability,
-no gradient.
+The fp32 logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
+at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward makes the product
+for the weight's gradient, which may wait (`mpu/deferred.py`), and multiplies by the gradient that arrives. Rows of the
+vocabulary that are padding are kept out of the softmax: no probability, no gradient.
 
 With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
@@ -17,12 +17,15 @@ right. Nothing that the loss scale would save is lost before it comes.
 Legend: n tokens (s x b), h hidden, v padded vocabulary, tp size of the axis.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Optional
 
 import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
+from megatron.mpu.deferred import WeightGradients
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 
@@ -34,20 +37,26 @@ BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their produc
 
 @op
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
-                         mask: Optional[torch.Tensor] = None, label_smoothing: float = 0.0,
-                         chunk: Optional[int] = None) -> torch.Tensor:  # fmt: skip
+                         mask: Optional[torch.Tensor] = None, label_smoothing: float = 0.0, chunk: Optional[int] = None,
+                         later: Optional[WeightGradients] = None) -> torch.Tensor:  # fmt: skip
     """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
     onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
-    label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time.
+    label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time;
+    later: where the product for the weight's gradient may wait, as in `layers.linear`.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing)
     losses, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
     loss = losses.sum() if mask is None else (losses * mask).sum()
-    return _Precomputed.apply(loss, hidden, weight, gradients) if wanted else loss
+    if not wanted:
+        return loss
+    put = None
+    if later is not None and hidden.requires_grad and weight.requires_grad:
+        weight, put = weight.detach(), partial(later.put, weight)
+    return _Precomputed.apply(loss, hidden, weight, gradients, put)
 
 
 @op
@@ -58,22 +67,32 @@ def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Op
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar whose gradients are already known, as (gradient, what it is multiplied by): backward scales them."""
+    """A scalar whose gradients are known, each as (what gives it, what it is multiplied by): backward scales them.
+
+    put: takes what gives the weight's gradient, instead of autograd.
+    """
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, gradients):
-        ctx.gradients = gradients
+    def forward(ctx, loss, hidden, weight, gradients, put):
+        ctx.gradients, ctx.put = gradients, put
         return loss.clone()
 
     @staticmethod
     def backward(ctx, upstream):
-        gradients = ctx.gradients
+        of_hidden, of_weight = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
-        for gradient, scale in gradients:
-            # To look at what arrives on a GPU would wait for the GPU.
-            if scale != 1.0 or upstream.device.type != "cpu" or upstream != 1.0:
-                gradient.mul_(upstream / scale)
-        return None, *(gradient for gradient, _ in gradients), None
+        if ctx.put:
+            ctx.put(of_weight)
+        needed = ctx.needs_input_grad
+        return None, of_hidden() if needed[1] else None, of_weight() if needed[2] else None, None, None
+
+
+def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tensor) -> torch.Tensor:
+    """A gradient for the one that arrives. To look at what arrives on a GPU would wait for the GPU."""
+    gradient = give()
+    if scale != 1.0 or upstream.device.type != "cpu" or upstream != 1.0:
+        gradient.mul_(upstream / scale)
+    return gradient
 
 
 class _Vocabulary:
@@ -89,12 +108,12 @@ class _Vocabulary:
 
 
 def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted: bool):
-    """Losses [n]; with `wanted` also the gradients of their masked sum to hidden [n, h] and weight [v/tp, h], each with
-    the factor that it is multiplied by.
+    """Losses [n]; with `wanted` also what gives the gradients of their masked sum to hidden [n, h] and weight [v/tp, h],
+    each with the factor that it is multiplied by.
 
     Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
     of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
-    micro-batches need one large product and no sum over blocks.
+    micro-batches need one large product and no sum over blocks. Then the weight's is not made before it is asked for.
     """
     n, product = hidden.shape[0], matmul(hidden)
     budget = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
@@ -107,7 +126,7 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
         return losses, None
     half = hidden.dtype == torch.float16
     up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
-    hidden_gradient, weight_gradient = torch.empty_like(hidden), None
+    hidden_gradient, total = torch.empty_like(hidden), None
     waiting = torch.empty((min(n, block), vocabulary.rows), dtype=hidden.dtype, device=hidden.device)
     for whole in _slices(0, n, block):
         for rows in _slices(whole.start, whole.stop, chunk):
@@ -117,13 +136,20 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
             if half:
                 gradient.mul_(up)
             waiting[rows.start - whole.start : rows.stop - whole.start] = gradient
-        gradient = waiting[: whole.stop - whole.start]
+        gradient, inputs = waiting[: whole.stop - whole.start], hidden[whole]
         hidden_gradient[whole] = product(gradient, weight.t())
-        columns = (hidden[whole] * down if half else hidden[whole]).t()
-        part = product(gradient.t(), columns)
-        # Blocks are summed in fp32: in bf16 each addition would round away what the next one brings.
-        weight_gradient = part if weight_gradient is None else weight_gradient.float().add_(part)
-    return losses, ((hidden_gradient, up), (weight_gradient.to(weight.dtype), up * down))
+        part = partial(_weight_gradient, product, gradient, inputs, down)
+        if n > block:  # blocks are summed in fp32: in bf16 each addition would round away what the next one brings
+            total = part() if total is None else total.float().add_(part())
+    if total is not None:
+        total = total.to(weight.dtype)
+        part = lambda: total
+    return losses, ((lambda: hidden_gradient, up), (part, up * down))
+
+
+def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:
+    """[v/tp, h] from the gradients of logits [n, v/tp] and the hidden states [n, h] times `down`."""
+    return product(gradient.t(), (inputs if down == 1.0 else inputs * down).t())
 
 
 def _slices(start: int, stop: int, step: int) -> list[slice]:

@@ -10,8 +10,8 @@ The next pipeline stage waits for the gradient of a layer's input, and nobody fo
     ...
     deliver(products)  # pass W
 
-Gradients of norms, biases and embeddings are cheap and stay in pass I, and so do those of a layer whose input needs
-no gradient.
+So does the output layer (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap and stay in pass I,
+and so do those of a layer whose input needs no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator

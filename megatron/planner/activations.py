@@ -43,32 +43,47 @@ def stage_kept(job: Job, layout: Layout, layers: Sequence[int], first: bool, las
 
 
 def loss_kept(job: Job, layout: Layout) -> int:
-    """Gradients that the fused output layer and loss make going forward: of its input [n, h] and weight [v/tp, h]."""
-    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
-    return (_tokens(job, layout) + rows) * job.model.hidden_size * job.element
+    """What the fused output layer and loss keep: gradients of its input [n, h] and its weight [v/tp, h]; in place of the
+    latter, while its product waits, the two that are multiplied.
+    """
+    h, waits = job.model.hidden_size, loss_waits(job, layout)
+    return _tokens(job, layout) * h * job.element + (waits or _loss_shape(job, layout)[0] * h * job.element)
+
+
+def loss_waits(job: Job, layout: Layout) -> int:
+    """Bytes from which the output weight's gradient is made in the backward pass, or later: the input and the gradients of
+    all logits, [n, h + v/tp]. 0: these are too many to be kept, and it is made going forward, a block at a time.
+    """
+    (rows, n), block = _loss_shape(job, layout), _loss_block(job, layout)[1]
+    return n * (job.model.hidden_size + rows) * job.element if n <= block else 0
 
 
 def loss_workspace(job: Job, layout: Layout) -> int:
     """Most bytes of logits and their gradients at a time, beside what is kept."""
-    n, e = _tokens(job, layout), job.element
-    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
-    chunk = min(n, _loss_rows(job, rows))
-    block = min(n, max(chunk, BLOCK_BYTES // (e * rows) // chunk * chunk))
-    several = 2 * 4 * rows * job.model.hidden_size if n > block else 0  # weight gradients of blocks summed in fp32
-    return block * rows * e + 3 * chunk * rows * 4 + several
+    rows, n = _loss_shape(job, layout)
+    chunk, block = _loss_block(job, layout)
+    logits, product = 3 * 4 * min(n, chunk) * rows, rows * job.model.hidden_size
+    if n <= block:
+        return max(logits, product * job.element)
+    return block * rows * job.element + logits + 2 * 4 * product  # weight gradients of blocks are summed in fp32
 
 
 def loss_chunks(job: Job, layout: Layout) -> int:
     """Chunks of tokens that the loss of a micro-batch is computed in."""
-    n, e = _tokens(job, layout), job.element
-    rows = padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp
-    chunk = _loss_rows(job, rows)
-    block = max(chunk, BLOCK_BYTES // (e * rows) // chunk * chunk)
+    n, (chunk, block) = _tokens(job, layout), _loss_block(job, layout)
     return sum(-(-min(block, n - start) // chunk) for start in range(0, n, block))
 
 
-def _loss_rows(job: Job, rows: int) -> int:
-    return max(128, CHUNK_BYTES[job.device] // (4 * rows))
+def _loss_shape(job: Job, layout: Layout) -> tuple[int, int]:
+    """(rows of the vocabulary on a rank, tokens of a micro-batch)."""
+    return padded_vocabulary(job.model, job.vocab_size, layout.tp) // layout.tp, _tokens(job, layout)
+
+
+def _loss_block(job: Job, layout: Layout) -> tuple[int, int]:
+    """Tokens of a chunk, whose logits exist in fp32 at a time, and of a block, whose gradients wait for their products."""
+    rows, _ = _loss_shape(job, layout)
+    chunk = max(128, CHUNK_BYTES[job.device] // (4 * rows))
+    return chunk, max(chunk, BLOCK_BYTES // (job.element * rows) // chunk * chunk)
 
 
 def workspace(job: Job, layout: Layout) -> int:

@@ -138,9 +138,11 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     """Activations by kind at the fullest moment."""
     pipeline = layout.pipeline(job.model.num_layers)
     last = len(pipeline.stages) - 1
-    each = [activations.stage_kept(job, layout, pipeline.layers[stage], stage == 0, stage == last)
-            for stage in pipeline.stages_of(rank)]  # fmt: skip
-    late = [activations.deferred(job, layout) * len(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
+    stages = pipeline.stages_of(rank)
+    each = [activations.stage_kept(job, layout, pipeline.layers[stage], stage == 0, stage == last) for stage in stages]
+    late = [activations.deferred(job, layout) * len(pipeline.layers[stage]) for stage in stages]
+    if last in stages:
+        late[stages.index(last)] += activations.loss_waits(job, layout)
     sums = [sum(kinds.values()) for kinds in each]
     moments = most_held(layout.schedule, layout.pp, layout.micros(job), len(each), rank)
     alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))

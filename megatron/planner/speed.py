@@ -151,7 +151,8 @@ def _stage(
         rows = padded_vocabulary(job.model, job.vocab_size, tp) // tp
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
-        ends += Pass(3 * product + softmax + talk * sp, talk, talk * (1 + sp))  # the loss makes its gradients at once
+        # The loss makes its gradients at once, but for that of the weight.
+        ends += Pass(2 * product + softmax + talk * sp, product + talk, talk * (1 + sp))
     return Pass(forward, backward, waiting) + ends
 
 

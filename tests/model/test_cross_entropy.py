@@ -3,11 +3,15 @@
 tp.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
+from megatron.mpu.deferred import WeightGradients, deliver
 from megatron.mpu.mesh import Mesh
 
 N, H, V, PADDED = 37, 16, 100, 128
@@ -119,3 +123,22 @@ def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
         assert loss == pytest.approx(want.item(), rel=1e-6)
     torch.testing.assert_close(sum(torch.from_numpy(r[1]) for r in results), wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat([torch.from_numpy(r[2]) for r in results]), wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [1 << 27, 1])
+def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
+    """Pass I gives the gradient to hidden alone; W that of the weight: the same bits, of one block or of several."""
+    monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", block)
+    found = []
+    for later in (None, WeightGradients()):
+        hidden, weight, labels, mask = problem(dtype)
+        with later.collect() if later else nullcontext([]) as products:
+            more = dict(mask=mask, chunk=10, later=later)
+            loss = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, **more)
+            (loss * 0.3).backward()
+        assert (weight.grad is None) == bool(later) and len(products) == bool(later)
+        deliver(products)
+        found.append((hidden.grad, weight.grad))
+    for got, want in zip(*found):
+        assert torch.equal(got, want)

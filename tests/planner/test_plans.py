@@ -213,7 +213,7 @@ def test_devices():
     [
         (
             "345M --micro-batch-size 8",
-            "--micro-batch-size 1 (10.3 GB) or --recompute-granularity full (10.7 GB) would fit",
+            "--micro-batch-size 1 (10.2 GB) or --recompute-granularity full (10.7 GB) would fit",
         ),
         ("1.3B --micro-batch-size 8 --use-recompute", ": 28.9 of 16.7 GB; --optimizer-cpu-offload (13.2 GB) would fit"),
         ("1.3B --micro-batch-size 8", "--recompute-granularity full --optimizer-cpu-offload (13.2 GB) would fit"),
