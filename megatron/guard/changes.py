@@ -83,9 +83,22 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     refuse_another_model(config, saved)
     allowed = overridden(config.guard.override)
     found = [change for change in changes(saved, asdict(config)) if change.dangerous and change.name not in allowed]
-    names = ",".join(change.name.replace("_", "-") for change in found)
+    names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(found)])
     _refuse(found, "the checkpoint is of a run whose results depend on other settings",
             f"give the checkpoint's settings, or --override {names} to go on with these")  # fmt: skip
+
+
+def _with_other_samples(found: list[Change]) -> list[str]:
+    """What else a run has to be allowed when these have changed: their samples are others, too."""
+    deciding = {"seed", "seq_length", *DANGEROUS["data"], *DANGEROUS["tokenizer"]}
+    moved = {
+        "vocab_file",
+        "merge_file",
+        "tokenizer_model",
+        "data_path",
+        "train_data_path",
+    }  # the same under other names
+    return [ORDER] if any(change.name in deciding - moved for change in found) else []
 
 
 def told(config: Config, saved: dict[str, dict]) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Optional
@@ -164,18 +165,45 @@ def flags_of(words: list[str]) -> list[str]:
 
 
 def expanded(words: list[str]) -> list[str]:
-    """The command with a script of `scripts/` replaced by what that runs, which it tells (PRINT=1)."""
+    """The command with a script of `scripts/` replaced by what that runs, which it tells (PRINT=1).
+
+    Somebody's own script stays as it is: asked, it would train.
+    """
     at = script_at(words)
-    if not words[at].endswith(".sh"):
+    if not words[at].endswith(".sh") or is_foreign(words):
         return words
     start = at - 1 if at and Path(words[at - 1]).name in ("bash", "sh") else at
     return [*words[:start], *_said_by(*words[at:])]
 
 
+def is_foreign(words: list[str]) -> bool:
+    """Whether the training script is a shell script that is none of `scripts/`, which all go through _launch.sh there.
+
+    Raises SettingsError when it cannot be read, or keeps the arguments that a supervisor adds to itself.
+    """
+    script = Path(words[script_at(words)])
+    if script.suffix != ".sh":
+        return False
+    try:
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SettingsError(f"{script} cannot be read: {error.strerror}") from None
+    if script.with_name("_launch.sh").exists() and re.search(r"/_launch\.sh|^exec bash ", text, re.MULTILINE):
+        return False
+    if not re.search(r"\$[@*]|\$\{[@*]", text):
+        raise SettingsError(f"{script} does not hand its arguments on to the training",
+                            "the supervisor adds --heartbeat-dir, --exit-signal-handler and --load",
+                            'put "$@" behind the last flag of its training command')  # fmt: skip
+    return True
+
+
 @cache
 def _said_by(*words: str) -> list[str]:
-    told = subprocess.run(["bash", *words], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
-                          capture_output=True, timeout=60, check=False)  # fmt: skip
+    try:
+        told = subprocess.run(["bash", *words], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
+                              capture_output=True, timeout=60, check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise SettingsError(f"{words[0]} does not say what it runs", "it was asked with PRINT=1, for 60 s") from None
     if told.returncode:
         raise SettingsError(f"{words[0]} does not say what it runs", told.stderr.strip()[:500])
     return shlex.split(told.stdout)
@@ -188,11 +216,16 @@ def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
     return max(found, default=None)
 
 
-def resumed(words: list[str], save: Optional[str]) -> list[str]:
-    """The command that goes on from the newest checkpoint under `--save`, if there is one, whatever was loaded at first."""
-    if newest_checkpoint(save) is None:
+def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str]] = ()) -> list[str]:
+    """The command that goes on from the newest checkpoint under `--save`, if there is one, whatever was loaded at first.
+
+    others: where checkpoints may be that `--save` does not hold: the mirror, copies. A run with `--load` looks there by
+    itself; it is given one of them where `--save` has none.
+    """
+    load = next((folder for folder in (save, *others) if newest_checkpoint(folder) is not None), None)
+    if load is None:
         return words
-    words = with_flag(words, "--load", save)
+    words = with_flag(words, "--load", load)
     for flag in ("--finetune", "--no-load-optim", "--auto-resume"):
         if _given(words, flag):
             words = with_flag(words, flag, "false")

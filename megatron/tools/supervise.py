@@ -91,11 +91,12 @@ class Supervisor:
     """One job, over all its attempts."""
 
     def __init__(self, settings: Supervise, command: list[str]):
-        commands.script_at(command)
+        refuse(settings, command)
         self.settings, self.command = settings, command
         self.began = time.monotonic()
         config = commands.config_of(command)
         self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
+        self.others = (config.checkpoint.save_mirror, config.checkpoint.save_copy) if config else ()
         self.beats = Path(settings.heartbeat_dir) if settings.heartbeat_dir else heartbeat_folder()
         self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
@@ -115,6 +116,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         say(f"watching {self.beats}, logs in {self.logs}")
+        if self.save is None:
+            say("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
         try:
             while True:
                 verdict = self.attempt()
@@ -193,8 +196,12 @@ class Supervisor:
         saved = len(list(Path(self.save).glob("iter_*"))) if self.save else 0
         found = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
         path = self.logs / "goodput.json"
-        path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
-        say(f"{found.text()}\n  account: {path}")
+        try:
+            path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+            where = f"account: {path}"
+        except OSError as error:  # the job's own end counts
+            where = f"the account could not be written: {error}"
+        say(f"{found.text()}\n  {where}")
         return code
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
@@ -202,7 +209,7 @@ class Supervisor:
     def attempt(self) -> Verdict:
         """Start the job, watch it to its end, see to it that nothing of it is left."""
         clear(self.beats)
-        words = commands.resumed(self.command, self.save)
+        words = commands.resumed(self.command, self.save, self.others)
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
         number = len(self.attempts)
@@ -307,11 +314,12 @@ class Supervisor:
         """What became of an attempt."""
         log = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
         ended = [beat.ended for beat in beats if beat.ended is not None]
-        codes = [*ended, *codes_in_log(log)] if returned else [0]
+        failed = ended and all(ended)  # a script may end with 0 all the same: torchrun ... | tee log
+        codes = [0] if returned == 0 and not failed else [*ended, *codes_in_log(log)]
         if hung:
             verdict = Verdict(Action.RETRY, "hung", 7)
         else:
-            verdict = judge(codes or [1 if returned is None else returned], self.settings.on_numerics == "retry")
+            verdict = judge(codes or [returned or 1], self.settings.on_numerics == "retry")
         attempt.ended = time.monotonic() - self.began
         attempt.cause, attempt.code = verdict.cause, verdict.code
         if beats:
@@ -334,6 +342,23 @@ class Supervisor:
 
     def _stop(self, number: int, frame) -> None:
         self.asked_to_stop = number
+
+
+def refuse(settings: Supervise, command: list[str]) -> None:
+    """Raise SettingsError for patience that is none, UsageError for a command that cannot be started."""
+    for name, value in vars(settings).items():
+        least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
+        flag = f"--{name.replace('_', '-')} {value}"
+        if least is not None and value is not None and value < least:
+            raise SettingsError(f"{flag} must be at least {least}")
+        if name in ("hang_timeout", "start_timeout", "poll") and not value > 0:
+            raise SettingsError(f"{flag} must be above 0")
+    commands.script_at(command)
+    commands.is_foreign(command)
+    if shutil.which(command[0]) is None:
+        raise UsageError(
+            f"{command[0]}: there is no such command", do="supervise ... -- torchrun ... pretrain_gpt.py ..."
+        )
 
 
 class Clock:

@@ -135,6 +135,10 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     saved, flag = _record(_config()), name.replace("_", "-")
     with pytest.raises(SettingsError, match=f"--{flag}: "):
         changes.refuse_another_run(_config(**{group: {name: value}}), saved)
+    advice = f"--override {flag}" + ("" if name in ("data_path", "vocab_file") else ",data-order")
+    if name != "num_layers":  # of which there is no other run
+        with pytest.raises(SettingsError, match=f"{advice} to go on"):
+            changes.refuse_another_run(_config(**{group: {name: value}}), saved)
     allowed = _config(**{group: {name: value}}, guard=dict(override=f"--seed,{flag}"))
     changes.refuse_another_run(allowed, saved)
     assert any(flag in text and "(--override)" in text for text in changes.told(allowed, saved))
@@ -305,6 +309,24 @@ def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
     assert command.newest_checkpoint(str(tmp_path)) == 20
     settings = command.config_of(command.resumed(words, str(tmp_path))).checkpoint
     assert (settings.load, settings.finetune, settings.ckpt_step) == (str(tmp_path), False, None)
+    words = [*JOB, "--save", str(tmp_path / "full")]  # never written: all that was saved is in the mirror
+    assert command.resumed(words, str(tmp_path / "full"), (None, "rclone copy {} x")) == words
+    again = command.resumed(words, str(tmp_path / "full"), (str(tmp_path), "rclone copy {} x"))
+    assert command.config_of(again).checkpoint.load == str(tmp_path)
+
+
+def test_scripts_of_ones_own_are_not_run_to_ask_what_they_run(root, tmp_path):
+    script = tmp_path / "pretrain_mine.sh"
+    script.write_text('torchrun pretrain_gpt.py "$@" | tee log\n')
+    words = ["bash", str(script), "--save", "x"]
+    assert command.is_foreign(words) and command.expanded(words) == words and command.flags_of(words) == words[2:]
+    script.write_text("torchrun pretrain_gpt.py --save x\n")
+    with pytest.raises(SettingsError, match="does not hand its arguments on"):
+        command.is_foreign(words)
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        command.is_foreign(["bash", str(tmp_path / "pretrain_none.sh")])
+    ours = [path for name in ("pretrain", "auto") for path in (root / "scripts").glob(f"{name}_*.sh")]
+    assert len(ours) > 20 and not any(command.is_foreign(["bash", str(path)]) for path in ours)
 
 
 def test_fewer_ranks_keep_the_global_batch():

@@ -14,8 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import newest_checkpoint
-from megatron.guard.heartbeat import read_beats
+from megatron.guard.exits import Action, Verdict
+from megatron.guard.goodput import Attempt
+from megatron.guard.heartbeat import Beat, read_beats
 from megatron.guard.processes import descendants, die_with_parent, is_gone, state
 from megatron.tools import supervise
 from megatron.tools.supervise import heartbeat_folder
@@ -230,6 +233,47 @@ def test_mistakes_of_the_command_are_told(root):
                               (["--hang-timeot", "3", "--", "ls"], 2, "did you mean --hang-timeout")):  # fmt: skip
         found = subprocess.run([*command, *words], cwd=root, capture_output=True, text=True)
         assert found.returncode == code and text in found.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, error, text",
+    [
+        ("--hang-timeout -1", SettingsError, "--hang-timeout -1.0 must be above 0"),
+        ("--poll 0", SettingsError, "--poll 0.0 must be above 0"),
+        ("--max-restarts -1", SettingsError, "--max-restarts -1 must be at least 0"),
+        ("--same-step-limit 0", SettingsError, "--same-step-limit 0 must be at least 1"),
+        ("", UsageError, "no-such-launcher: there is no such command"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_started(flags, error, text):
+    with pytest.raises(error, match=text):
+        supervise.main([*flags.split(), "--", "no-such-launcher", "pretrain_gpt.py"])
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    settings = supervise.Supervise(log_dir=str(tmp_path), heartbeat_dir=str(tmp_path / "beats"))
+    made = supervise.Supervisor(settings, [sys.executable, "pretrain_job.py"])
+    made.log = tmp_path / "none.log"
+    return made
+
+
+def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor):
+    """As `torchrun ... | tee log` does."""
+
+    def verdict(returned, *ended):
+        beats = [Beat(rank, "host", 1, 1, 1, "F", 3, ended=code) for rank, code in enumerate(ended)]
+        return supervisor.close(Attempt(0, 2), returned, beats, hung=False)
+
+    assert [verdict(0, *ended).action for ended in ((), (0, 0), (0, 1), (None, 0), (None, None))] == [Action.DONE] * 5
+    assert verdict(0, 7, 5).code == 5 and verdict(0, 9, 9).action is Action.PREEMPTED
+    assert verdict(0, None, 1).action is Action.RETRY and verdict(None).action is Action.RETRY
+
+
+def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(supervisor, capsys):
+    (supervisor.logs / "goodput.json").mkdir()
+    assert supervisor.report("finished", Verdict(Action.DONE, "finished", 0)) == 0
+    assert "finished after" in (said := capsys.readouterr().out) and "could not be written" in said
 
 
 def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, run_ranks, memory_folder):
