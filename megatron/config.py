@@ -355,7 +355,7 @@ class Guard:
         "the steps before the spike",
         "continue",
     )
-    spike_window: int = setting("steps that a step is compared with", 128)
+    spike_window: int = setting("steps that a step is compared with, at least 32", 128)
     spike_threshold: float = setting("deviations above the median of the window that make a spike", 10.0)
     spike_skip_steps: int = setting("steps up to a spike that a rollback leaves out", 8)
     max_rollbacks: int = setting("a further spike stops the run", 3)

@@ -8,6 +8,7 @@ one record `s`, beside `s.world` (ranks), `s.dp` (data parallel ranks) and `s.he
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
@@ -114,8 +115,8 @@ RANGES = {  # what a value must be -> test, fields
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
-        spike_window spike_skip_steps recompute_num_layers
-        max_global_batch_size world_size local_world_size top"""),
+        spike_skip_steps recompute_num_layers max_global_batch_size world_size local_world_size top"""),
+    "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none
     "at least 0": (lambda v: v >= 0, """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
         lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected"""),
@@ -299,9 +300,10 @@ RULES = (
     # Checkpoints.
     Rule(lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != config.AUTO,
          lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto"),
-    *(Rule(lambda s, name=name: getattr(s, name) and getattr(s, name) == s.save,
-           lambda s, name=name: f"--{name.replace('_', '-')} {s.save} is --save itself; give a folder on another disk")
-      for name in ("save_mirror", "save_copy")),
+    *(Rule(lambda s, a=a, b=b: _same_folder(getattr(s, a), getattr(s, b)),
+           lambda s, a=a, b=b: f"--{a.replace('_', '-')} {getattr(s, a)} is --{b.replace('_', '-')} itself; give a folder "
+                               "on another disk")
+      for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))),
     Rule(lambda s: s.save_mirror and "{}" in s.save_mirror,
          lambda s: "--save-mirror is a folder for saves that failed; a command for each checkpoint is --save-copy"),
     *(Rule(lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
@@ -400,6 +402,11 @@ _TOKENIZER_NEEDS = {
 def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
     return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
+
+
+def _same_folder(a: str | None, b: str | None) -> bool:
+    """Whether both are given and lead to one folder."""
+    return bool(a and b) and os.path.realpath(a) == os.path.realpath(b)
 
 
 def _given_paths(s: SimpleNamespace) -> list[str]:

@@ -233,7 +233,7 @@ SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a ran
 def load_folder(settings: schema.Checkpoint, exchange) -> Path:
     """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
     folders = [Path(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
-    if settings.ckpt_step is not None:
+    if settings.ckpt_step is not None or (folders[0] / "index.json").exists():  # this one, and no other
         return folders[0]
     return exchange(max(folders, key=lambda folder: max(checkpoints(folder), default=-1)))[0]
 
@@ -274,16 +274,21 @@ def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None:
     """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
 
-    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number.
+    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
+    would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
     """
     if settings.save is None or (settings.load and Path(settings.load).resolve() == Path(settings.save).resolve()):
         return
-    newest = exchange(max(checkpoints(Path(settings.save)), default=0))[0]
-    if newest > iteration:
-        raise CheckpointError(f"--save {settings.save} holds checkpoints of another run, up to iteration {newest}",
-                              f"this run starts at iteration {iteration}: its own would lie between them",
-                              f"--load {settings.save} goes on from there; otherwise give another --save, or move "
-                              "them away")  # fmt: skip
+    flags = {"--save": settings.save}
+    if settings.load is None:
+        flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
+    for flag, folder in flags.items():
+        newest = exchange(max(checkpoints(Path(folder)), default=0) if folder else 0)[0]
+        if newest > iteration:
+            raise CheckpointError(f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
+                                  f"this run starts at iteration {iteration}: its own would lie between them",
+                                  f"--load {folder} goes on from there; otherwise give another {flag}, or move them "
+                                  "away")  # fmt: skip
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:

@@ -128,6 +128,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--on-spike rollback", 1, "--on-spike rollback needs --save and --save-interval"),
         ("--override seed", 1, "--override seed needs --load"),
         ("--spike-threshold 0", 1, "--spike-threshold 0.0 must be above 0"),
+        ("--spike-window 31", 1, "--spike-window 31 must be at least 32"),
         ("--wandb-exp-name x", 1, "--wandb-exp-name needs --wandb-project"),
         ("--log-interval 0", 1, "--log-interval 0 must be at least 1"),
     ],

@@ -23,6 +23,7 @@ from megatron.errors import CheckpointError, Failure, Locked, StorageError
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
 _SEAL = '{{"checksum": "{}"'
 _SEAL_LENGTH = len(_SEAL.format("0" * 32))
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)  # of fsync on a folder: some network and user space file systems
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without advisory locks
 
 
@@ -87,10 +88,13 @@ def read_sealed(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder (created, renamed, deleted) durable."""
+    """Make the names in a folder (created, renamed, deleted) durable, where its file system knows such a thing."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(handle)
 

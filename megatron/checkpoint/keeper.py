@@ -96,11 +96,15 @@ class Keeper:
                     f"WARNING: no memory to save in the background, training waits: {str(problem).splitlines()[0]}"
                 )
                 background = False
-        if background:
+        if self.settings.async_save:  # also on a rank without memory: all exchange the same in the same order
             stall = time.perf_counter() - started
-            self._plan(iteration, stall - waited)  # before the thread starts, which uses the same exchange
+            # before the thread starts, which uses the same exchange
+            self._plan(iteration, stall - waited + (0.0 if background else self._writing))
             self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
             self._thread.start()
+            if not background:
+                self.wait()
+                return time.perf_counter() - started
             self.say(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
             return stall
         self._work(iteration, pieces, state, False)

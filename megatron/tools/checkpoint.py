@@ -210,6 +210,9 @@ def prune(path: Path, which: Which, how: Prune) -> None:
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
         raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
+    if which.ckpt_step is not None:
+        raise UsageError(f"--ckpt-step {which.ckpt_step}: prune deletes what --keep-last and --save-retain-interval do not "
+                         "keep, and not one checkpoint by its number")  # fmt: skip
     found = state.checkpoints(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")

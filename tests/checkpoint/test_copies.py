@@ -16,6 +16,7 @@ from megatron.checkpoint.keeper import Keeper
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.state import TRACKER, alone, checkpoints
 from megatron.checkpoint.store import Piece
+from megatron.errors import CheckpointError
 from megatron.flags import parse_pretrain
 from megatron.rules import check
 
@@ -54,8 +55,23 @@ def test_copies_are_checkpoints_and_a_run_goes_on_from_them(run, tmp_path, backg
     assert any(f"copied iter_0000003 to {copy}" in line for line in said)
     settings = config.Checkpoint(load=str(home), save_copy=str(copy))
     assert startup.load_folder(settings, alone) == home  # as new as the copy
+    shutil.rmtree(home / "iter_0000003")
+    assert startup.load_folder(settings, alone) == copy
+    settings = config.Checkpoint(load=str(home / "iter_0000002"), save_copy=str(copy))
+    assert startup.load_folder(settings, alone) == home / "iter_0000002"  # this one was asked for
     shutil.rmtree(home)
     assert startup.load_folder(settings, alone) == copy
+
+
+def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(run, tmp_path):
+    run(tmp_path / "copy", [1, 2])
+    for flag in ("save_copy", "save_mirror"):
+        settings = config.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
+        with pytest.raises(CheckpointError, match="copy holds checkpoints of another run, up to iteration 2"):
+            startup.refuse_to_mix(settings, 0, alone)
+        startup.refuse_to_mix(settings, 2, alone)
+    command = config.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
+    startup.refuse_to_mix(command, 0, alone)
 
 
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):

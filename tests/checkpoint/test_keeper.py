@@ -128,6 +128,28 @@ def test_without_memory_training_waits_for_the_save(tmp_path, monkeypatch):
     keeper.close()
 
 
+def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_path, monkeypatch):
+    """Else the first rank would take its stall for the folder that the others are to write into."""
+
+    def kinds(name):
+        seen = []
+        keeper = Keeper(settings(tmp_path / name, async_save=True, save_interval=config.AUTO), say=lambda text: None,
+                        exchange=lambda value: seen.append(type(value[0])) or [value])  # fmt: skip
+        for iteration in (1, 2):
+            keeper.due(iteration)
+            keeper.save(iteration, pieces_of(iteration), {})
+        keeper.close()
+        return seen
+
+    usual = kinds("usual")
+
+    def none(self, pieces):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(Snapshot, "take", none)
+    assert kinds("without") == usual and usual.count(float) == 2
+
+
 def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
     snapshot, source = Snapshot(), torch.arange(12.0).view(3, 4)
     pieces = [Piece("a", (3, 4), Box.whole((3, 4)), source), Piece("b", (3, 2), Box.whole((3, 2)), source[:, 1:3]),
@@ -368,6 +390,9 @@ BASE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --voc
         ("--save s --save-interval -3", "--save-interval -3 must be at least 1, or auto"),
         ("--save s --save-interval 0", "must be at least 1, or auto"),
         ("--save s --save-mirror s", "is --save itself"),
+        ("--save s --save-mirror ./s", "--save-mirror ./s is --save itself"),
+        ("--save s --save-copy m/../s", "--save-copy m/../s is --save itself"),
+        ("--save s --save-copy m --save-mirror m/", "--save-copy m is --save-mirror itself"),
         ("--save-mirror m", "--save-mirror needs --save"),
         ("--async-save", "--async-save needs --save"),
         ("--save s --save-retain-interval 0", "--save-retain-interval 0 must be at least 1"),

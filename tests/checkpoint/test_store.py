@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boxes in, boxes out: every dtype, every layout, any number of writers, and what is refused."""
 
+import contextlib
+import errno
 import os
+import stat
 from math import prod
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.durable import replace_file
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import CODES, Piece, commit, flat_pieces, share, write_shard
 from megatron.errors import CheckpointError, StorageError
@@ -213,6 +217,21 @@ def test_a_missing_writer_is_refused(tmp_path):
     write_shard(tmp_path / "t", 0, [whole("x", torch.zeros(3))])
     with pytest.raises(CheckpointError, match="part_00001.json"):
         commit(tmp_path / "t", tmp_path / "iter_0000001", 2, {})
+
+
+@pytest.mark.parametrize("number, ends", [(errno.EINVAL, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_is_no_failing_disk(tmp_path, monkeypatch, number, ends):
+    fsync = os.fsync
+
+    def refusing(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with contextlib.nullcontext() if ends else pytest.raises(OSError, match="Input/output"):
+        replace_file(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
 
 
 def test_a_full_disk_says_what_it_needs(tmp_path, monkeypatch):

@@ -264,6 +264,7 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
         (["inspect", "A", "--ckpt-step", "5"], CheckpointError, "no checkpoint of iteration 5"),
         (["prune", "A"], UsageError, "say what to keep"),
         (["prune", "A", "--keep-last", "-1"], UsageError, "say what to keep"),
+        (["prune", "A", "--keep-last", "1", "--ckpt-step", "1"], UsageError, "not one checkpoint by its number"),
         (["reshard", "A", "B"], UsageError, "say what the new files are"),
         (["reshard", "A", "B", "--writers", "2", "--tp", "2"], UsageError, "say what the new files are"),
         (["reshard", "A", "B", "--writers", "-2"], UsageError, "cannot be written"),
