@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
         from megatron.chaos.report import read_lines, table
 
         return print(table(read_lines(settings.table)))
+    if settings.repeat < 1 or (settings.minutes is not None and not settings.minutes > 0):
+        raise UsageError("nothing would be tried", do="--repeat of at least 1, --minutes above 0")
     if settings.minutes is not None and not settings.random:
         raise UsageError("--minutes is for the one long run", do="say --random, too, or leave it out")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and what was started ends too

@@ -7,9 +7,10 @@ from megatron.chaos import numbers, processes, resuming, supervised
 from megatron.chaos.case import Case, Got, all_cases, chosen
 from megatron.chaos.conduct import campaign, conduct
 from megatron.chaos.report import read_lines, summary, table
-from megatron.errors import DataError
+from megatron.errors import DataError, UsageError
 from megatron.guard.watch import Verdict, Watch
 from megatron.run import State
+from megatron.tools import chaos
 
 CASES = {case.id: case for module in (processes, numbers, supervised, resuming) for case in module.cases()}
 
@@ -106,3 +107,9 @@ def test_a_file_that_is_no_report_is_told(tmp_path):
     for name in ("x", "missing"):
         with pytest.raises(DataError, match=name):
             read_lines([tmp_path / name])
+
+
+@pytest.mark.parametrize("flags", ["--repeat 0", "--random --minutes 0", "--random --minutes -1"])
+def test_nothing_tried_is_no_success(flags, tmp_path):
+    with pytest.raises(UsageError, match="nothing would be tried"):
+        chaos.main([*flags.split(), "--output", str(tmp_path / "lines.jsonl")])
