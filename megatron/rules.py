@@ -8,9 +8,9 @@ one record `s`, beside `s.world` (ranks), `s.dp` (data parallel ranks) and `s.he
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
+from os.path import realpath
 from types import SimpleNamespace
 
 from megatron import batch, config
@@ -300,7 +300,7 @@ RULES = (
     # Checkpoints.
     Rule(lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != config.AUTO,
          lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto"),
-    *(Rule(lambda s, a=a, b=b: _same_folder(getattr(s, a), getattr(s, b)),
+    *(Rule(lambda s, a=a, b=b: getattr(s, a) and getattr(s, b) and realpath(getattr(s, a)) == realpath(getattr(s, b)),
            lambda s, a=a, b=b: f"--{a.replace('_', '-')} {getattr(s, a)} is --{b.replace('_', '-')} itself; give a folder "
                                "on another disk")
       for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))),
@@ -402,11 +402,6 @@ _TOKENIZER_NEEDS = {
 def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
     return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
-
-
-def _same_folder(a: str | None, b: str | None) -> bool:
-    """Whether both are given and lead to one folder."""
-    return bool(a and b) and os.path.realpath(a) == os.path.realpath(b)
 
 
 def _given_paths(s: SimpleNamespace) -> list[str]:
