@@ -83,8 +83,6 @@ def parse_layout(text: str) -> Layout:
                 raise ValueError(f"layout '{text}' says {key} twice")
             found[key] = SCHEDULE_TOKENS.get(value, value)
         at = match.end()
-    if not found:
-        raise ValueError(f"layout '{text}' says nothing: tokens are tpN ppN vpN dpN zeroN sp")
     if found.get("zero", 0) not in ZERO_STAGES:
         raise ValueError(f"zero{found['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
     return Layout(text, **found)
