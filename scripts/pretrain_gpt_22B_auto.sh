@@ -4,10 +4,10 @@
 # up to 32.
 #
 # needs    16 x A100-80GB: 2 nodes of 8
-# layout   tp2sp-pp2-zb-h1-dp4-zero1, micro-batch 1, as found on these
-# memory   70.9 of 85.9 GB on the fullest rank
-# expects  2.90 s a step of 65,536 tokens, 22,584 tokens/s
-# expects  197 TFLOP/s a GPU, bubble 4.3% (by the planner; speeds are assumed)
+# layout   dp16-zero3, micro-batch 2, as found on these
+# memory   80.2 of 85.9 GB on the fullest rank
+# expects  2.82 s a step of 65,536 tokens, 23,264 tokens/s
+# expects  203 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

@@ -5,8 +5,8 @@
 #
 # needs    280 x A100-80GB: 35 nodes of 8
 # memory   64.9 of 85.9 GB on the fullest rank
-# expects  41.03 s a step of 573,440 tokens, 13,976 tokens/s
-# expects  161 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
+# expects  36.00 s a step of 573,440 tokens, 15,928 tokens/s
+# expects  184 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 280 A100-80GB \
     --num-layers 105 --hidden-size 20480 --num-attention-heads 128 --seq-length 2048 --vocab-size 51200 \

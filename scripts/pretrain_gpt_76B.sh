@@ -5,8 +5,8 @@
 #
 # needs    1024 x A100-80GB: 128 nodes of 8
 # memory   29.5 of 85.9 GB on the fullest rank
-# expects  10.10 s a step of 3,670,016 tokens, 363,537 tokens/s
-# expects  167 TFLOP/s a GPU, bubble 9.7% (by the planner; speeds are assumed)
+# expects  10.33 s a step of 3,670,016 tokens, 355,189 tokens/s
+# expects  163 TFLOP/s a GPU, bubble 9.7% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 1024 A100-80GB \
     --num-layers 60 --hidden-size 10240 --num-attention-heads 80 --seq-length 2048 --vocab-size 51200 \

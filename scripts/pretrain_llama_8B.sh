@@ -4,8 +4,8 @@
 #
 # needs    32 x H100-80GB: 4 nodes of 8
 # memory   59.6 of 85.9 GB on the fullest rank
-# expects  13.11 s a step of 4,194,304 tokens, 319,953 tokens/s
-# expects  579 TFLOP/s a GPU (by the planner; speeds are assumed)
+# expects  12.97 s a step of 4,194,304 tokens, 323,269 tokens/s
+# expects  585 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 32 H100-80GB \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336 \

@@ -228,8 +228,9 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
     """The base with each way to share or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
     room = [device.usable_bytes - sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
-    length = speed.passes(job, base, cluster)[0]
-    for (zero, shard, offload), held, host, behind in _options(base, job, cluster, space, tuple(ranks)):
+    length, _, bubble = speed.passes(job, base, cluster)
+    useful, micros = length * (1 - bubble), base.micros(job)
+    for (zero, shard, offload), held, host, ends in _options(base, job, cluster, space, tuple(ranks)):
         found.looked_at += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
         away = host - space.host_bytes if space.host_bytes else 0
@@ -239,13 +240,14 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
                 close.offer(
                     max(over, away), _shared(base, zero, shard, offload, device), max(over, away), rank, away > over
                 )
-        elif (length + behind) / job.global_batch < good.limit:
-            cost = (length + behind) / job.global_batch
+            continue
+        cost = (length + sum(speed.behind(ends, zero, useful, micros).values())) / job.global_batch
+        if cost < good.limit:
             good.offer(cost, _shared(base, zero, shard, offload, device), job, over + device.usable_bytes, rank)
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, seconds behind the passes)."""
+    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what comes behind the passes)."""
     key = replace(base, micro=base.micros(job), recompute=Recompute())  # what these figures depend on
     return _options_of(key, replace(job, global_batch=key.micro * key.micro * base.dp), cluster, space, ranks)
 
@@ -257,7 +259,7 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
         layout = _shared(base, *choice, cluster.device)
         held = [memory.resident(job, layout, rank) for rank in ranks]
         found.append((choice, [sum(own.values()) for own, _ in held], max(sum(away.values()) for _, away in held),
-                      speed.once(job, layout, cluster)[0]))  # fmt: skip
+                      speed.once(job, layout, cluster)))  # fmt: skip
     return found
 
 

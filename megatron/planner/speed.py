@@ -8,10 +8,12 @@ together; the schedule (simulated) puts stages together; data parallel communica
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from megatron import flops
 from megatron.config import Recompute
 from megatron.layer_groups import plan
+from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
@@ -35,10 +37,12 @@ class Cluster:
         if ranks == 1 or size == 0:
             return 0.0
         d = self.device
-        link = d.inner if ranks * stride <= self.local_size or (op == "send" and stride < self.local_size) else d.outer
         if op == "send":
-            return size / link + calls * d.latency
-        # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce; ranks on one node share a ring's links.
+            return size / (d.inner if stride < self.local_size else d.outer) + calls * d.latency
+        link = d.inner
+        if ranks * stride > self.local_size:  # rings leave the node by the adapters of all of its ranks of this group
+            link = min(link, d.outer * max(1, self.local_size // stride))
+        # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce.
         share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
         steps = (ranks - 1).bit_length()
         return share * size / link + calls * steps * d.latency
@@ -79,9 +83,9 @@ class Pass:
 def step(job: Job, layout: Layout, cluster: Cluster) -> Step:
     """The time of one iteration."""
     length, parts, bubble = passes(job, layout, cluster)
-    behind, more = once(job, layout, cluster)
-    parts = {name: value for name, value in (parts | more).items() if value > 1e-9}
-    return Step(length + behind, parts, bubble, useful_flops(job))
+    late = behind(once(job, layout, cluster), layout.zero, length * (1 - bubble), layout.micros(job))
+    parts = {name: value for name, value in (parts | late).items() if value > 1e-9}
+    return Step(length + sum(late.values()), parts, bubble, useful_flops(job))
 
 
 def useful_flops(job: Job) -> float:
@@ -96,17 +100,12 @@ def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last:
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float], float]:
-    """(seconds of all passes of a step, their parts, share of them in which ranks wait)."""
-    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
-    last = len(pipeline.stages) - 1
-    kinds = {
-        (len(layers), _repeated(layout.recompute, layers), n == 0, n == last)
-        for n, layers in enumerate(pipeline.layers)
-    }
-    # The slowest stage sets the pace; a schedule of even stages of its length is a little pessimistic.
-    slow = max(
-        (_stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster) for kind in kinds), key=lambda one: one.both
-    )
+    """(seconds of all passes of a step, their parts, share of them in which ranks wait).
+
+    A schedule of even stages as long as the slowest is a little pessimistic.
+    """
+    micros = layout.micros(job)
+    slow = _slowest(job, layout, cluster)
     message = _message(job, layout, cluster)
     forward, backward = slow.forward + message, slow.backward + message
     units = span(layout.schedule, layout.pp, micros, layout.chunks, backward=round(4 * backward / forward) / 4)
@@ -120,6 +119,22 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
         "bubble": length - useful,
     }
     return length, parts, 1 - useful / length
+
+
+def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
+    """A chunk of the rank that works longest, of its chunks' mean length: it sets the pace of all."""
+    of_ranks = _kinds(layout.pipeline(job.model.num_layers), layout.recompute)
+    took = {kind: _stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster)
+            for kind in set(chain.from_iterable(of_ranks))}  # fmt: skip
+    slow = max((sum(map(took.__getitem__, kinds), Pass()) for kinds in of_ranks), key=lambda one: one.both)
+    return Pass(slow.forward / layout.chunks, slow.backward / layout.chunks, slow.waiting / layout.chunks)
+
+
+def _kinds(pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
+    """Of the pipeline ranks that differ, the stages: (layers, how many are computed again, is it the first, the last)."""
+    last = len(pipeline.stages) - 1
+    kinds = [(len(layers), _repeated(settings, layers), n == 0, n == last) for n, layers in enumerate(pipeline.layers)]
+    return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
 
 
 @lru_cache(maxsize=65536)
@@ -218,22 +233,35 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
 # Once a step ----------------------------------------------------------------------------------------------------------
 
 
-def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float]]:
-    """What comes behind the passes: data parallel communication (less what runs beside them) and the update."""
-    worst, found = 0.0, {}
-    for rank in {0, layout.pp - 1}:
-        units = rank_units(job, layout, rank)
-        moving = sum(_seconds(t, layout, cluster) for t in once_a_step(job, layout, rank))
-        hidden = 0.7 * moving if layout.overlap else 0.0
-        own = units.padded(layout.shard) // layout.shard
-        device = cluster.device
-        update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
-        update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
-        update += 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
-        if moving - hidden + update > worst:
-            worst = moving - hidden + update
-            found = {"data parallel": moving - hidden, "update": update}
-    return worst, found
+HIDDEN = 0.7  # of messages that run beside passes, where these are long enough
+
+End = tuple[float, float, float]  # seconds of data parallel messages, what of them can be hidden, seconds of the update
+
+
+def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[End, ...]:
+    """What a step has beside its passes, of the first and of the last pipeline rank."""
+    return tuple(_end(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
+
+
+def behind(ends: tuple[End, ...], zero: int, passes: float, micros: int) -> dict[str, float]:
+    """Seconds that come behind the passes: messages that found no room beside them, and the update, on the slower rank.
+
+    ZeRO 2 and 3 talk beside every micro-batch; otherwise the first forward pass has the weights beside it and the last
+    backward pass the gradients. No message is hidden beside less work than it takes.
+    """
+    room = passes if zero >= 2 else passes / micros
+    late = ((moving - min(hidden, room), update) for moving, hidden, update in ends)
+    return dict(zip(("data parallel", "update"), max(late, key=sum)))
+
+
+def _end(job: Job, layout: Layout, cluster: Cluster, rank: int) -> End:
+    units, device = rank_units(job, layout, rank), cluster.device
+    moving = sum(_seconds(t, layout, cluster) for t in once_a_step(job, layout, rank))
+    own = units.padded(layout.shard) // layout.shard
+    update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
+    update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
+    update += 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
+    return moving, HIDDEN * moving * layout.overlap, update
 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:

@@ -2,6 +2,7 @@
 """The planner's figures against published ones: sizes, memory, layouts, times, and what a search finds."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from megatron.planner.problems import inspect
 from megatron.planner.search import Space, search
 from megatron.planner.speed import Cluster, split_even, step
 from megatron.planner.target import cluster_of
+from megatron.planner.traffic import once_a_step
 
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 
@@ -108,8 +110,29 @@ def test_times_of_the_later_paper(name):
     better = Layout(8, pp, 1, micro, chunks, layout.schedule, sp=True, recompute=Recompute("core_attn"))
     cluster = Cluster(A100, 8 * pp)
     found = [step(job, one, cluster).seconds for one in (layout, better)]
-    assert found[1] == pytest.approx(present, rel=0.2)
-    assert found[0] / found[1] == pytest.approx(full / present, rel=0.15)
+    assert found[1] == pytest.approx(present, rel=0.1)
+    assert found[0] / found[1] == pytest.approx(full / present, rel=0.2)  # there, ranks of a node share a long message
+
+
+def test_smaller_models_of_the_paper_reach_what_it_says():
+    """Their sums of gradients leave a node by all of its adapters."""
+    for name in ("1.7B", "3.6B", "7.5B", "18.4B"):
+        *shape, published = PAPER[name]
+        job, layout = of_paper(*shape)
+        hardware = step(job, layout, Cluster(A100, shape[5])).tflops_per_rank(shape[5]) * 4 / 3  # recomputation, too
+        assert hardware == pytest.approx(published, rel=0.1)
+
+
+def test_no_message_is_hidden_beside_less_work_than_it_takes():
+    """ZeRO 3 over two nodes: however small the batch, a step is no shorter than its messages."""
+    job = Job(Model(32, 4096, 32, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, 16)
+    layout, slow = Layout(dp=16, zero=3, shard=16, overlap=True), replace(A100, outer=1e9)
+    for device in (A100, slow):
+        cluster = Cluster(device, 16)
+        moving = sum(cluster.seconds(t.op, t.bytes, t.calls, 16, 1) for t in once_a_step(job, layout, 0))
+        found = step(job, layout, cluster)
+        assert found.seconds > max(moving, found.parts["compute"])
+    assert found.parts["data parallel"] > 0.9 * moving  # nothing much to hide behind
 
 
 def test_a_search_for_175_billion_parameters_takes_seconds():
@@ -129,7 +152,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
     "name, shape, ranks, batch, bound",  # bound: how much of the best is a split of the model, tp x pp
     [
         ("345M", (24, 1024, 16), 8, 64, (1, 1)), ("1.3B", (24, 2048, 16), 8, 64, (1, 1)),
-        ("6.7B", (32, 4096, 32), 16, 128, (1, 4)), ("22B", (48, 6144, 64), 16, 32, (2, 16)),
+        ("6.7B", (32, 4096, 32), 16, 128, (1, 4)), ("22B", (48, 6144, 64), 16, 32, (1, 16)),
         ("1T", (128, 25600, 160), 512, 512, (64, 512)),
     ],
 )  # fmt: skip
