@@ -231,6 +231,7 @@ def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
     lines = "".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
     assert len(lines) >= 7
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron.planner.target.installed_gpu", lambda: None)  # as on the laptop of the guide
     for words in map(shlex.split, lines):
         if "--calibrate" in words:
             calibration = dict(device=vars(cpu()) | dict(assumed=False))
