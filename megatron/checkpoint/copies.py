@@ -36,6 +36,9 @@ class Copies:
                  say: Callable[[str], None] = print):  # fmt: skip
         self.where, self.keep = where, (keep_last, retain_interval)
         self.say = say
+        self.present: Optional[Path] = (
+            None  # being copied: retention leaves it for so long, else a slow copy would never end
+        )
         self._waiting: queue.Queue[Optional[Path]] = queue.Queue()
         self._lock: Optional[WriterLock] = None
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
@@ -54,7 +57,7 @@ class Copies:
 
     def _work(self) -> None:
         while (checkpoint := self._waiting.get()) is not None:
-            started = time.perf_counter()
+            started, self.present = time.perf_counter(), checkpoint
             try:
                 if not checkpoint.is_dir():
                     continue  # retention was faster
@@ -63,6 +66,8 @@ class Copies:
                 self.say(f"WARNING: {checkpoint} was not copied (--save-copy {self.where}): {problem}")
             else:
                 self.say(f"  copied {checkpoint.name} to {self.where} ({time.perf_counter() - started:.2f} s)")
+            finally:
+                self.present = None
         if self._lock:
             self._lock.release()
 

@@ -23,6 +23,7 @@ from megatron.errors import CheckpointError, Failure, Locked, StorageError
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
 _SEAL = '{{"checksum": "{}"'
 _SEAL_LENGTH = len(_SEAL.format("0" * 32))
+_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # what network file systems say of themselves
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)  # of fsync on a folder: some network and user space file systems
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without advisory locks
 
@@ -32,14 +33,15 @@ class Damaged(CheckpointError):
 
 
 def unreadable(path: Path, error: OSError, what: str = "") -> Failure:
-    """What to raise for a file that cannot be read: damage, unless it is the process that lacks something.
+    """What to raise for a file that cannot be read: damage, unless the process lacks something, or the way to the file.
 
-    what: the part of it that was wanted. Another checkpoint is no remedy for a process without handles or memory.
+    what: the part of it that was wanted. Another checkpoint is no remedy for a process without handles or memory, or for
+    a file system that has gone away for a while; trying again is.
     """
     told = f"{path} cannot be read{what and f' in {what}'}: {error.strerror}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError(told, do="raise the limit of open files: ulimit -n 65536")
-    return StorageError(told) if error.errno == errno.ENOMEM else Damaged(told)
+    return StorageError(told) if error.errno in (errno.ENOMEM, *_AWAY) else Damaged(told)
 
 
 def checksum(data) -> str:

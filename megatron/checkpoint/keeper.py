@@ -54,9 +54,9 @@ class Keeper:
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
         self.settings, self.rank, self.exchange, self.say = settings, rank, exchange, say
-        self._saver = self._open(settings.save)
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
+        self._saver = self._open(settings.save)
         if settings.save_copy and rank == 0:
             self._copies = Copies(settings.save_copy, keep_last=settings.keep_last,
                                   retain_interval=settings.save_retain_interval, say=say)  # fmt: skip
@@ -150,7 +150,8 @@ class Keeper:
 
     def _open(self, folder: str) -> Saver:
         return Saver(Path(folder), keep_last=self.settings.keep_last, retain_interval=self.settings.save_retain_interval,
-                     rank=self.rank, exchange=self.exchange)  # fmt: skip
+                     rank=self.rank, exchange=self.exchange,
+                     in_use=lambda: self._copies.present if self._copies else None)  # fmt: skip
 
     def _plan(self, iteration: int, stall: float) -> None:
         """With `--save-interval auto`: when the next save pays, the same on all ranks."""

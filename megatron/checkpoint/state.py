@@ -72,8 +72,9 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = Fals
 
     step:         only this iteration (`--ckpt-step`)
     allow_empty:  nothing there is an answer, not an error (`--auto-resume`)
-    A directory that is itself a checkpoint is chosen as it is. Those whose index or files are visibly damaged (nothing is
-    read but the index and the sizes) are named in the notices and left out. Raises CheckpointError when nothing is left.
+    A directory that is itself a checkpoint is chosen as it is. Those before the first one without visible damage (nothing
+    is read but the index and the sizes) are named in the notices and left out; what lies behind it is not looked at.
+    Raises CheckpointError when nothing is left.
     """
     if (folder / "index.json").exists():
         return Choice((folder,))
@@ -103,16 +104,12 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = Fals
     else:
         torn = f"names iteration {named}, which is not there" if named is not None else "is missing or torn"
         notices.append(f"{folder / TRACKER} {torn}; taking the newest checkpoint, iteration {order[0]}")
-    paths = []
-    for iteration in order:
+    for place, iteration in enumerate(order):
         problem = _visible_damage(found[iteration])
-        if problem:
-            notices.append(problem)
-        else:
-            paths.append(found[iteration])
-    if not paths:
-        raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
-    return Choice(tuple(paths), tuple(notices))
+        if not problem:
+            return Choice(tuple(found[number] for number in order[place:]), tuple(notices))
+        notices.append(problem)
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
 def _visible_damage(path: Path) -> Optional[str]:
@@ -226,10 +223,14 @@ class Saver:
     """
 
     def __init__(self, folder: Path, *, keep_last: Optional[int] = None, retain_interval: Optional[int] = None,
-                 rank: int = 0, exchange: Exchange = alone):  # fmt: skip
-        """Raises StorageError when the folder cannot be written, Locked when another job writes into it."""
+                 rank: int = 0, exchange: Exchange = alone,
+                 in_use: Callable[[], Optional[Path]] = lambda: None):  # fmt: skip
+        """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
+
+        Raises StorageError when the folder cannot be written, Locked when another job writes into it.
+        """
         self.folder, self.rank, self.exchange = Path(folder), rank, exchange
-        self.keep_last, self.retain_interval = keep_last, retain_interval
+        self.keep_last, self.retain_interval, self.in_use = keep_last, retain_interval, in_use
         self._lock: Optional[WriterLock] = None
         _together(self._claim, exchange)
 
@@ -307,7 +308,8 @@ class Saver:
             commit(temporary, final, writers, {**state, "iteration": iteration})
             replace_file(self.folder / TRACKER, str(iteration).encode())
             clean(self.folder)
-        return surplus(self.folder, self.keep_last, self.retain_interval)
+        used = self.in_use()
+        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
 
     def _forget(self, doomed: list[Path]) -> None:
         if self.rank == 0:

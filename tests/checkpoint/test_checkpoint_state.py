@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from megatron.checkpoint import state as module
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.durable import Damaged
 from megatron.checkpoint.state import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
@@ -109,6 +110,26 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(folder, file, harm
     assert any("iter_0000003" in notice and file in notice for notice in notices)
     with pytest.raises(Damaged, match=file):
         restored(folder, step=3)
+
+
+def test_those_behind_a_good_one_are_not_looked_at(folder, monkeypatch):
+    """The index of a large model takes a second to check, and a folder may hold a hundred."""
+    seen, look = [], module._visible_damage
+    monkeypatch.setattr(module, "_visible_damage", lambda path: seen.append(path) or look(path))
+    assert choose(folder).paths == tuple(reversed(checkpoints(folder).values())) and len(seen) == 1
+
+
+@pytest.mark.parametrize("number, kind", [(errno.ESTALE, StorageError), (errno.ENOTCONN, StorageError),
+                                          (errno.EMFILE, StorageError), (errno.EIO, Damaged)])  # fmt: skip
+def test_a_file_system_that_is_away_is_no_damage(folder, monkeypatch, number, kind):
+    """Damage sends a run back to an older checkpoint, or stops it for good; this is tried again."""
+
+    def away(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", away)
+    with pytest.raises(kind, match=os.strerror(number)):
+        restored(folder, step=max(checkpoints(folder)))
 
 
 def test_all_damaged_is_an_error_that_names_each(folder):

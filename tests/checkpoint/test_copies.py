@@ -2,6 +2,7 @@
 """`--save-copy`: finished checkpoints in a second place, and a run that goes on from there."""
 
 import shutil
+import threading
 import time
 
 import pytest
@@ -99,6 +100,30 @@ def test_a_copy_that_fails_is_told_and_changes_nothing_else(run, tmp_path, monke
     (tmp_path / "file").touch()
     assert any("WARNING" in line for line in run(tmp_path / "file", [3]))
     assert list(checkpoints(tmp_path / "home")) == [1, 2, 3]
+
+
+def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):
+    """Else a copy that takes longer than the time between two saves would never come to its end."""
+    copy_file, begun, may_end = module._copy_synced, threading.Event(), threading.Event()
+
+    def slow(source, target):
+        begun.set()
+        assert may_end.wait(60)
+        return copy_file(source, target)
+
+    monkeypatch.setattr(module, "_copy_synced", slow)
+    said = []
+    settings = config.Checkpoint(save=str(tmp_path / "home"), save_copy=str(tmp_path / "copy"), keep_last=1)
+    keeper = Keeper(settings, say=said.append)
+    keeper.save(1, pieces(1), {})
+    assert begun.wait(60)
+    keeper.save(2, pieces(2), {})
+    keeper.save(3, pieces(3), {})
+    assert list(checkpoints(tmp_path / "home")) == [1, 3]
+    may_end.set()
+    keeper.close()
+    assert not any("WARNING" in line for line in said) and list(checkpoints(tmp_path / "copy")) == [3]
+    assert [line.split()[1] for line in said if " copied " in line] == ["iter_0000001", "iter_0000003"]
 
 
 def test_one_that_retention_has_taken_is_passed_over(tmp_path):
