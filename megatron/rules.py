@@ -229,9 +229,9 @@ RULES = (
                    f"{s.nvme_offload_fraction:g} are more than all of the optimizer's state together; at most "
                    f"--optimizer-offload-fraction {1 - s.nvme_offload_fraction:g}, or leave it out: it is then what is "
                    "not on disk"),
-    Rule(lambda s: s.profile and not 1 <= s.profile_step_start < s.profile_step_end,
+    Rule(lambda s: s.profile and not 1 <= s.profile_step_start < min(s.profile_step_end, 1 + (s.train_iters or math.inf)),
          lambda s: f"--profile-step-start {s.profile_step_start} and --profile-step-end {s.profile_step_end} leave nothing "
-                   "to profile: iterations count from 1, and profiling ends before the second one"),
+                   f"to profile of iterations 1 to {s.train_iters or 'the last'}: profiling ends before the second one"),
     Rule(lambda s: s.profile and any(not 0 <= rank < s.world for rank in s.profile_ranks or ()),
          lambda s: f"--profile-ranks {' '.join(map(str, s.profile_ranks))}: this job has the ranks 0 to {s.world - 1}"),
     Rule(lambda s: s.torch_compile and (s.sharding_stage == 3 or s.sharding_stage and s.overlap_param_gather),

@@ -103,9 +103,10 @@ look() { # what to run: the flags on the ranks that they are made for
 
 check_world() { # end with code 3 if the flags cannot work on the ranks that there are, before any of them is started
     given --auto-parallel && return # its layout is yet to be found
-    local code=0
+    local code=0 device=(--device-name "$DEVICE")
+    given --calibration && device=()
     (unset RANK LOCAL_RANK SLURM_STEP_ID && "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$WORLD" \
-        --local-world-size "$NPROC" --device-name "$DEVICE" --device-memory-gb 1e6 >/dev/null) || code=$?
+        --local-world-size "$NPROC" ${device[@]+"${device[@]}"} --device-memory-gb 1e6 >/dev/null) || code=$?
     [ "$code" -eq 0 ] && return
     [ "$WORLD" -eq "$MADE_FOR" ] ||
         printf '  -> %s is made for %s ranks, and here are %s (%s nodes x %s); --dry-run shows it on %s\n' \

@@ -59,6 +59,7 @@ def test_a_run_that_ends_early_still_writes(tmp_path, capsys):
 
 @pytest.mark.parametrize("wrong, said", [
     ("--profile-step-start 5 --profile-step-end 5", "leave nothing to profile"),
+    ("--profile-step-start 100 --profile-step-end 110", "leave nothing to profile of iterations 1 to"),
     ("--profile-ranks 0 3", "this job has the ranks 0 to 0"),
 ])  # fmt: skip
 def test_refused(wrong, said):

@@ -52,7 +52,13 @@ def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: 
     """elsewhere: the ranks are not those of this machine."""
     asked, wanted = config.planner, config.kernels.device
     if asked.calibration:
-        return devices.choose(None, memory, asked.calibration), f"measured: {asked.calibration}"
+        found = devices.choose(None, memory, asked.calibration)
+        meant = "cpu" if (asked.device_name or wanted).lower() == "cpu" else "cuda"
+        if (asked.device_name or wanted != "auto") and found.kind != meant:
+            flag = f"--device-name {asked.device_name}" if asked.device_name else f"--device {wanted}"
+            raise SettingsError(f"{asked.calibration} was measured on {found.name} ({found.kind}), and {flag} is another",
+                                do=f"leave {flag} out, or measure such a device: plan --calibrate FILE")  # fmt: skip
+        return found, f"measured: {asked.calibration}"
     if asked.device_name and asked.device_name.lower() != "cpu":
         return devices.choose(asked.device_name, memory), "from the table of devices"
     if asked.device_name or wanted == "cpu":

@@ -23,12 +23,14 @@ def gib(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """
-    >>> duration(0.0123), duration(12.3), duration(90000)
-    ('12.3 ms', '12.30 s', '25.0 h')
+    >>> duration(0.0123), duration(12.3), duration(90000), duration(900000)
+    ('12.3 ms', '12.30 s', '25.0 h', '10.4 days')
     """
     if seconds < 1:
         return f"{1000 * seconds:.1f} ms"
-    return f"{seconds:.2f} s" if seconds < 1000 else f"{seconds / 3600:.1f} h"
+    if seconds < 1000:
+        return f"{seconds:.2f} s"
+    return f"{seconds / 3600:.1f} h" if seconds < 100 * 3600 else f"{seconds / 86400:,.1f} days"
 
 
 def table(rows: Sequence[Sequence], head: Sequence[str], left: Iterable[int] = (0,)) -> str:

@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.errors import DataError, SettingsError, StorageError, UsageError
 from megatron.flags import parse_pretrain
 from megatron.planner import device
-from megatron.planner.device import cpu
+from megatron.planner.device import cpu, find
 from megatron.planner.layout import Layout
 from megatron.rules import resolve
 from megatron.tools import plan
@@ -141,6 +141,16 @@ def test_a_calibration_that_was_not_measured(found, why, tmp_path):
         device.read(str(file))
     file.write_text(json.dumps(dict(device=measured)))
     assert device.read(str(file)).reached("bf16", 1e9) == pytest.approx(1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize("found, words", [(cpu(), "--device-name h100"), (find("h100"), "--device cpu")])
+def test_a_calibration_of_another_kind_of_device(found, words, tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(dict(device=vars(found))))
+    line = [*TINY[:-2], "--global-batch-size", "8", "--world-size", "2", "--calibration", str(file)]
+    with pytest.raises(SettingsError, match=f"was measured on .*, and {words} is another"):
+        plan.main([*line, *words.split()])
+    plan.main(line)
 
 
 def test_a_calibration_that_cannot_be_written_is_not_measured_first(tmp_path, monkeypatch):
