@@ -233,9 +233,9 @@ SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a ran
 def load_folder(settings: schema.Checkpoint, exchange) -> Path:
     """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
     folders = [Path(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
-    if settings.ckpt_step is not None or (folders[0] / "index.json").exists():  # this one, and no other
-        return folders[0]
-    return exchange(max(folders, key=lambda folder: max(checkpoints(folder), default=-1)))[0]
+    this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
+    newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
+    return exchange(newest)[0]
 
 
 def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
