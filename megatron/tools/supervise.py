@@ -313,9 +313,9 @@ class Supervisor:
     def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> Verdict:
         """What became of an attempt."""
         log = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
-        ended = [beat.ended for beat in beats if beat.ended is not None]
-        failed = ended and all(ended)  # a script may end with 0 all the same: torchrun ... | tee log
-        codes = [0] if returned == 0 and not failed else [*ended, *codes_in_log(log)]
+        codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(log)
+        if returned == 0 and not (codes and all(codes)):  # a script may end with 0 all the same: torchrun ... | tee log
+            codes = [0]
         if hung:
             verdict = Verdict(Action.RETRY, "hung", 7)
         else:

@@ -268,6 +268,8 @@ def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor)
     assert [verdict(0, *ended).action for ended in ((), (0, 0), (0, 1), (None, 0), (None, None))] == [Action.DONE] * 5
     assert verdict(0, 7, 5).code == 5 and verdict(0, 9, 9).action is Action.PREEMPTED
     assert verdict(0, None, 1).action is Action.RETRY and verdict(None).action is Action.RETRY
+    supervisor.log.write_text("  exitcode  : 3 (pid: 4242)")  # before it came to a heartbeat
+    assert verdict(0).code == 3 and verdict(0, 0).code == 0
 
 
 def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(supervisor, capsys):
