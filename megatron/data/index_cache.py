@@ -6,7 +6,7 @@ has a timeout. An entry is a folder of plain `.npy` files with an `index.json` t
 shapes and their checksums; it is written aside and renamed, so an entry that exists is complete.
 
 The lock is `flock`: the kernel releases it when its owner dies, and a waiting process takes over. Where a file system
-has no locks, several processes may build the same entry; the last rename wins and all of them are equal.
+has no locks, several processes may build the same entry; the first rename wins and all of them are equal.
 """
 
 import errno
@@ -154,8 +154,12 @@ def _store(entry: Path, key: dict, arrays: Arrays) -> None:
             facts[name] = dict(dtype=array.dtype.str, shape=list(array.shape), checksum=checksum(_bytes(array)))
         write_synced(aside / "index.json", seal(dict(key=json.loads(_canonical(key)), arrays=facts))[1])
         sync_folder(aside)
-        if entry.exists():  # damaged: nobody maps it for long, and who does keeps what is mapped
-            shutil.rmtree(entry)
+        if entry.exists():
+            # Without locks another builder may have been quicker. What it made is mapped by now, perhaps on other nodes,
+            # for which a deleted file of a network file system is gone at once.
+            if load(entry, key)[0] is not None:
+                return
+            shutil.rmtree(entry)  # damaged: nobody maps it for long, and who does keeps what is mapped
         try:
             aside.rename(entry)
         except OSError:

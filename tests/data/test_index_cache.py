@@ -99,6 +99,27 @@ def test_without_locks_everybody_may_build(tmp_path, monkeypatch):
     assert builds(tmp_path / "log") == count
 
 
+def test_without_locks_what_a_quicker_builder_made_stays(tmp_path, monkeypatch):
+    """Other nodes may have mapped it, and a network file system takes the pages of a deleted file from them."""
+
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    def slow():
+        cached_arrays(tmp_path, "squares", {}, quick, say=quiet)  # as on another node
+        made.append(next(tmp_path.glob("squares-*/index.json")).stat().st_ino)
+        return quick()
+
+    def quick():
+        return dict(squares=np.arange(9) ** 2)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    made = []
+    assert cached_arrays(tmp_path, "squares", {}, slow, say=quiet)["squares"][3] == 9
+    assert [path.stat().st_ino for path in tmp_path.glob("squares-*/index.json")] == made
+    assert not list(tmp_path.glob("*.building-*"))
+
+
 def test_a_failing_build_leaves_nothing(tmp_path):
     def fail():
         raise ValueError("no memory")
