@@ -126,7 +126,7 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
         for choice in kind:
             if str(choice).lower() == word.lower():
                 return choice
-        raise BadValue(f"'{word}' is none of {', '.join(map(str, kind))}")
+        raise BadValue(f"'{word}' is none of {', '.join([*map(str, kind), *also])}")
     if kind is bool:
         if word.lower() in YES + NO:
             return word.lower() in YES

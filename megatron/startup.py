@@ -21,7 +21,7 @@ from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import Batches
 from megatron.data.vocabulary import refuse_other_vocabulary
-from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.errors import CheckpointError, DataError, SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
@@ -36,7 +36,7 @@ from megatron.optimizer.schedule import Lengths, learning_rate
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.phases import PHASES
 from megatron.pipeline.build import build_stages, prove_complete
-from megatron.pipeline.record import Recorder
+from megatron.pipeline.record import STEP, Recorder
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.wire import Wire, open_channels
 from megatron.profiler import Profiler
@@ -111,7 +111,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         metrics=build_metrics(config, context, vocab_size, state),
         watch=watch,
         state=state,
-        recorder=recorder_of(config, context, pipeline),
+        recorder=recorder_of(config, context, pipeline, state.iteration, say),
         profiler=Profiler(config, context, say),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
     )
@@ -338,10 +338,16 @@ def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipelin
     return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
-def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline) -> Optional[Recorder]:
-    """What records a step for `--pipeline-timeline`; None without it."""
+def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline, done: int, say) -> Optional[Recorder]:
+    """What records a step for `--pipeline-timeline`; None without it. done: steps before this start."""
     path = config.parallel.pipeline_timeline
-    return Recorder(path, pipeline, context.mesh) if path else None
+    if path is None:
+        return None
+    if context.first and not Path(path).absolute().parent.is_dir():
+        raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
+    if total_iterations(config.batch, context.mesh.dp.size) - done < STEP:
+        say(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
+    return Recorder(path, pipeline, context.mesh)
 
 
 def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:

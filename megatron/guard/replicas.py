@@ -37,7 +37,7 @@ def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
     """
     mesh = optimizer.mesh
     with torch.no_grad(), optimizer.present():
-        found = [(copy.name, copy.axes, checksum(copy.values)) for copy in copies(optimizer)]
+        found = checksums(optimizer)
     different = [
         text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
     ]
@@ -50,6 +50,13 @@ def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
                         "\n  ".join(lines[:8] + more),
                         "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
                         "named, and at the last change of the code")  # fmt: skip
+
+
+def checksums(optimizer: ShardedAdamW) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
+    """(name, axes, checksum) of what this rank holds together with others; checksums on the device, from which they
+    are sent, also those of state in the memory of the host.
+    """
+    return [(copy.name, copy.axes, checksum(copy.values).to(optimizer.device)) for copy in copies(optimizer)]
 
 
 def copies(optimizer: ShardedAdamW) -> Iterable[Copy]:

@@ -112,7 +112,8 @@ class Mesh:
     def topology(self) -> str:
         """The groups of every axis, one line each."""
         lines = [f"world size {self.world_size} = " + " x ".join(f"{n} {s}" for n, s in self.sizes.items())]
-        for name in ("tp", "cp", "dp", "pp"):
+        halves = ("shard", "replicate") if self.sizes["shard"] > 1 < self.sizes["replicate"] else ()
+        for name in ("tp", "cp", "dp", *halves, "pp"):
             groups = ranks_along(self.sizes, JOINED.get(name, (name,)))
             lines.append(f"{name:>3}: " + " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in groups))
         if self.sizes["pp"] > 1:

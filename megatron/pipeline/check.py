@@ -7,6 +7,7 @@ python -m megatron.pipeline.check --schedule my_own.txt
 python -m megatron.pipeline.check --timeline step.json --svg step.svg
 """
 
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def main(argv: list[str]) -> None:
 
 def _compared(asked: Check) -> dict[str, Times]:
     """Figures of the schedules that are asked for. Returns what to draw."""
+    if asked.wire < 0:
+        raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
     cost, panels = _cost(asked.cost), {}
     ranks, micros = _size(next(iter(plans.values()))[0])
@@ -81,7 +84,7 @@ def _plans(asked: Check) -> dict[str, tuple[Plan, Stages]]:
         return {Path(own.path).name: (own.plan, own.stages)}
     pp, micros = asked.pipeline_model_parallel_size, asked.micro
     names = [asked.schedule] if asked.schedule else TRAINING
-    chunks = {name: asked.chunks or default_chunks(name) for name in names}
+    chunks = {name: default_chunks(name) if asked.chunks is None else asked.chunks for name in names}
     wrong = {name: problems(name, pp, micros, chunks[name]) for name in names}
     good = [name for name in names if not wrong[name]]
     if not good:
@@ -100,7 +103,7 @@ def _cost(text: str) -> dict[str, float]:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != len(COST) or min(numbers) <= 0:
+    if len(numbers) != len(COST) or not all(0 < number < math.inf for number in numbers):
         raise SettingsError(f"--cost {text} must be four times above 0, for F,B,I,W, as in 1,2,1,1")
     return dict(zip("FBIW", numbers))
 

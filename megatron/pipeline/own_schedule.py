@@ -85,6 +85,11 @@ def _shape(words: list[str], where: str):
 
 def _ops(words: list[str], where: str) -> list[Op]:
     try:
-        return [parse_op(word) for word in words]
+        ops = [parse_op(word) for word in words]
     except ValueError as error:
         raise SettingsError(f"{where}: {error}", do=DO) from error
+    for word, op in zip(words, ops):
+        if max(op.micro, op.chunk) >= len(ops):  # a slip of the keyboard; billions of them would take for ever to miss
+            raise SettingsError(f"{where}: {word} cannot be: micro-batches and chunks count from 0, without gaps, and "
+                                f"the line has {len(ops)} ops", do=DO)  # fmt: skip
+    return ops

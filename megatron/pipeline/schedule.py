@@ -34,7 +34,7 @@ class Op(NamedTuple):
         return f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0)
 
 
-_OP = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
+_OP = re.compile(r"([FBIW])([0-9]+)(?:\.([0-9]+))?")
 
 
 def parse_op(word: str) -> Op:
@@ -112,12 +112,19 @@ def default_chunks(name: str) -> int:
     return SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
 
 
+def unknown(name: str) -> str:
+    """What to say of a name that no schedule of training has."""
+    return f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt)"
+
+
 def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
     """Why this schedule cannot run: one sentence each; empty when it can."""
     if name not in SCHEDULES:
-        return [f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt)"]
+        return [unknown(name)]
     found = []
     low, high = SCHEDULES[name].chunks
+    if pp < 1 or chunks < 1:
+        return [f"{pp} ranks with {chunks} model chunks each: at least 1 of both is needed"]
     if micros < 1:
         found.append(f"{micros} micro-batches a step: at least 1 is needed")
     if high is not None and not low <= chunks <= high:

@@ -111,6 +111,8 @@ def problems(parallel: Parallel, num_layers: int) -> list[str]:
     p = parallel
     if is_file(p.pipeline_schedule):
         return _problems_of_file(p)
+    if p.pipeline_schedule not in schedule.TRAINING:
+        return [schedule.unknown(p.pipeline_schedule)]
     chunks = chunks_of(p, num_layers)
     found = schedule.problems(p.pipeline_schedule, p.pipeline_model_parallel_size, 1, chunks)
     found += _conflicts(p)

@@ -15,7 +15,7 @@ from statistics import median
 
 from megatron.errors import DataError
 from megatron.pipeline.schedule import Op, Stages, parse_op
-from megatron.pipeline.simulate import Plan, Times
+from megatron.pipeline.simulate import Plan, Times, verify
 
 Record = list[tuple[Op, float, float]]  # ops of a rank with start and end in seconds
 
@@ -69,7 +69,11 @@ def read_timeline(path: str) -> Timeline:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = [[(parse_op(word), float(start), float(end)) for word, start, end in row] for row in found["ranks"]]
         stages = tuple((int(rank), int(chunk)) for rank, chunk in found["stages"])
-        return Timeline(str(found["schedule"]), stages, ranks)
+        timeline = Timeline(str(found["schedule"]), stages, ranks)
+        if not any(end > start for row in ranks for _, start, end in row):
+            raise ValueError("nothing in it took any time")
+        verify(timeline.plan, 1 + max(op.micro for row in ranks for op, _, _ in row), stages)
+        return timeline
     except OSError as error:
         raise DataError(f"cannot read {path}", error.strerror) from error
     except (ValueError, KeyError, TypeError) as error:

@@ -49,6 +49,8 @@ def test_topology_names_every_group():
     assert "world size 4 = pp 2 x replicate 1 x shard 1 x cp 1 x tp 2" in text
     assert " pp: [0,2] [1,3]" in text
     assert Mesh(0, tp=2, pp=4, create_groups=False).topology().endswith("tied embedding): [0,6] [1,7]")
+    text = Mesh(0, tp=2, replicate=2, shard=2, create_groups=False).topology()
+    assert "\nshard: [0,2] [1,3] [4,6] [5,7]\nreplicate: [0,4] [1,5] [2,6] [3,7]\n" in text
 
 
 @pytest.mark.parametrize(

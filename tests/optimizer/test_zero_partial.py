@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that several tensor parallel ranks or pipeline stages hold: summed, counted once, saved once, kept equal."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron import config
 from megatron.checkpoint.boxes import find_flaw
 from megatron.errors import NumericsError
+from megatron.guard import replicas
 from megatron.guard.replicas import check_replicas, checksum
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -141,3 +144,10 @@ def test_checksum_sees_order_and_every_bit():
         flipped = x.clone()
         flipped.view(torch.int16)[17] ^= torch.tensor(1 << bit if bit < 15 else -(1 << 15), dtype=torch.int16)
         assert checksum(flipped) != checksum(x)
+
+
+def test_checksums_of_state_on_the_host_are_sent_from_the_device(monkeypatch):
+    held = [replicas.Copy("w", torch.ones(2), ("tp",)), replicas.Copy("w (main weights)", torch.ones(2), ("tp",))]
+    monkeypatch.setattr(replicas, "copies", lambda optimizer: held)
+    found = replicas.checksums(SimpleNamespace(device=torch.device("meta")))  # stands for a GPU
+    assert [total.device.type for _, _, total in found] == ["meta", "meta"]

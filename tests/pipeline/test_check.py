@@ -28,8 +28,12 @@ def test_command_draws_svg(tmp_path, capsys):
 
 def test_command_takes_costs():
     main("--cost 1,1,1,1 --no-diagram --schedule 1f1b".split())
-    with pytest.raises(SettingsError, match="four times"):
-        main("--cost 1,2,0,1".split())
+    for cost in ("1,2,0,1", "1,2,nan,1", "1,2,inf,1"):
+        with pytest.raises(SettingsError, match="four times"):
+            main(["--cost", cost])
+    for flags, words in (("--wire -1", "--wire -1 must"), ("--pp 0", "0 ranks"), ("--chunks 0", "0 model chunks each")):
+        with pytest.raises(SettingsError, match=words):
+            main(flags.split())
 
 
 def _timeline(late=0.0):
@@ -53,7 +57,14 @@ def test_a_timeline_survives_its_file_and_is_laid_over_the_simulation(tmp_path, 
     assert "ratio:     1.100" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"ranks": [[["X", 1, 2]]], "stages": []}', '{"ranks": [[1]]}'])
+HEAD = '{"schedule": "1f1b", "stages": [[0, 0]], "ranks": '
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", '{"ranks": [[["X", 1, 2]]], "stages": []}', '{"ranks": [[1]]}', HEAD + "[]}", HEAD + "[[]]}",
+    HEAD + '[[["F0", 0, 0], ["B0", 0, 0]]]}', HEAD + '[[["B0", 0, 1]]]}',
+    HEAD + '[[["F0", 0, 1], ["B0", 1, 2]], [["F0", 0, 1], ["B0", 1, 2]]]}',
+])  # fmt: skip
 def test_what_is_no_timeline_is_told(text, tmp_path):
     (tmp_path / "step.json").write_text(text)
     with pytest.raises(DataError, match="is no timeline"):

@@ -30,6 +30,9 @@ def test_a_file_may_say_v(tmp_path):
     "text, words",
     [
         ("F0 B0\nF0 X0", "own.txt, line 2: 'X0' is no op"),
+        ("F0 B0\nF0 B\u0663", "line 2: 'B.' is no op"),  # a digit of another script
+        ("F0 F1213141516 B0 B1", "line 1: F1213141516 cannot be: .* the line has 4 ops"),
+        ("F0 F0.99999999 B0 B0.1", "line 1: F0.99999999 cannot be"),
         ("F0 F1 B0 B1\n\nF0 B0 F1", "own.txt, line 3: this schedule cannot run\n  rank 1 never does B1"),
         ("F0 F1 B0 B1\nF0 B0 F1 B1 B1", "line 2: .*\n.*rank 1 does twice B1"),
         ("F0 B0 F1 B1\nF0 F1 B0 B1", "line 1: .*\n.*deadlock: rank 0 is stuck on B0, waiting for B0 of rank 1"),

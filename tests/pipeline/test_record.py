@@ -4,11 +4,14 @@ import torch
 
 from megatron.config import Parallel
 from megatron.errors import StorageError
+from megatron.flags import parse_pretrain
+from megatron.mpu.context import Context
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.execute import Wire, execute
 from megatron.pipeline.record import STEP, Recorder
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
+from megatron.startup import recorder_of
 
 
 class Stage(torch.nn.Module):
@@ -64,3 +67,17 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path):
     assert records == [None] * (STEP - 1) + [[]]
     with pytest.raises(StorageError, match="cannot write --pipeline-timeline"):
         recorder.write([(pipeline.ops(0, 1)[0], recorder.begun, recorder.begun + 1)])
+
+
+def test_what_will_not_be_written_is_told_at_the_start(tmp_path):
+    def started(path, done):
+        line = f"--num-layers 4 --hidden-size 8 --num-attention-heads 1 --train-iters 4 --pipeline-timeline {path}"
+        config, said = parse_pretrain([*line.split(), "--micro-batch-size", "1"]), []
+        context = Context(Mesh(), torch.device("cpu"))
+        assert recorder_of(config, context, Pipeline.of(Parallel(), 4), done, said.append)
+        return said
+
+    assert started(tmp_path / "step.json", done=1) == []
+    assert "step.json will not be written" in started(tmp_path / "step.json", done=2)[0]
+    with pytest.raises(StorageError, match="no such folder"):
+        started(tmp_path / "no" / "step.json", done=0)

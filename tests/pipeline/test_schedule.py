@@ -101,6 +101,8 @@ def test_stages_may_lie_anywhere():
     [
         (("2f2b", 2, 4, 1), "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half"),
         (("1f1b", 2, 0, 1), "at least 1"),
+        (("1f1b", 0, 4, 1), "at least 1 of both"),
+        (("1f1b", 2, 4, -1), "at least 1 of both"),
         (("1f1b", 1, 4, 2), "--pipeline-model-parallel-size of at least 2"),
         (("interleaved", 4, 3, 1), "at least 2 model chunks"),
         (("zb-h1", 4, 8, 2), "one model chunk"),

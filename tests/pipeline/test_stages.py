@@ -78,6 +78,7 @@ def test_layers_of_ranks():
         (8, {CHUNKS: 2, "num_layers_per_virtual_pipeline_stage": 1}, "say the same thing"),
         (8, dict(num_layers_per_virtual_pipeline_stage=3), "does not cut 8 layers evenly .* 1 or 2 would work"),
         (8, dict(pipeline_schedule="zigzag"), "no pipeline schedule 'zigzag': choose from"),
+        (8, dict(pipeline_schedule="forward-only"), "no pipeline schedule 'forward-only': choose from"),
         (8, {CHUNKS: 1, "pipeline_schedule": "interleaved"}, "at least 2 model chunks"),
         (8, {CHUNKS: 2, "pipeline_schedule": "zb-h1"}, "one model chunk a rank, not 2"),
         (8, {CHUNKS: 2, "pp": 1}, "--pipeline-model-parallel-size of at least 2"),
