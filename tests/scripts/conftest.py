@@ -18,7 +18,9 @@ def copy(root, tmp_path_factory) -> Path:
     shutil.copytree(root, folder, ignore=ignored)
     (folder / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(folder / "requirements.txt", folder / ".venv" / "requirements.installed")
-    (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    python = folder / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')  # a link would not find the packages
+    python.chmod(0o755)
     (folder / ".venv" / "bin" / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
     return folder
 
