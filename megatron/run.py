@@ -162,7 +162,7 @@ class Run:
         if orderly:
             self.profiler.end(self.state.iteration)
         if self.saver:
-            self.saver.close(None if orderly else LAST_SAVE)
+            self.saver.close(None if orderly else LAST_SAVE, copies=error is not None)
         for batches in (self.train_batches, self.valid_batches, self.test_batches):
             if batches:
                 batches.close()
@@ -173,3 +173,5 @@ class Run:
         self.watch.close()
         if orderly:
             leave(self.context)
+        if self.saver and error is None:  # behind the others' end: they would give this rank up, and with it its copies
+            self.saver.close_copies(lambda: self.watch.heart.beat("save"))

@@ -23,6 +23,7 @@ from megatron.checkpoint.state import TRACKER, clean, prune
 from megatron.checkpoint.store import appear
 from megatron.errors import Failure, StorageError
 
+BEAT = 1.0  # seconds between two signs of life while the last copy is waited for
 PATH = "{}"  # of a command: where the checkpoint's directory belongs
 
 
@@ -48,9 +49,12 @@ class Copies:
         """Have a checkpoint copied. Returns at once."""
         self._waiting.put(checkpoint)
 
-    def close(self, patience: Optional[float] = None) -> None:
-        """Wait until all are copied, or for so many seconds."""
+    def close(self, patience: Optional[float] = None, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait until all are copied, or for so many seconds. beat: called now and then while the wait is an open one."""
         self._waiting.put(None)
+        while patience is None and self._thread.is_alive():
+            beat()
+            self._thread.join(BEAT)
         self._thread.join(patience)
         if self._thread.is_alive():
             self.say("WARNING: the last copy of a checkpoint was not finished; the one before it is complete")

@@ -126,10 +126,11 @@ class Keeper:
             self._thread = None
             self._judge()
 
-    def close(self, patience: Optional[float] = None) -> None:
+    def close(self, patience: Optional[float] = None, copies: bool = True) -> None:
         """End the last save and let other jobs write. Raises StorageError when that save came to nothing.
 
         patience: as in `wait`; when given, failures are told and not raised, for another one is on its way.
+        copies: wait for them, too; else `close_copies` is to be called.
         """
         try:
             self.wait(patience)
@@ -143,8 +144,13 @@ class Keeper:
             for saver in (self._saver, self._mirror):
                 if saver:
                     saver.close()
-            if self._copies:
+            if self._copies and copies:
                 self._copies.close(patience)
+
+    def close_copies(self, beat: Callable[[], None]) -> None:
+        """Wait for the last copies, which the first rank makes: others need not wait for it. beat: a sign of life."""
+        if self._copies:
+            self._copies.close(beat=beat)
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -267,6 +267,8 @@ class Supervisor:
         settings = self.settings
         if beat.step <= beat.since:  # up to the end of its first step: loading, compiling
             return max(settings.hang_timeout, settings.start_timeout)
+        if beat.phase == "save":  # nobody knows how long the first one takes, or the one before it that it waits for
+            return 5 * max(settings.hang_timeout, beat.usual)
         return max(settings.hang_timeout, 5 * beat.usual)
 
     def tell_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:

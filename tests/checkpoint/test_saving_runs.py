@@ -64,6 +64,21 @@ def test_a_run_outlives_failed_saves_and_goes_on_from_the_mirror(tmp_path, monke
         _pretrain(0, f"--train-iters 20 --save-interval 3 --save {home / 'b'} --save-retries 0 --max-failed-saves 2")
 
 
+def test_the_other_ranks_do_not_wait_for_the_last_copy(run_ranks, tmp_path):
+    """They would give the first rank up after --distributed-timeout-minutes, and with it the copy."""
+    done = tmp_path / "done"
+
+    def body(rank):
+        pretrain_gpt.main([*TINY.split(), "--train-iters", "1", "--save", str(tmp_path / "home"), "--save-copy",
+                           f"until [ -e {done} ]; do sleep 0.02; done; cp -r {{}} {tmp_path}/copy",
+                           "--distributed-timeout-minutes", "0.5"])  # fmt: skip
+        if rank == 1:
+            done.touch()
+
+    run_ranks(2, body)
+    assert (tmp_path / "copy" / "index.json").exists()
+
+
 def test_auto_interval_in_a_run(run_ranks, tmp_path):
     run_ranks(2, _pretrain, f"--train-iters 14 --save-interval auto --async-save --save {tmp_path}")
     assert list(checkpoints(tmp_path)) == [1 + keeper.FIRST_AUTO, 14]

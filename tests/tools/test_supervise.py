@@ -272,6 +272,23 @@ def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor)
     assert verdict(0).code == 3 and verdict(0, 0).code == 0
 
 
+def test_a_rank_may_be_silent_for_longer_where_nobody_knows_how_long_it_takes(supervisor):
+    """A first save, or the wait for the one before; and all that comes before the first step ends."""
+
+    def limit(**changed):
+        return supervisor.limit(
+            Beat(**(dict(rank=0, host="h", pid=1, born=1, count=1, phase="F", step=3, since=1) | changed))
+        )
+
+    assert [limit(), limit(usual=100.0), limit(phase="save"), limit(phase="save", usual=400.0)] == [
+        300,
+        500,
+        1500,
+        2000,
+    ]
+    assert limit(step=1) == 1800
+
+
 def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(supervisor, capsys):
     (supervisor.logs / "goodput.json").mkdir()
     assert supervisor.report("finished", Verdict(Action.DONE, "finished", 0)) == 0
