@@ -106,7 +106,7 @@ start() { # nodes
         slurmd -N "n$number"
     done
     for ((number = 0; number < 100; number++)); do
-        [ "$(sinfo --noheader --format %D --states idle 2>/dev/null | head -n 1)" != "$1" ] || break
+        [ "$(timeout 10 sinfo --noheader --format %D --states idle 2>/dev/null | head -n 1)" != "$1" ] || break
         sleep 0.2
     done
     sinfo
@@ -126,7 +126,16 @@ case ${1:-} in
     install) install ;;
     start | stop)
         [ -n "${2:-}" ] || fail "in which folder?" "bash $0 $1 DIR"
-        mkdir -p "$2"
+        if [ "$1" = stop ]; then
+            [ -f "$2/slurm.conf" ] || fail "no cluster was started in $2"
+        else
+            [[ ${3:-2} =~ ^[1-9][0-9]?$ ]] || fail "NODES is $3, and it must be a number from 1 to 99"
+            [[ $GPUS =~ ^[0-6]$ ]] || fail "NODE_GPUS is $GPUS, and it must be a number from 0 to 6"
+            [[ $CPUS =~ ^[1-9][0-9]*$ ]] || fail "NODE_CPUS is $CPUS, and it must be a number from 1 on"
+            mkdir -p "$2"
+            ! kill -0 "$(cat "$2/slurmctld.pid" 2>/dev/null)" 2>/dev/null ||
+                fail "a cluster runs in $2" "bash $0 stop $2, or another folder"
+        fi
         DIR=$(cd "$2" && pwd)
         if [ "$1" = start ]; then start "${3:-2}"; else stop; fi
         ;;

@@ -350,6 +350,21 @@ def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
     assert "iteration        2/       2" in told[0][0]
 
 
+@pytest.mark.parametrize(
+    "words, env, said",
+    [
+        (["start", "DIR", "0"], {}, "NODES is 0, and it must be a number from 1 to 99"),
+        (["start", "DIR", "two"], {}, "NODES is two"),
+        (["start", "DIR"], dict(NODE_GPUS="9"), "NODE_GPUS is 9, and it must be a number from 0 to 6"),
+        (["stop", "DIR"], {}, "no cluster was started in"),
+    ],
+)
+def test_a_cluster_of_no_nodes_is_not_waited_for(words, env, said, tmp_path):
+    folder = tmp_path / "cluster"
+    done = bash(FOLDER / "slurm" / "local_cluster.sh", *(str(folder) if w == "DIR" else w for w in words), **env)
+    assert done.returncode == 1 and said in done.stderr and not folder.exists()
+
+
 def test_shellcheck():
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
