@@ -50,9 +50,9 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
     device = pick_device(kernels.device, here.local_rank)
     if device.type == "cpu":
         _share_cores(here.local_world_size or 1)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         try:
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout,
                                     device_id=device if backend == "nccl" else None)  # fmt: skip
@@ -60,7 +60,7 @@ def join(parallel: config.Parallel, kernels: config.Kernels) -> Context:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerLost(f"rank {rank} of {world} could not join the job at {where}", str(error).splitlines()[0],
                            "start all ranks with torchrun; is the port free and reachable?") from error  # fmt: skip
-    return Context(Mesh(rank, **sizes_of(parallel, world)), device, joined)
+    return Context(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
 
 
 def leave(context: Context) -> None:

@@ -14,6 +14,7 @@ Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Optional
 
 import numpy as np
@@ -54,9 +55,12 @@ class Mesh:
 
     `mesh.tp`, `mesh.dp`, ... are `Axis` records; constructors receive the one they need and `forward` looks nothing up.
     Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
+    timeout: after which a group gives up a silent rank (default: torch's, which is not that of the whole job's group)
     """
 
-    def __init__(self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None):
+    def __init__(self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None,
+                 timeout: Optional[timedelta] = None):  # fmt: skip
+        self.timeout = timeout
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
         if create_groups is None:
@@ -85,7 +89,8 @@ class Mesh:
             if create_groups and len(ranks) > 1:
                 import torch.distributed as dist
 
-                group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks)
+                whole = len(ranks) == self.world_size
+                group = dist.group.WORLD if whole else dist.new_group(ranks, timeout=self.timeout)
             if self.rank in ranks:
                 mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, self._label(name, number))
         return mine

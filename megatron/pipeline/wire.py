@@ -100,7 +100,7 @@ def open_channels(mesh: Mesh, stages: Stages) -> dict[tuple[str, int, int], dist
     groups = {}
     for ranks in ranks_along(mesh.sizes, ["pp"]):
         for kind, source, target in channels(stages):
-            group = dist.new_group([ranks[source], ranks[target]])
+            group = dist.new_group([ranks[source], ranks[target]], timeout=mesh.timeout)
             if mesh.rank not in (ranks[source], ranks[target]):
                 continue
             groups[kind, source, target] = group

@@ -278,7 +278,8 @@ def check_all_reduce(context: Context, nodes: Sequence[tuple[str, str]]) -> Chec
     """An all-reduce inside each node, all nodes at once, and one over all ranks."""
     groups = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     usual = Counter(map(len, groups)).most_common(1)[0][0]
-    axes = [Axis("node", tuple(group), group=dist.new_group(group)) for group in groups if len(group) > 1]
+    axes = [Axis("node", tuple(group), group=dist.new_group(group, timeout=context.mesh.timeout))
+            for group in groups if len(group) > 1]  # fmt: skip
     mine = next((axis for axis in axes if context.mesh.rank in axis.ranks), None)
     inside = gather_numbers(all_reduce_seconds(mine, context.device) if mine else 0.0, context)
     everywhere = max(gather_numbers(all_reduce_seconds(context.mesh.world, context.device), context))

@@ -4,10 +4,15 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config import Kernels, Parallel
+from megatron.mpu.context import join
 from megatron.mpu.mesh import Mesh, ranks_along
+from megatron.pipeline.schedule import looped
+from megatron.pipeline.wire import open_channels
 
 DOCUMENTED = dict(pp=4, dp=2, cp=1, tp=2)  # Megatron-LM's example of 16 GPUs
 
@@ -73,3 +78,15 @@ def test_first_and_last_stage_share_an_embedding():
     tied = [Mesh(rank, tp=2, pp=4, create_groups=False).tied for rank in range(8)]
     assert [axis.ranks for axis in tied] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
     assert [axis.rank for axis in tied] == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_every_group_gives_up_a_silent_rank_when_the_settings_say_so(run_ranks):
+    """torch gives groups that are made later a timeout of their own, and not that of the first."""
+
+    def body(rank):
+        context = join(Parallel(tensor_model_parallel_size=2, distributed_timeout_minutes=7), Kernels(device="cpu"))
+        channels = open_channels(context.mesh, looped(1))  # none: one stage
+        groups = [context.mesh.tp.group, context.mesh.dp.group, *channels.values()]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    assert run_ranks(4, body) == [[420.0, 420.0]] * 4
