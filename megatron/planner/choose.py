@@ -4,6 +4,7 @@
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -73,10 +74,20 @@ def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space
     started = time.perf_counter()
     found = search(job, cluster, space)
     count = flops.parameters(job.model, job.vocab_size)
-    remarks = [remark] if remark else []
+    remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself makes times real")
     return Outcome(found, job, cluster, count, source, remarks, time.perf_counter() - started)
+
+
+def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
+    """Defaults of Megatron's that cost a GPU more than any layout can save, for whoever did not mean them."""
+    speeds = cluster.device.flops
+    if job.device == "cuda" and job.precision == "fp32" and "bf16" in speeds and "fp32" in speeds:
+        yield f"fp32, the default: products are {speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
+    if job.device == "cuda" and job.model.attention_dropout:
+        yield (f"attention with dropout ({job.model.attention_dropout:g}) keeps its weights; with --attention-dropout 0 a "
+               "flash kernel needs less memory and time")  # fmt: skip
 
 
 def space_of(config: schema.Config, cluster: Cluster) -> Space:

@@ -32,7 +32,8 @@ def test_the_advisors_command_line(capsys, tmp_path):
                "--emit", str(script)])  # fmt: skip
     told = capsys.readouterr().out
     for words in ("22.068 B", "tokens/s", "TFLOP/s a rank", "out of memory by", "300.0 billion tokens", "optimizer moments",
-                  "torchrun --nnodes 8", "GPT-2's 50257 tokens are assumed"):  # fmt: skip
+                  "torchrun --nnodes 8", "GPT-2's 50257 tokens are assumed",
+                  "note: attention with dropout (0.1) keeps its weights; with --attention-dropout 0"):  # fmt: skip
         assert words in told
     text = script.read_text()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0 and '"$@"' in text
@@ -40,6 +41,15 @@ def test_the_advisors_command_line(capsys, tmp_path):
     config = resolve(parse_pretrain(flags), 64)
     assert config.model.num_layers == 48 and config.data.data_path == ["/mnt/data/enwiki_text_document"]
     assert config.batch.global_batch_size <= 64
+
+
+def test_defaults_that_are_dear_on_a_gpu_are_told(capsys):
+    line = [*TINY[:-2], "--global-batch-size", "8", "--device-name", "a100-80"]
+    plan.main(line)
+    assert "note: fp32, the default: products are 16 times as fast with --bf16" in capsys.readouterr().out
+    plan.main([*line, "--bf16", "--attention-dropout", "0"])
+    told = capsys.readouterr().out
+    assert "with --bf16" not in told and "keeps its weights" not in told
 
 
 def test_a_picture_of_the_plans(tmp_path, capsys):
