@@ -90,15 +90,9 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
 
 def _with_other_samples(found: list[Change]) -> list[str]:
     """What else a run has to be allowed when these have changed: their samples are others, too."""
-    deciding = {"seed", "seq_length", *DANGEROUS["data"], *DANGEROUS["tokenizer"]}
-    moved = {
-        "vocab_file",
-        "merge_file",
-        "tokenizer_model",
-        "data_path",
-        "train_data_path",
-    }  # the same under other names
-    return [ORDER] if any(change.name in deciding - moved for change in found) else []
+    # Of files nobody can tell here: they may be the same under another name, so their samples are compared.
+    deciding = ("seed", "seq_length", "split", "mock_data", "dataloader_type", "tokenizer_type", "vocab_size")
+    return [ORDER] if any(change.name in deciding for change in found) else []
 
 
 def told(config: Config, saved: dict[str, dict]) -> list[str]:
