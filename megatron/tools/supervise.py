@@ -339,8 +339,7 @@ class Supervisor:
             new = log.read()
         self.log_at += len(new)
         if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.flush()
+            put_out(new)
 
     def _stop(self, number: int, frame) -> None:
         self.asked_to_stop = number
@@ -414,7 +413,18 @@ def heartbeat_folder() -> Path:
 
 def say(text: str) -> None:
     """A line of the supervisor among those of the job."""
-    print(f"[supervise {time.strftime('%H:%M:%S')}] {text}", flush=True)
+    put_out(f"[supervise {time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
+
+
+def put_out(text: bytes) -> None:
+    """Write to our own output, if there is one: a terminal or a reader that has gone away ends no job."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

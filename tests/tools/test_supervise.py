@@ -289,6 +289,21 @@ def test_a_rank_may_be_silent_for_longer_where_nobody_knows_how_long_it_takes(su
     assert limit(step=1) == 1800
 
 
+@pytest.mark.parametrize("output", ["a reader that is gone", "none at all"])
+def test_a_job_outlives_the_reader_of_its_supervisors_words(output, root, tmp_path):
+    script = tmp_path / "pretrain_job.py"
+    script.write_text(f"import pathlib\nprint('word ' * 9999)\npathlib.Path({str(tmp_path / 'done')!r}).touch()\n")
+    words = ["-m", "megatron.tools.supervise", "--log-dir", str(tmp_path), "--", sys.executable, str(script)]
+    read, write = os.pipe()
+    os.close(read)
+    close = (lambda: os.close(1)) if output == "none at all" else None
+    found = subprocess.run([sys.executable, *words], cwd=root, stdout=write, stderr=subprocess.PIPE, preexec_fn=close,
+                           timeout=200)  # fmt: skip
+    os.close(write)
+    assert (found.returncode, found.stderr) == (0, b"") and (tmp_path / "done").exists()
+    assert json.loads((tmp_path / "goodput.json").read_text())["outcome"] == "finished"
+
+
 def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(supervisor, capsys):
     (supervisor.logs / "goodput.json").mkdir()
     assert supervisor.report("finished", Verdict(Action.DONE, "finished", 0)) == 0
