@@ -67,11 +67,11 @@ class Choice:
     notices: tuple[str, ...] = ()
 
 
-def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = False) -> Choice:
+def choose(folder: Path, *, step: Optional[int] = None, allow_empty: Optional[bool] = None) -> Choice:
     """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
     step:         only this iteration (`--ckpt-step`)
-    allow_empty:  nothing there is an answer, not an error (`--auto-resume`)
+    allow_empty:  nothing there is an answer, not an error (`--auto-resume`; None where there is no such flag)
     A directory that is itself a checkpoint is chosen as it is. Those before the first one without visible damage (nothing
     is read but the index and the sizes) are named in the notices and left out; what lies behind it is not looked at.
     Raises CheckpointError when nothing is left.
@@ -93,7 +93,8 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: bool = Fals
             raise CheckpointError(f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
                                   do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT")  # fmt: skip
         why = None if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} holds no checkpoint", why, "check --load, or start anew with --auto-resume")
+        do = "check the path" if allow_empty is None else "check --load, or start anew with --auto-resume"
+        raise CheckpointError(f"{folder} holds no checkpoint", why, do)
     named, notices = read_tracker(folder), []
     order = sorted(found, reverse=True)
     if named in found:

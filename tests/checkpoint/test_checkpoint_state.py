@@ -143,8 +143,12 @@ def test_all_damaged_is_an_error_that_names_each(folder):
 
 def test_nothing_there_is_an_error_unless_allowed(tmp_path):
     for empty in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint") as refused:
             restore(empty, [])
+        assert "--auto-resume" in refused.value.do
+        with pytest.raises(CheckpointError, match="holds no checkpoint") as refused:  # by a tool, which has no such flag
+            choose(empty)
+        assert refused.value.do == "check the path"
         assert restore(empty, [], allow_empty=True) is None
 
 
