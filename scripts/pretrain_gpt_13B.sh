@@ -5,7 +5,7 @@
 #
 # needs    32 x A100-80GB: 4 nodes of 8
 # memory   62.9 of 85.9 GB on the fullest rank
-# expects  25.27 s a step of 2,097,152 tokens, 83,006 tokens/s
+# expects  25.27 s a step of 2,097,152 tokens, 83,003 tokens/s
 # expects  213 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 32 A100-80GB \

@@ -6,7 +6,7 @@
 # needs    16 x A100-80GB: 2 nodes of 8
 # layout   dp16-zero3, micro-batch 2, as found on these
 # memory   80.2 of 85.9 GB on the fullest rank
-# expects  2.82 s a step of 65,536 tokens, 23,264 tokens/s
+# expects  2.82 s a step of 65,536 tokens, 23,259 tokens/s
 # expects  203 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

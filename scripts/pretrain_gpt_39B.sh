@@ -5,7 +5,7 @@
 #
 # needs    512 x A100-80GB: 64 nodes of 8
 # memory   32.9 of 85.9 GB on the fullest rank
-# expects  9.01 s a step of 3,145,728 tokens, 349,167 tokens/s
+# expects  9.02 s a step of 3,145,728 tokens, 348,942 tokens/s
 # expects  166 TFLOP/s a GPU, bubble 7.7% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \

@@ -5,7 +5,7 @@
 #
 # needs    16 x A100-80GB: 2 nodes of 8
 # memory   64.6 of 85.9 GB on the fullest rank
-# expects  12.50 s a step of 1,048,576 tokens, 83,907 tokens/s
+# expects  12.50 s a step of 1,048,576 tokens, 83,899 tokens/s
 # expects  218 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

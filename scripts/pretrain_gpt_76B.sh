@@ -5,7 +5,7 @@
 #
 # needs    1024 x A100-80GB: 128 nodes of 8
 # memory   29.5 of 85.9 GB on the fullest rank
-# expects  10.33 s a step of 3,670,016 tokens, 355,189 tokens/s
+# expects  10.35 s a step of 3,670,016 tokens, 354,755 tokens/s
 # expects  163 TFLOP/s a GPU, bubble 9.7% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 1024 A100-80GB \

@@ -4,7 +4,7 @@
 #
 # needs    32 x H100-80GB: 4 nodes of 8
 # memory   59.6 of 85.9 GB on the fullest rank
-# expects  12.97 s a step of 4,194,304 tokens, 323,269 tokens/s
+# expects  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s
 # expects  585 TFLOP/s a GPU (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 32 H100-80GB \

@@ -45,6 +45,8 @@ class Cluster:
         # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce.
         share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
         steps = (ranks - 1).bit_length()
+        if op != "all_reduce":  # which has trees; the rings of the others pass every node in turn
+            steps += max(0, ranks * stride // self.local_size - 1)
         return share * size / link + calls * steps * d.latency
 
 

@@ -123,6 +123,13 @@ def test_smaller_models_of_the_paper_reach_what_it_says():
         assert hardware == pytest.approx(published, rel=0.1)
 
 
+def test_small_messages_over_many_nodes_are_slow():
+    """A ring has a hop a node: this is what keeps ZeRO 3 from a thousand nodes."""
+    few, many = (Cluster(A100, ranks).seconds("all_gather", 1 << 20, 1, ranks, 1) for ranks in (16, 8192))
+    summed = Cluster(A100, 8192).seconds("all_reduce", 1 << 20, 1, 8192, 1)
+    assert few < 1e-4 < summed < 1e-3 < 1e-2 < many
+
+
 def test_no_message_is_hidden_beside_less_work_than_it_takes():
     """ZeRO 3 over two nodes: however small the batch, a step is no shorter than its messages."""
     job = Job(Model(32, 4096, 32, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, 16)
