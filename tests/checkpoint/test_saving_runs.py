@@ -71,7 +71,7 @@ def test_the_other_ranks_do_not_wait_for_the_last_copy(run_ranks, tmp_path):
     def body(rank):
         pretrain_gpt.main([*TINY.split(), "--train-iters", "1", "--save", str(tmp_path / "home"), "--save-copy",
                            f"until [ -e {done} ]; do sleep 0.02; done; cp -r {{}} {tmp_path}/copy",
-                           "--distributed-timeout-minutes", "0.5"])  # fmt: skip
+                           "--distributed-timeout-minutes", "2"])  # fmt: skip
         if rank == 1:
             done.touch()
 
