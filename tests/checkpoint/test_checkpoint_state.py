@@ -146,7 +146,7 @@ def test_nothing_there_is_an_error_unless_allowed(tmp_path):
         with pytest.raises(CheckpointError, match="holds no checkpoint") as refused:
             restore(empty, [])
         assert "--auto-resume" in refused.value.do
-        with pytest.raises(CheckpointError, match="holds no checkpoint") as refused:  # by a tool, which has no such flag
+        with pytest.raises(CheckpointError, match="holds no checkpoint") as refused:  # by a tool
             choose(empty)
         assert refused.value.do == "check the path"
         assert restore(empty, [], allow_empty=True) is None
