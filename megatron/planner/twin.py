@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Optional
 
-from megatron.batch import full_size
+from megatron.batch import full_size, smallest
 from megatron.config import (
     GROUPS,
     Batch,
@@ -252,7 +252,7 @@ def _micros(micros: int, pipeline: Pipeline, pp: int) -> int:
 
 
 def _batch(b: Batch, sizes: Sizes, micros: int, steps: int) -> Batch:
-    micro = min(b.micro_batch_size, 2)
+    micro = min(smallest(b).micro_batch_size, 2)
     least = micro * sizes.dp
     ramp = bool(b.rampup_batch_size) and micros > 1
     counted = b.train_samples is not None or ramp

@@ -16,7 +16,7 @@ from megatron.batch import total_iterations
 from megatron.config import Config, setting
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.flags import parse_pretrain
-from megatron.rules import resolve
+from megatron.rules import layout_is_open, resolve
 
 EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 
@@ -114,8 +114,11 @@ def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
             print(f"note: not part of the twin: {words}")
         return twin.config, [layout_of(twin.config, twin.world_size)]
     if not asked.layouts:
-        ranks = asked_ranks(config)
-        resolve(config, ranks)
+        if layout_is_open(config):
+            config, ranks = original(config, print)
+        else:
+            ranks = asked_ranks(config)
+            resolve(config, ranks)
         layouts = [layout_of(config, ranks)]
         return one_batch(config, layouts), layouts
     try:
