@@ -102,9 +102,9 @@ def killed(layout: str, phase: str, rank: int, folder: Path, seed: int) -> Got:
     if first.codes[rank] != -signal.SIGKILL:
         return Got(f"rank {rank} was not killed: {first.codes}", first.codes[rank], faults=0)
     other = first.codes[1 - rank]
-    if other != PeerLost.code and not (
-        step == 0 and other is None
-    ):  # who waits for ranks to come is ended by the launcher
+    # Who waits for ranks to come, or for their part of the last save in the background, is ended by the launcher.
+    waits = step == 0 or step == STEPS and "--async-save" in LAYOUTS[layout][1]
+    if other != PeerLost.code and not (waits and other is None):
         return Got(f"the other rank ended with {other}: {first.said[-300:]}", other)
     return Got(restarted(job, first), -signal.SIGKILL)
 
