@@ -27,7 +27,7 @@ from megatron.chaos.runs import (
 from megatron.chaos.victim import ALL, Fault
 from megatron.errors import PeerLost, Preempted
 
-TWO = [layout for layout, (world, _) in LAYOUTS.items() if world == 2]
+TWO = ("dp2", "zero1", "tp2", "pp2")  # what every fault meets; all layouts of two ranks are killed at random times
 ANY = range(2, STEPS)
 SAVES = range(EVERY, STEPS + 1, EVERY)
 # phase -> the steps at which it may be met, and on which rank: its own, the first one, or whichever comes first
@@ -95,16 +95,14 @@ def killed(layout: str, phase: str, rank: int, folder: Path, seed: int) -> Got:
     """A rank is killed at a phase of a random step that has it; the other rank has to say that it has lost a neighbour."""
     steps, whose = PHASES[phase]
     step = random.Random(f"{seed} {layout} {phase} {rank}").choice(steps)
-    # Who waits for its part of the last save in the background, or for ranks to come, is ended by the launcher.
-    waits = phase == "rendezvous" or step == STEPS and "--async-save" in LAYOUTS[layout][1]
     job = Job(layout, folder, folder.parent, cache=folder / "cache" if phase == "index build" else None,
-              grace=HASTY if waits else PATIENT)  # fmt: skip
+              grace=HASTY if phase == "rendezvous" else PATIENT)  # fmt: skip
     fault = Fault(phase, str(folder / "marker"), rank=dict(own=rank, first=0, any=None)[whose], target=rank, step=step)
     first = job.start(fault)
     if first.codes[rank] != -signal.SIGKILL:
         return Got(f"rank {rank} was not killed: {first.codes}", first.codes[rank], faults=0)
     other = first.codes[1 - rank]
-    if other != PeerLost.code and not ((waits or step == 0) and other is None):
+    if other != PeerLost.code and not (step == 0 and other is None):  # who waits for ranks is ended by the launcher
         return Got(f"the other rank ended with {other}: {first.said[-300:]}", other)
     return Got(restarted(job, first), -signal.SIGKILL)
 

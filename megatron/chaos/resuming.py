@@ -95,7 +95,7 @@ def moved(then: str, now: str, ranks: int, folder: Path, seed: int) -> Got:
     expected = {n: value for n, value in clean.ledger.items() if int(n) > HALF}
     if found.ledger != expected:
         return Got(f"other samples: {found.ledger} instead of {expected}")
-    was, now = _losses(next(folder.parent.glob(f"clean-{then}-*")) / "save"), _losses(job.save)
+    was, now = _losses(next(folder.parent.glob(f"clean-{then}-[0-9]*")) / "save"), _losses(job.save)
     wrong = [n for n in range(HALF + 1, STEPS + 1) if not math.isclose(was[n], now[n], rel_tol=1e-4)]
     return Got(f"losses of steps {wrong} differ" if wrong else ELASTIC)
 
