@@ -213,6 +213,7 @@ def _rank(rank: int, world: int, port: int, flags: list[str], log: Path, fault: 
     if world == 1:
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
     renew_threads()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored below nohup
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
