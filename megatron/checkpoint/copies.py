@@ -37,9 +37,8 @@ class Copies:
                  say: Callable[[str], None] = print):  # fmt: skip
         self.where, self.keep = where, (keep_last, retain_interval)
         self.say = say
-        self.present: Optional[Path] = (
-            None  # being copied: retention leaves it for so long, else a slow copy would never end
-        )
+        # What is being copied: retention leaves it for so long, else a slow copy would never end.
+        self.present: Optional[Path] = None
         self._waiting: queue.Queue[Optional[Path]] = queue.Queue()
         self._lock: Optional[WriterLock] = None
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)

@@ -116,9 +116,8 @@ def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     return _scatter(piece, whole, group=axis.group, async_op=True)
 
 
-LARGE = (
-    2 << 20
-)  # bytes from which messages from rank to rank are faster than gloo's collectives; small ones wake up later
+# Bytes from which messages from rank to rank are faster than gloo's collectives; small ones wake up later.
+LARGE = 2 << 20
 
 
 class _Exchange:

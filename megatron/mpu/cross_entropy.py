@@ -25,7 +25,7 @@ import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
-from megatron.mpu.deferred import WeightGradients
+from megatron.mpu.deferred import WeightGradients, taker
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 
@@ -53,10 +53,8 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     loss = losses.sum() if mask is None else (losses * mask).sum()
     if not wanted:
         return loss
-    put = None
-    if later is not None and hidden.requires_grad and weight.requires_grad:
-        weight, put = weight.detach(), partial(later.put, weight)
-    return _Precomputed.apply(loss, hidden, weight, gradients, put)
+    put = taker(later, hidden, weight)
+    return _Precomputed.apply(loss, hidden, weight.detach() if put else weight, gradients, put)
 
 
 @op

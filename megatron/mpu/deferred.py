@@ -10,12 +10,13 @@ The next pipeline stage waits for the gradient of a layer's input, and nobody fo
     ...
     deliver(products)  # pass W
 
-So does the output layer (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap and stay in pass I,
-and so do those of a layer whose input needs no gradient.
+The output layer leaves its product here, too (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap
+and stay in pass I, and so do those of a layer whose input needs no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Optional
 
 import torch
@@ -54,6 +55,16 @@ def attach(modules: Iterable[torch.nn.Module]) -> WeightGradients:
             if hasattr(layer, "weight_gradients"):
                 layer.weight_gradients = shared
     return shared
+
+
+def taker(later: Optional[WeightGradients], x: torch.Tensor, weight: torch.Tensor) -> Optional[Callable]:
+    """What takes the product for the gradient of a weight that x is multiplied with; None: autograd does.
+
+    Else autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
+    """
+    if later is None or not (x.requires_grad and weight.requires_grad):
+        return None
+    return partial(later.put, weight)
 
 
 def deliver(products: list[Product]) -> None:

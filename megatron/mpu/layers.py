@@ -9,7 +9,6 @@ Under sequence parallelism what enters a column layer and leaves a row layer is 
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import nn
 from megatron.fused_kernels import Case, choose, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
-from megatron.mpu.deferred import WeightGradients
+from megatron.mpu.deferred import WeightGradients, taker
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.tokenizer import padded_vocab_size
@@ -38,11 +37,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     multiplied; the pieces are gathered now and again for the weight's gradient, so that only the piece is kept
     (arXiv:2205.05198, section 4.2.2).
     """
-    flat, bias, put = weight.flatten(0, -2), None if bias is None else bias.flatten(), None
+    flat, bias, put = weight.flatten(0, -2), None if bias is None else bias.flatten(), taker(later, x, weight)
     product = matmul(x)
-    if later is not None and x.requires_grad and weight.requires_grad:
-        # Autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
-        flat, put = flat.detach(), partial(later.put, weight)
+    if put:
+        flat = flat.detach()
     elif gather is None and product is reference.matmul:
         return F.linear(x, flat, bias)
     return _Linear.apply(x, flat, bias, product, put, gather)

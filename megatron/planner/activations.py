@@ -46,8 +46,8 @@ def loss_kept(job: Job, layout: Layout) -> int:
     """What the fused output layer and loss keep: gradients of its input [n, h] and its weight [v/tp, h]; in place of the
     latter, while its product waits, the two that are multiplied.
     """
-    h, waits = job.model.hidden_size, loss_waits(job, layout)
-    return _tokens(job, layout) * h * job.element + (waits or _loss_shape(job, layout)[0] * h * job.element)
+    (rows, n), row = _loss_shape(job, layout), job.model.hidden_size * job.element
+    return n * row + (loss_waits(job, layout) or rows * row)
 
 
 def loss_waits(job: Job, layout: Layout) -> int:
