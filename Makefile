@@ -8,7 +8,7 @@ help:            ## list these targets
 check:           ## lint, format, import floors, sizes, flag table (seconds)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest tests/test_floors.py tests/test_sizes.py tests/test_flags.py::test_docs_are_up_to_date
+	$(PYTHON) -m pytest tests/test_floors.py tests/test_sizes.py tests/settings/test_flags.py::test_docs_are_up_to_date
 
 format:          ## let ruff repair format and imports
 	$(PYTHON) -m ruff check --fix .

@@ -11,8 +11,8 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from megatron.config import setting
 from megatron.errors import run_main
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Merge:
 
 
 def main(argv: list[str]) -> None:
-    from megatron.flags import parse
+    from megatron.settings.parse import parse
 
     description = __doc__.split("\n")[0]
     common = ("input", "output_prefix")

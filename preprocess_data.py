@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from megatron.config import Tokenizer, setting
 from megatron.errors import SettingsError, run_main
+from megatron.settings.schema import Tokenizer, setting
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ COMMON = ("input", "output_prefix", "json_keys", "append_eod", "workers", "token
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.flags import parse
+    from megatron.settings.parse import parse
 
     groups = dict(preprocess=Preprocess, tokenizer=Tokenizer)
     parsed = parse(argv, groups, prog="preprocess_data.py", description=__doc__.split("\n")[0], common=COMMON)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a GPT: this file is the whole recipe, and `megatron.training` the story of a run.
+"""Pretrain a GPT: this file is the whole recipe, and `megatron.training.loop` the story of a run.
 
     python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 8 --train-iters 100 --lr 1e-3 --mock-data --vocab-size 8192
@@ -9,28 +9,28 @@
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
-from megatron import launched
 from megatron.errors import run_main
-from megatron.flags import parse_pretrain
-from megatron.rules import layout_is_open, resolve
+from megatron.settings import rank_env
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import layout_is_open, resolve
 
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    launched.adopt_slurm()
-    launched.ranks()  # numbers of ranks that are none are told first
+    rank_env.adopt_slurm()
+    rank_env.ranks()  # numbers of ranks that are none are told first
     config = parse_pretrain(argv)
     if config.planner.dry_run:
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)
     if config.planner.preflight:
-        from megatron.preflight.run import preflight
+        from megatron.planner.preflight.run import preflight
 
         return preflight(config, recipe)
     if not layout_is_open(config):
         return train(config)
-    from megatron.tuning import tuned
+    from megatron.planner.tuning import tuned
 
     with tuned(config, recipe()) as config:
         train(config)
@@ -42,7 +42,7 @@ def train(config) -> None:
     if config.parallel.print_topology:
         return print_topology(config)
 
-    from megatron.training import pretrain
+    from megatron.training.loop import pretrain
 
     pretrain(config, recipe())
 
@@ -51,19 +51,19 @@ def print_topology(config) -> None:
     """Every group of ranks, said once."""
     from megatron.mpu.mesh import Mesh, sizes_of
 
-    if launched.ranks().rank == 0:
+    if rank_env.ranks().rank == 0:
         print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
 
 
 def world_size(config) -> int:
     """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
     asked = config.planner.world_size if config.parallel.print_topology else None
-    return asked or launched.ranks().world_size
+    return asked or rank_env.ranks().world_size
 
 
 def recipe():
     """What is trained."""
-    from megatron.run import Recipe
+    from megatron.training.state import Recipe
 
     return Recipe("GPT", build_model, build_datasets)
 
@@ -71,7 +71,7 @@ def recipe():
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):
     """A GPT, or what a rank of the mesh holds of it: the layers of a pipeline stage (default: all)."""
     from megatron.fused_kernels.autocast import autocast_of
-    from megatron.model.gpt import GPT
+    from megatron.model.gpt.module import GPT
 
     return GPT(config.model, mesh, vocab_size, layers=layers, first=first, last=last,
                sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels, recompute=config.recompute,

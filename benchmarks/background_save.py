@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from megatron import config
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.keeper import Keeper, Snapshot
-from megatron.checkpoint.state import Saver
 from megatron.checkpoint.store import Piece
+from megatron.settings import schema
 
 WAYS = ("in between", "thread", "fork after a copy", "fork without a copy")
 
@@ -67,7 +67,7 @@ def measure(
         assert os.waitpid(child, 0)[1] == 0
         return stall, took, time.perf_counter() - start
     said = {}
-    keeper = Keeper(config.Checkpoint(save=str(folder), async_save=way == "thread"),
+    keeper = Keeper(schema.Checkpoint(save=str(folder), async_save=way == "thread"),
                     say=lambda text: said.setdefault("saved" in text, time.perf_counter()))  # fmt: skip
     keeper._snapshot = snapshot  # memory that is there, as for every save but the first
     start = time.perf_counter()

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.durable import checksum
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import Saver
 from megatron.checkpoint.store import Piece, as_bytes
+from megatron.storage.durable import checksum
 
 
 def training_state(mebibytes: int) -> dict[str, torch.Tensor]:

@@ -17,12 +17,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.config import Data  # noqa: E402
 from megatron.data.blend import interleave, normalized  # noqa: E402
 from megatron.data.gpt_dataset import build_datasets  # noqa: E402
 from megatron.data.index_maps import build_sample_index, make_plan  # noqa: E402
 from megatron.data.indexed import IndexedDataset, write_index  # noqa: E402
 from megatron.data.loader import Batches  # noqa: E402
+from megatron.settings.schema import Data  # noqa: E402
 
 SEQ_LENGTH, MEAN_LENGTH = 1024, 445
 

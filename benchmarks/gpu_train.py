@@ -58,11 +58,11 @@ def measure(name: str, micro: int, mode: str, steps: int, warmup: int) -> dict:
     import torch
 
     import pretrain_gpt
-    from megatron import flops
-    from megatron.flags import parse_pretrain
-    from megatron.rules import resolve
-    from megatron.startup import build_run
-    from megatron.training import train_step
+    from megatron.model import flops
+    from megatron.settings.parse import parse_pretrain
+    from megatron.settings.rules import resolve
+    from megatron.training.build import build_run
+    from megatron.training.loop import train_step
 
     flags = f"""--model-name-or-path {SHAPES.get(name, name)} --mock-data --vocab-size 50256 --micro-batch-size {micro}
         --train-iters {steps + warmup} --lr 1e-4 --hidden-dropout 0 --attention-dropout 0 --bf16 --device cuda

@@ -28,12 +28,12 @@ import time
 
 import torch
 
-from megatron.config import Model, Optimizer
 from megatron.data.loader import MicroBatch
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.scratch import Scratch
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings.schema import Model, Optimizer
 
 WAYS = ("memory", "host", "disk", "page-cache", "mapped")
 VOCABULARY = 1024

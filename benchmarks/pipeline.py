@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import Model, Parallel
 from megatron.data.loader import MicroBatch
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu import collectives
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
@@ -34,6 +33,7 @@ from megatron.pipeline.execute import Wire, execute
 from megatron.pipeline.simulate import bubble_of, simulate
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import Timeline
+from megatron.settings.schema import Model, Parallel
 
 VOCABULARY, ROWS = 8191, 2
 

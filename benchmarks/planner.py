@@ -66,8 +66,8 @@ def main() -> None:
 
 def settings(ranks: int, flags: str):
     """Resolved settings of a case."""
-    from megatron.flags import parse_pretrain
-    from megatron.rules import resolve
+    from megatron.settings.parse import parse_pretrain
+    from megatron.settings.rules import resolve
 
     return resolve(parse_pretrain(f"{BASE} {flags}".split()), ranks)
 
@@ -93,8 +93,8 @@ def train(ranks: int, flags: str, steps: int) -> float:
 
 def _train(rank: int, config, steps: int) -> list[float]:
     import pretrain_gpt
-    from megatron.startup import build_run
-    from megatron.training import train_step
+    from megatron.training.build import build_run
+    from megatron.training.loop import train_step
 
     times = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

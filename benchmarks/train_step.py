@@ -17,12 +17,12 @@ import time
 
 import torch
 
-from megatron.config import Kernels, Model, Optimizer
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels.cpu import keep_memory
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings.schema import Kernels, Model, Optimizer
 
 # name: layers, hidden, heads, sequence, micro-batch, vocabulary
 SIZES = {"5m": (4, 256, 8, 256, 16, 8192), "124m": (12, 768, 12, 1024, 1, 50257)}

@@ -6,6 +6,8 @@ optimizer is state, checkpoint is boxes, data is numbers, planner looks ahead, g
 """
 
 import sys
+from importlib.util import spec_from_file_location
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -14,3 +16,19 @@ if sys.version_info < (3, 10):  # noqa: UP036 (told before anything is imported 
         "error: Python {}.{} is too old: 3.10 to 3.13 are needed\n"
         "  -> source .venv/bin/activate (scripts/quickstart.sh makes it)".format(*sys.version_info[:2])
     )
+
+
+# Commands that users type by another module's name: `python -m NAME` -> file of the module that answers.
+ALIASES = {"megatron.pretrain": "tools/pretrain.py"}
+
+
+class _Aliases:
+    """Finds the modules of ALIASES for `import` and `python -m`."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ALIASES:
+            return spec_from_file_location(name, Path(__file__).parent / ALIASES[name])
+
+
+sys.meta_path.append(_Aliases)

@@ -41,7 +41,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     elif given --dry-run --preflight --print-topology --print-config --help --help-all -h; then
         look pretrain_gpt.py
     elif [ -n "${SHRINK:-}" ]; then
-        look -m megatron.tools.twin
+        look -m megatron.tools.shrink
     else
         given --data-path --train-data-path --mock-data --config -c ||
             fail 4 "there is no data to train on" \

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules stand on floors and import only from their own floor and those below; what needs no torch imports none.
+"""Packages stand on floors and import only from themselves and from lower floors; what needs no torch imports none.
 
-docs/design.md says what each floor is for. A new module takes the floor of the first pattern that fits.
+docs/design.md says what each package is for.
 """
 
 import ast
@@ -14,32 +14,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = (
-    # Settings and plain arithmetic.
-    (
-        "errors setting optimizing planning profiling reporting config layer_groups flags flag_* spelling presets rules "
-        "batch flops launched records timers",
-        0,
-    ),
-    ("optimizer.schedule optimizer.scaler checkpoint.boxes checkpoint.durable mpu.placement fused_kernels.cpu", 0),
-    ("pipeline.wire pipeline.execute pipeline.build pipeline.record", 4),
-    ("pipeline.* inference.sampling", 0),
-    ("data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace", 0),
-    ("data.blend data.manifest", 0),
-    ("mpu.mesh mpu.forked", 1),  # the first that may know torch.distributed
-    ("mpu.collectives mpu.mappings mpu.random mpu.deferred fused_kernels* tokenizer* metrics trackers phases", 2),
-    ("mpu.* checkpoint.store checkpoint.index checkpoint.reader", 3),
-    ("data.indexed data.index_cache data.preprocess* data.merge data.vocabulary", 3),
-    ("model.* optimizer.* checkpoint.* data.* inference.* tasks.* guard.* planner.* corpus.* compress.*", 4),
-    ("preflight.ranks preflight.machines preflight.verdict", 4),
-    ("profiler run startup detours training tuning parity preflight.*", 5),  # where everything meets
-    ("tools.* chaos.* pretrain pretrain_* preprocess_data merge_datasets setup", 6),  # commands
-    (
-        "megatron mpu optimizer checkpoint data model pipeline inference tasks tools guard planner corpus compress chaos "
-        "preflight",
-        0,
-    ),  # empty packages, the version
+FLOORS = (  # lowest first: a package imports from itself and from lower floors
+    "errors",
+    "settings storage",
+    "telemetry",
+    "fused_kernels tokenizer",
+    "mpu",
+    "model checkpoint",
+    "pipeline data optimizer",
+    "guard inference",
+    "training",
+    "planner tasks",
+    "tools",
+    "pretrain_gpt preprocess_data merge_datasets setup",
 )
+PURE = (  # what settings are checked and launches are planned with: no torch
+    "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics mpu.placement fused_kernels.cpu "
+    "model.recompute_plan model.flops checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
+    "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
+    "inference.sampling data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
+    "data.blend data.manifest planner.layout planner.memory planner.speed planner.search planner.traffic guard.changes"
+).split()
+KNOWN: set[tuple[str, str]] = {  # upward imports that are still to go
+    ("settings.rules", "data.blend"),
+    ("settings.rules", "optimizer.lr_schedule"),
+    ("settings.rules", "pipeline.stages"),
+    ("settings.rules", "pipeline.own_schedule"),
+    ("mpu.layers", "tokenizer"),
+    ("tools.pretrain", "pretrain_gpt"),
+    ("tools.verify_layout", "pretrain_gpt"),
+    ("tools.shrink", "pretrain_gpt"),
+}
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (
     "preprocess_data merge_datasets tools.get_sample_data tools.train_tokenizer tools.flag_docs "
@@ -55,11 +60,15 @@ def module_name(path: Path) -> str:
 PATHS = {module_name(path): path for path in [*sorted(ROOT.glob("megatron/**/*.py")), *sorted(ROOT.glob("*.py"))]}
 
 
+def package(name: str) -> str:
+    return name.split(".")[0]
+
+
 def floor(name: str) -> int:
-    for patterns, number in FLOORS:
-        if any(fnmatch(name, pattern) for pattern in patterns.split()):
-            return number
-    raise AssertionError(f"{PATHS[name]} has no floor: add it to FLOORS in {__file__}")
+    """The floor of a module's package; the package `megatron` itself, which imports nothing of ours, is on the lowest."""
+    found = [number for number, row in enumerate(FLOORS) if package(name) in row.split()]
+    assert found or name == "megatron", f"{PATHS[name]} has no floor: add it to FLOORS in {__file__}"
+    return found[0] if found else 0
 
 
 @cache
@@ -109,10 +118,18 @@ def has_torch(names) -> bool:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_imports_only_from_this_floor_or_below(name):
-    wrong = [f"{name} (floor {floor(name)}) imports {other} (floor {floor(other)})"
-             for other in imports(name) if other in PATHS and floor(other) > floor(name)]  # fmt: skip
+def test_imports_come_from_lower_floors(name):
+    wrong = [f"{name} imports {other}" for other in imports(name) & PATHS.keys()
+             if package(other) != package(name) and floor(other) >= floor(name) and other != "megatron"
+             and (name, other) not in KNOWN]  # fmt: skip
     assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_few_rooms():
+    beside = [path.name for path in (ROOT / "megatron").iterdir() if path.is_file() and path.suffix == ".py"]
+    assert sorted(beside) == ["__init__.py", "errors.py"]
+    rooms = [path.name for path in (ROOT / "megatron").iterdir() if (path / "__init__.py").exists()]
+    assert set(rooms) <= set(" ".join(FLOORS).split()) and len(rooms) <= 18
 
 
 def test_no_circles():
@@ -129,12 +146,13 @@ def test_no_circles():
         visit(name, [])
 
 
-def test_the_lowest_floor_knows_no_torch():
-    assert [name for name in PATHS if floor(name) == 0 and has_torch(imports(name))] == []
+@pytest.mark.parametrize("name", [name for name in PATHS if any(fnmatch(name, pattern) for pattern in PURE)])
+def test_pure_modules_reach_no_torch(name):
+    assert not has_torch(reached(name, at_start_only=True))
 
 
 def test_commands_answer_before_torch_is_imported():
-    commands = [name for name in PATHS if floor(name) == 6 and "run_main(main)" in PATHS[name].read_text()]
+    commands = [name for name in PATHS if floor(name) >= floor("tools") and "run_main(main)" in PATHS[name].read_text()]
     assert len(commands) >= 8
     assert [name for name in commands if has_torch(reached(name, at_start_only=True))] == []
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.checkpoint import survey
-from megatron.checkpoint.durable import WriterLock, replace_file, storage, sync_folder
-from megatron.checkpoint.state import TRACKER, clean, prune
+from megatron.checkpoint.folder import TRACKER, clean, prune
 from megatron.checkpoint.store import appear
 from megatron.errors import Failure, StorageError
+from megatron.storage.durable import WriterLock, replace_file, storage, sync_folder
 
 BEAT = 1.0  # seconds between two signs of life while the last copy is waited for
 PATH = "{}"  # of a command: where the checkpoint's directory belongs

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.boxes import Box, find_flaw
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed, unreadable
 from megatron.checkpoint.store import DTYPES, FORMAT, VERSION
+from megatron.storage.durable import Damaged, checksum, read_sealed, unreadable
 
 _FILE_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
 _HEADER_LIMIT = 1 << 28

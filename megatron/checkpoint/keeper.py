@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron import config
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.durable import Damaged
+from megatron.checkpoint.folder import Exchange, Saver, alone
 from megatron.checkpoint.interval import best_interval, lost_share
-from megatron.checkpoint.state import Exchange, Saver, alone
 from megatron.checkpoint.store import Lasting, Piece
 from megatron.errors import Failure, Locked, PeerLost, StorageError
+from megatron.settings import schema
+from megatron.storage.durable import Damaged
 
 RETRY_AFTER = 2.0  # seconds; twice as long before each further try
 FIRST_AUTO = 10  # steps before the first save of --save-interval auto, which measures what a save costs
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 class Keeper:
     """Writes the checkpoints of a run as `--save` and its relatives say. All ranks call each method together."""
 
-    def __init__(self, settings: config.Checkpoint, *, rank: int = 0, exchange: Exchange = alone,
+    def __init__(self, settings: schema.Checkpoint, *, rank: int = 0, exchange: Exchange = alone,
                  say: Callable[[str], None] = print):  # fmt: skip
         """exchange: for a save in the background one that a thread may use beside training's collectives.
 
@@ -71,7 +71,7 @@ class Keeper:
     def due(self, iteration: int) -> bool:
         """Whether `--save-interval` asks for a checkpoint after this step. To be asked after each step."""
         interval = self.settings.save_interval
-        if interval != config.AUTO:
+        if interval != schema.AUTO:
             return bool(interval) and iteration % interval == 0
         if not self._due_at:
             self._due_at, self._trained_from = iteration + FIRST_AUTO, (iteration, time.perf_counter())
@@ -161,7 +161,7 @@ class Keeper:
 
     def _plan(self, iteration: int, stall: float) -> None:
         """With `--save-interval auto`: when the next save pays, the same on all ranks."""
-        if self.settings.save_interval != config.AUTO:
+        if self.settings.save_interval != schema.AUTO:
             return
         since, at = self._trained_from
         a_step = (time.perf_counter() - at - stall) / max(1, iteration - since)

@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.boxes import Box, describe, flat_to_boxes
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed
 from megatron.checkpoint.index import ShardFile, Stored, Tensor, check_size, read_index
 from megatron.checkpoint.store import CODES, Piece, as_bytes
 from megatron.errors import CheckpointError
+from megatron.storage.durable import Damaged, checksum, read_sealed
 
 PART = 1 << 26  # bytes of a part that `Reader.parts` yields: 16 blocks, so that few blocks are read twice
 _OPEN_FILES = 64  # at a time; a large job wrote thousands

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import PART, Reader
-from megatron.checkpoint.state import Saver
 from megatron.checkpoint.store import Piece, share
 
 OPTIMIZER = "optimizer."  # what names of optimizer state begin with: optimizer.exp_avg.blocks.0...

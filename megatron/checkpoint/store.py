@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
-from megatron.checkpoint.durable import (
+from megatron.errors import CheckpointError
+from megatron.storage.durable import (
     checksum,
     read_sealed,
     require_space,
@@ -33,7 +34,6 @@ from megatron.checkpoint.durable import (
     sync_folder,
     write_synced,
 )
-from megatron.errors import CheckpointError
 
 FORMAT, VERSION = "boxes in safetensors", 1
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size

@@ -5,10 +5,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.checkpoint.durable import Damaged
+from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
-from megatron.checkpoint.state import TRACKER, checkpoints, read_tracker
+from megatron.storage.durable import Damaged
 
 OWN_FILES = ("index.json", "state.json")
 

@@ -16,7 +16,6 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from megatron.config import Data
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
@@ -32,6 +31,7 @@ from megatron.data.index_maps import (
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Data
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)

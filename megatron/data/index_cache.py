@@ -25,8 +25,8 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed, seal, sync_folder, write_synced
 from megatron.errors import StorageError
+from megatron.storage.durable import Damaged, checksum, read_sealed, seal, sync_folder, write_synced
 
 Arrays = dict[str, np.ndarray]
 Say = Callable[[str], None]

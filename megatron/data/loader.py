@@ -15,11 +15,11 @@ from typing import Optional
 import numpy as np
 import torch
 
-from megatron.config import Data
 from megatron.data import masks
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_place, micro_batch_samples
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Data
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed, seal, write_synced
 from megatron.errors import DataError
+from megatron.storage.durable import Damaged, checksum, read_sealed, seal, write_synced
 
 BLOCK = 1 << 26
 SUFFIXES = (".bin", ".idx")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.checkpoint.durable import replace_file
 from megatron.data.indexed import LENGTH_TYPE, stream_index
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.workspace import Workspace, append_file, publish
 from megatron.errors import DataError
+from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
 
 

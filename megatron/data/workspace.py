@@ -13,9 +13,9 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron.checkpoint.durable import sync_folder
 from megatron.data.manifest import write_manifest
 from megatron.errors import Locked, StorageError
+from megatron.storage.durable import sync_folder
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG,
                 errno.ENOENT, errno.ENOTDIR)  # fmt: skip

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from megatron import config
 from megatron.errors import SettingsError
+from megatron.settings import schema
 
 HALF = """linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention linear_cross_entropy
     token_losses""".split()
@@ -78,7 +78,7 @@ class Autocast(TorchFunctionMode):
         return func(*(_cast(arg, wanted) for arg in args), **{name: _cast(arg, wanted) for name, arg in kwargs.items()})
 
 
-def autocast_of(precision: config.Precision) -> Autocast | None:
+def autocast_of(precision: schema.Precision) -> Autocast | None:
     """The region that the settings ask for; None where weights themselves have the format of `--precision` (O2)."""
     if precision.amp_level == "O2" or precision.precision == "fp32":
         return None

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from megatron.config import Config
 from megatron.errors import SettingsError, UsageError
+from megatron.settings.schema import Config
 
 SHAPE = (  # another model altogether: also weights alone (--finetune) must agree on these
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups",

@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
-from megatron.config import GROUPS, Config
 from megatron.errors import Failure, SettingsError
-from megatron.flags import parse_pretrain
-from megatron.spelling import settings_of, spellings_of
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import GROUPS, Config
+from megatron.settings.spelling import settings_of, spellings_of
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun

@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 
-from megatron import launched
-from megatron.config import Guard
 from megatron.errors import PeerLost, exit_code
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import die_with_parent
 from megatron.mpu.collectives import Entering
+from megatron.settings import rank_env
+from megatron.settings.schema import Guard
 
 NETWORK = re.compile(r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|TCPStore|ProcessGroup|[Tt]imed out")
 
@@ -22,7 +22,7 @@ def guarded(settings: Guard) -> Iterator[Heartbeat]:
 
     An error of the network between ranks becomes PeerLost: its cause is another rank, whose own words say more.
     """
-    heart = Heartbeat(settings.heartbeat_dir, launched.ranks().rank)
+    heart = Heartbeat(settings.heartbeat_dir, rank_env.ranks().rank)
     heart.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed leaves no ranks behind
         die_with_parent()

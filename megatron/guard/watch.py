@@ -14,13 +14,13 @@ from typing import Any, Optional
 
 import torch
 
-from megatron import config
 from megatron.data import ledger
 from megatron.errors import NumericsError
 from megatron.guard.culprit import Finding, Observer
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.spikes import Recent, Spike
 from megatron.guard.stopping import VOTES, Stop, StopRequests
+from megatron.settings import schema
 
 IN_A_ROW = 10  # steps that may be skipped one after another before skipping is no remedy
 
@@ -42,7 +42,7 @@ class Watch:
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
     """
 
-    def __init__(self, settings: config.Guard, *, minutes: Optional[float] = None, heart: Optional[Heartbeat] = None,
+    def __init__(self, settings: schema.Guard, *, minutes: Optional[float] = None, heart: Optional[Heartbeat] = None,
                  rank: int = 0, say: Callable[[str], None] = lambda text: None,
                  exchange: Callable[[Any], list] = lambda value: [value], counts: bool = True):  # fmt: skip
         self.settings, self.heart, self.rank = settings, heart or Heartbeat(), rank

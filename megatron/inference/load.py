@@ -7,14 +7,14 @@ from typing import Any, Optional
 
 import torch
 
-from megatron import config as schema
+from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import choose, restore
 from megatron.errors import CheckpointError, DataError, SettingsError
-from megatron.model.gpt import GPT
-from megatron.mpu.context import DTYPES
+from megatron.model.gpt.module import GPT
+from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
+from megatron.settings import schema
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from megatron.config import setting
 from megatron.errors import SettingsError
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.config import Kernels, Model
 from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.autocast import op
 from megatron.model import recompute
@@ -23,6 +22,7 @@ from megatron.model.positions import rotate
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
+from megatron.settings.schema import Kernels, Model
 
 
 @dataclass(frozen=True)

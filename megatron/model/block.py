@@ -6,13 +6,13 @@ import math
 import torch
 from torch import nn
 
-from megatron.config import Kernels, Model
 from megatron.model import recompute
 from megatron.model.attention import Attention, Context
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
+from megatron.settings.schema import Kernels, Model
 
 
 class Block(nn.Module):

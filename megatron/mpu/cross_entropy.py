@@ -25,7 +25,7 @@ import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
-from megatron.mpu.deferred import WeightGradients, taker
+from megatron.mpu.deferred_wgrad import WeightGradients, taker
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 

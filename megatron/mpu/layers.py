@@ -17,7 +17,7 @@ from torch import nn
 from megatron.fused_kernels import Case, choose, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
-from megatron.mpu.deferred import WeightGradients, taker
+from megatron.mpu.deferred_wgrad import WeightGradients, taker
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.tokenizer import padded_vocab_size

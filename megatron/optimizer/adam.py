@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from megatron import config
 from megatron.optimizer.units import Owned
+from megatron.settings import schema
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Ranges = dict[bool, list[slice]]  # with weight decay or without -> stretches of flat state
@@ -65,7 +65,7 @@ class AdamState(OwnedState):
         return self.main.nbytes + sum(moment.nbytes for moment in self.moments.values())
 
     @torch.no_grad()
-    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: config.Optimizer):
+    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: schema.Optimizer):
         """One update from the shard's gradients; `step_count`: updates so far."""
         gradients = reduced[self.span]
         if self.offload:
@@ -75,7 +75,7 @@ class AdamState(OwnedState):
 
 
 def update(flats: Sequence[torch.Tensor], ranges: Ranges, step_count: int, lr: float, weight_decay: float,
-           settings: config.Optimizer) -> None:  # fmt: skip
+           settings: schema.Optimizer) -> None:  # fmt: skip
     """AdamW on stretches of flat main weights, gradients and both moments, which all lie on one device."""
     for decay, stretches in ranges.items():
         adamw(

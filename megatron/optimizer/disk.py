@@ -23,10 +23,10 @@ from typing import Optional
 
 import torch
 
-from megatron import config
 from megatron.optimizer.adam import MOMENTS, OwnedState, Ranges, update
 from megatron.optimizer.scratch import SLOTS, Scratch, buffer_bytes, file_bytes, part_size
 from megatron.optimizer.units import Owned
+from megatron.settings import schema
 
 Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
 
@@ -83,7 +83,7 @@ class DiskState(OwnedState):
         self._next = 1 - self._current
 
     @torch.no_grad()
-    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: config.Optimizer,
+    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: schema.Optimizer,
              targets: Targets = ()):  # fmt: skip
         """One update from the shard's gradients, as `AdamState.step`; new main weights go to `targets` on the way.
 

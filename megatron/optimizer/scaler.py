@@ -15,7 +15,7 @@ not give a used-up hysteresis back; only a growth does (as in Megatron-LM).
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from megatron.config import Precision
+from megatron.settings.schema import Precision
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Optional
 
 import torch
 
-from megatron import config
 from megatron.errors import SettingsError
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings import schema
 
 
-def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Optional[config.Optimizer] = None,
-                 parallel: Optional[config.Parallel] = None, *, dtype=torch.float32, device="cpu", seed: int = 1234,
+def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Optional[schema.Optimizer] = None,
+                 parallel: Optional[schema.Parallel] = None, *, dtype=torch.float32, device="cpu", seed: int = 1234,
                  init_std: float = 0.02) -> tuple[torch.nn.Module, ShardedAdamW]:  # fmt: skip
     """A model whose parameters, gradients and optimizer state are divided among the ranks of `mesh.shard`.
 
@@ -48,8 +48,8 @@ def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Opt
         if not hasattr(module, "placements"):
             own = module.named_parameters(recurse=False)
             module.placements = {name: _placement(name, parameter, init_std) for name, parameter in own}
-    parallel = parallel or config.Parallel(sharding_stage=3)
-    settings = settings or config.Optimizer()
+    parallel = parallel or schema.Parallel(sharding_stage=3)
+    settings = settings or schema.Optimizer()
     return model, ShardedAdamW(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)
 
 

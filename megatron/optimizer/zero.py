@@ -23,7 +23,6 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
-from megatron import config
 from megatron.checkpoint.store import Lasting, Piece
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
@@ -32,7 +31,8 @@ from megatron.optimizer.disk import DiskState, Targets
 from megatron.optimizer.gradients import Gradients
 from megatron.optimizer.units import Chunks, Owned, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
 from megatron.optimizer.weights import Weights
-from megatron.phases import phase
+from megatron.settings import schema
+from megatron.telemetry.phases import phase
 
 
 class Keep(NamedTuple):
@@ -56,9 +56,9 @@ class ShardedAdamW:
     Raises StorageError when there is no place for state that is to be in files.
     """
 
-    def __init__(self, model: Chunks, mesh: Mesh, settings: config.Optimizer, parallel: config.Parallel | None = None, *,
+    def __init__(self, model: Chunks, mesh: Mesh, settings: schema.Optimizer, parallel: schema.Parallel | None = None, *,
                  dtype, device, seed: int, lasting: bool = False):  # fmt: skip
-        parallel = parallel or config.Parallel()
+        parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.step_count = settings, 0

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.config import setting
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import TRAINING, Stages, default_chunks, problems, stage_map
 from megatron.pipeline.simulate import COST, Plan, Times, bubble_of, make_plan, report, simulate, verify
 from megatron.pipeline.timeline import read_timeline
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Check:
 
 
 def main(argv: list[str]) -> None:
-    from megatron.flags import parse
+    from megatron.settings.parse import parse
 
     what = "Simulate, verify, measure and draw a pipeline schedule."
     fields = tuple(Check.__dataclass_fields__)

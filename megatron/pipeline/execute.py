@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.data.loader import MicroBatch
-from megatron.mpu.deferred import attach, deliver
-from megatron.phases import phase
+from megatron.mpu.deferred_wgrad import attach, deliver
 from megatron.pipeline.schedule import Op, Stages, looped
 from megatron.pipeline.wire import Wire
+from megatron.telemetry.phases import phase
 
 __all__ = ["Wire", "execute"]
 
@@ -35,7 +34,7 @@ class _Neighbours(NamedTuple):
 def execute(
     ops: Sequence[Op],
     stages: Sequence[torch.nn.Module],
-    batches: Sequence[MicroBatch],
+    batches: Sequence,
     wire: Wire,
     objective: Optional[Callable] = None,
     *,

@@ -12,12 +12,12 @@ embedding, the last one the final norm, the output layer and the loss; either ma
 from dataclasses import dataclass
 from typing import Optional
 
-from megatron.config import Parallel
 from megatron.errors import SettingsError
 from megatron.pipeline import schedule
 from megatron.pipeline.own_schedule import OwnSchedule, is_file, read_schedule
 from megatron.pipeline.schedule import Op, Stages
 from megatron.pipeline.simulate import report
+from megatron.settings.schema import Parallel
 
 LAYERS_EACH = "--pipeline-stage-layers"
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron.layer_groups import plan
+from megatron.model.recompute_plan import plan
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import padded_vocabulary
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from megatron import batch, flops, rules
-from megatron import config as schema
 from megatron.errors import SettingsError
+from megatron.model import flops
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
@@ -18,6 +17,7 @@ from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.search import Found, Plan, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration, parts, plans, sizes
+from megatron.settings import batch, rules, schema
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 
 import shlex
 
-from megatron import config as schema
-from megatron.flag_plan import LAYOUT
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration
-from megatron.presets import preset
-from megatron.spelling import Setting, dashed, negated, settings_of
+from megatron.settings import schema
+from megatron.settings.plan_file import LAYOUT
+from megatron.settings.presets import preset
+from megatron.settings.spelling import Setting, dashed, negated, settings_of
 
 
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError
-from megatron.flops import PEAK_TFLOPS, peak_flops
+from megatron.model.flops import PEAK_TFLOPS, peak_flops
 
 GIB = 2**30
 

@@ -3,9 +3,8 @@
 
 from collections.abc import Iterator
 
-from megatron import batch, flops, rules
-from megatron import config as schema
 from megatron.errors import Failure
+from megatron.model import flops
 from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_plan, simulate
@@ -17,7 +16,8 @@ from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import transfers
-from megatron.spelling import settings_of
+from megatron.settings import batch, rules, schema
+from megatron.settings.spelling import settings_of
 
 
 def dry_run(config: schema.Config, say=print) -> None:

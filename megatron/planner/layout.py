@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Optional
 
-from megatron import batch
-from megatron.config import Config, Model, Parallel, Recompute
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
+from megatron.settings import batch
+from megatron.settings.schema import Config, Model, Parallel, Recompute
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 

@@ -11,8 +11,8 @@ from collections import Counter
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron.config import Model
 from megatron.planner.layout import Job, Layout
+from megatron.settings.schema import Model
 
 ALIGN = 64  # elements; `optimizer.units.ALIGN`, which needs torch to be imported
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron import batch, rules
-from megatron import config as schema
 from megatron.errors import DataError, Failure, SettingsError, numbered
 from megatron.pipeline import stages
 from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
+from megatron.settings import batch, rules, schema
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.config import Recompute
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, Step, split_even
+from megatron.settings.schema import Recompute
 
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
 REFINED = 40  # best plans that are refined

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from megatron import flops
-from megatron.config import Recompute
-from megatron.layer_groups import plan
+from megatron.model import flops
+from megatron.model.recompute_plan import plan
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
@@ -20,6 +19,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.live import span
 from megatron.planner.parameters import padded_vocabulary, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
+from megatron.settings.schema import Recompute
 
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 

@@ -10,21 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
-from megatron import launched
-from megatron.config import Config
 from megatron.errors import Failure, SettingsError, UsageError
 from megatron.planner import device as devices
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
-from megatron.planning import Planner
+from megatron.settings import rank_env
+from megatron.settings.schema import Config, Planner
 
 GPT2_VOCABULARY = 50257
 
 
 def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Cluster, str]:
     """(the cluster, a sentence that says where its figures come from)."""
-    asked, here = config.planner, launched.ranks(env)
+    asked, here = config.planner, rank_env.ranks(env)
     world = asked.world_size or here.world_size
     local = asked.local_world_size or here.local_world_size or math.gcd(world, 8)
     if world % min(local, world):
@@ -116,7 +115,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         return t.vocab_size + 1, ""
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
     if files and all(Path(path).exists() for path in files):
-        from megatron.rules import tokenizer_type
+        from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer
 
         try:

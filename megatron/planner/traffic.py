@@ -7,7 +7,7 @@ a message holds. Tests compare with what runs send. Legend as in `activations.py
 
 from dataclasses import dataclass
 
-from megatron.layer_groups import plan
+from megatron.model.recompute_plan import plan
 from megatron.planner import activations
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts

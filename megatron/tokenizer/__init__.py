@@ -9,8 +9,8 @@
 from importlib import import_module
 from pathlib import Path
 
-from megatron.config import Tokenizer as TokenizerSettings
 from megatron.errors import SettingsError
+from megatron.settings.schema import Tokenizer as TokenizerSettings
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config import Tokenizer as TokenizerSettings
 from megatron.errors import DataError
+from megatron.settings.schema import Tokenizer as TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
 from megatron.tokenizer.engines import in_pieces

@@ -11,8 +11,8 @@ import functools
 import json
 from pathlib import Path
 
-from megatron.config import Tokenizer as TokenizerSettings
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Tokenizer as TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
 

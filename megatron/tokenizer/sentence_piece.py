@@ -3,8 +3,8 @@
 
 from pathlib import Path
 
-from megatron.config import Tokenizer as TokenizerSettings
 from megatron.errors import DataError
+from megatron.settings.schema import Tokenizer as TokenizerSettings
 from megatron.tokenizer.base import Encode, Tokenizer, fingerprint
 
 

@@ -10,19 +10,19 @@ from statistics import median
 
 import torch
 
-from megatron.config import Kernels, Model
 from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.attention import Context
 from megatron.model.block import Block
 from megatron.mpu import collectives
-from megatron.mpu.context import DTYPES
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.planner import target
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster, layer_seconds
+from megatron.settings.schema import Kernels, Model
 
 SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is taken as the best
 SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import Tokenizer, setting
 from megatron.errors import CheckpointError, UsageError, run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import Tokenizer, setting
 from megatron.tools.checkpoint_convert import FromHF, FromMegatron, ToHF, from_hf, from_megatron, to_hf
 
 
@@ -117,7 +117,7 @@ def inspect(path: Path, which: Which, how: Inspect) -> None:
 def verify(path: Path, which: Which, how: Verify) -> None:
     """Compare every byte of a checkpoint, or of all of a folder, with its checksum. Exit code 5: something is wrong."""
     from megatron.checkpoint import survey
-    from megatron.checkpoint.state import checkpoints, choose
+    from megatron.checkpoint.folder import checkpoints, choose
 
     if (path / "index.json").exists() or which.ckpt_step is not None or not how.all:
         folders = [choose(path, step=which.ckpt_step).paths[0]]
@@ -205,20 +205,20 @@ def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
 
 def prune(path: Path, which: Which, how: Prune) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
-    from megatron.checkpoint import state, survey
-    from megatron.checkpoint.durable import WriterLock, storage
+    from megatron.checkpoint import folder, survey
+    from megatron.storage.durable import WriterLock, storage
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
         raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
     if which.ckpt_step is not None:
         raise UsageError(f"--ckpt-step {which.ckpt_step}: prune deletes what --keep-last and --save-retain-interval do not "
                          "keep, and not one checkpoint by its number")  # fmt: skip
-    found = state.checkpoints(path)
+    found = folder.checkpoints(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
-    newest = state.read_tracker(path)
+    newest = folder.read_tracker(path)
     if newest not in found:
-        raise CheckpointError(f"{path / state.TRACKER} names no checkpoint that is there: nothing is deleted",
+        raise CheckpointError(f"{path / folder.TRACKER} names no checkpoint that is there: nothing is deleted",
                               do="a training run that saves there writes it anew")  # fmt: skip
     with storage(path):
         lock = WriterLock(path)
@@ -226,9 +226,9 @@ def prune(path: Path, which: Which, how: Prune) -> None:
         _, problems = survey.verify(found[newest])
         if problems:
             raise CheckpointError(f"{found[newest]} is damaged: nothing is deleted", "\n  ".join(problems[:8]))
-        gone = state.surplus(path, how.keep_last, how.save_retain_interval)
+        gone = folder.surplus(path, how.keep_last, how.save_retain_interval)
         if not how.dry_run:
-            state.remove(gone)
+            folder.remove(gone)
     finally:
         lock.release()
     word = "would go" if how.dry_run else "gone"
@@ -242,8 +242,8 @@ def prune(path: Path, which: Which, how: Prune) -> None:
 
 def open_reader(path: Path, which: Which):
     """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr."""
+    from megatron.checkpoint.folder import choose
     from megatron.checkpoint.reader import Reader
-    from megatron.checkpoint.state import choose
 
     choice = choose(path, step=which.ckpt_step)
     for notice in choice.notices:
@@ -255,7 +255,7 @@ def changed_settings(saved: dict) -> dict:
     """The saved settings that differ from their defaults, by group."""
     from dataclasses import MISSING, fields
 
-    from megatron.config import GROUPS
+    from megatron.settings.schema import GROUPS
 
     changed = {}
     for name, values in saved.items():
@@ -272,11 +272,11 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
     what model it is, SettingsError when so many ranks cannot share it.
     """
     from megatron.checkpoint.boxes import Box
-    from megatron.config import from_record
     from megatron.errors import SettingsError
-    from megatron.model.gpt import GPT
+    from megatron.model.gpt.module import GPT
     from megatron.mpu.mesh import Mesh
     from megatron.mpu.placement import placements
+    from megatron.settings.schema import from_record
 
     if "config" not in state or "vocab_size" not in state:
         raise CheckpointError("the checkpoint does not say what model it is", do="use --writers N")

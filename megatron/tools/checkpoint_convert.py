@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import Tokenizer, setting
+from megatron.settings.schema import Tokenizer, setting
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class FromMegatron:
 
 def to_hf(path: Path, out: Path, which, how: ToHF, tokenizer: Tokenizer) -> None:
     """Export a GPT-2 or Llama for Hugging Face transformers; nothing is written if both models do not agree."""
-    from megatron.checkpoint import huggingface
-    from megatron.checkpoint.state import choose
-    from megatron.mpu.context import DTYPES
+    from megatron.checkpoint.folder import choose
+    from megatron.inference.convert import huggingface
+    from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
     told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], tokenizer, check=not how.unchecked)
@@ -45,7 +45,7 @@ def to_hf(path: Path, out: Path, which, how: ToHF, tokenizer: Tokenizer) -> None
 
 def from_hf(path: Path, out: Path, which, how: FromHF) -> None:
     """Import a GPT-2 or Llama of Hugging Face transformers; nothing is written if both models do not agree."""
-    from megatron.checkpoint import huggingface
+    from megatron.inference.convert import huggingface
 
     told = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
     print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
@@ -53,7 +53,7 @@ def from_hf(path: Path, out: Path, which, how: FromHF) -> None:
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatron) -> None:
     """Import a GPT of Megatron-LM's classic checkpoints, weights alone. Their pickles are read in a process of its own."""
-    from megatron.checkpoint import megatron_lm
+    from megatron.inference.convert import megatron_lm
 
     told = megatron_lm.convert(path, out, fresh_state(), step=which.ckpt_step, vocab_size=how.vocab_size,
                                heads=how.num_attention_heads, say=lambda text: print(text, file=sys.stderr))  # fmt: skip
@@ -62,8 +62,8 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatron) -> None:
 
 def fresh_state() -> dict:
     """The position of a run that has not begun, as checkpoints record it."""
-    from megatron.config import Precision
     from megatron.optimizer.scaler import LossScaler
-    from megatron.run import State
+    from megatron.settings.schema import Precision
+    from megatron.training.state import State
 
     return State(LossScaler.of(Precision())).record()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import setting
 from megatron.errors import run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)

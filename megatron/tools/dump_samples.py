@@ -15,9 +15,9 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from megatron.config import Data, Tokenizer, setting
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import Data, Tokenizer, setting
 
 
 @dataclass(frozen=True)

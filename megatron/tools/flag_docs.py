@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron import config, flag_table
-from megatron.config import setting
 from megatron.errors import run_main
-from megatron.flag_text import placeholder, setting_help, value_text
-from megatron.presets import SHAPES
-from megatron.spelling import Setting, settings_of
+from megatron.settings import schema
+from megatron.settings.dialects import megatron_lm
+from megatron.settings.help import placeholder, setting_help, value_text
+from megatron.settings.presets import SHAPES
+from megatron.settings.schema import setting
+from megatron.settings.spelling import Setting, settings_of
 
 INTRO = """# Flags
 
-Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `megatron/config.py`; do not edit.
+Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `megatron/settings/schema.py`; do not edit.
 
 - Names, defaults and meanings are Megatron-LM's wherever Megatron-LM has the setting. `-` and `_` are the same.
 - A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
@@ -28,11 +29,11 @@ Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `meg
 """
 
 TABLES = (
-    (flag_table.IGNORED, "## Megatron-LM flags that are accepted and have no effect",
+    (megatron_lm.IGNORED, "## Megatron-LM flags that are accepted and have no effect",
      "Their values are dropped, with one line that says so."),
-    (flag_table.REFUSED, "## Megatron-LM flags that are not supported",
+    (megatron_lm.REFUSED, "## Megatron-LM flags that are not supported",
      f"They are refused, except with `false` or a value that asks for nothing:\n"
-     f"{', '.join(f'`{pair}`' for pair in flag_table.NEUTRAL.replace('=', ' ').split(' --'))}."),
+     f"{', '.join(f'`{pair}`' for pair in megatron_lm.NEUTRAL.replace('=', ' ').split(' --'))}."),
 )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ class Output:
 
 def main(argv: list[str]) -> None:
     """Write or print the page."""
-    from megatron.flags import parse
+    from megatron.settings.parse import parse
 
     what = "Write docs/flags.md from the settings."
     asked = parse(argv, {"output": Output}, prog="python -m megatron.tools.flag_docs", description=what,
@@ -58,16 +59,16 @@ def main(argv: list[str]) -> None:
 
 def page() -> str:
     """The text of docs/flags.md."""
-    settings = settings_of(config.GROUPS)
+    settings = settings_of(schema.GROUPS)
     parts = [INTRO]
-    for name, group in config.GROUPS.items():
+    for name, group in schema.GROUPS.items():
         rows = "\n".join(_row(s) for s in settings if s.group == name)
         parts.append(f"## {name}\n\n{group.__doc__}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
     parts.append(_shapes())
     for table, title, words in TABLES:
         lines = "\n".join(
             f"- {sentence}:\n  {' '.join(f'`{name}`' for name in names)}"
-            for sentence, names in flag_table.sentences(table).items()
+            for sentence, names in megatron_lm.sentences(table).items()
         )
         parts.append(f"{title}\n\n{words} `*` stands for any ending.\n\n{lines}\n")
     return "\n".join(parts)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import Tokenizer, setting
 from megatron.errors import DataError, UsageError, run_main
-from megatron.flags import parse
 from megatron.inference.sampling import Sampling
+from megatron.settings.parse import parse
+from megatron.settings.schema import Tokenizer, setting
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
 
     from megatron.inference.generation import generate
     from megatron.inference.load import load_gpt, open_tokenizer
-    from megatron.mpu.context import pick_device
+    from megatron.mpu.initialize import pick_device
 
     device = pick_device(settings.device, 0)
     loaded = load_gpt(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from megatron.config import setting
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
 
 KINDS = ("topics", "docs", "sources")
 # Tests, generated tables, and packages that a distribution may have added or left out.

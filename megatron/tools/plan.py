@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron import config as schema
-from megatron.config import setting
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
-from megatron.flags import parse, parse_pretrain
+from megatron.settings import schema
+from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _what() -> str:
 
 def _check(*groups) -> None:
     from megatron.planner.problems import refusal
-    from megatron.rules import out_of_range
+    from megatron.settings.rules import out_of_range
 
     if wrong := [words for group in groups for words in out_of_range(group).values()]:
         raise refusal(wrong)
@@ -113,7 +113,7 @@ def _search(config: schema.Config, asked: Plan) -> None:
     from megatron.planner import text
     from megatron.planner.choose import find, nothing_fits, plan_problems
     from megatron.planner.command import command_line, script
-    from megatron.planner.record import record
+    from megatron.planner.plan_json import record
 
     outcome = find(config)
     found, cluster, job = outcome.found, outcome.cluster, outcome.job

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.config import setting
 from megatron.errors import DataError, run_main
-from megatron.metrics import duration
-from megatron.records import History, read_history
+from megatron.settings.schema import setting
+from megatron.telemetry.metrics import duration
+from megatron.telemetry.run_record import History, read_history
 from megatron.tools.report_page import Section, page
 from megatron.tools.report_plots import plots
 
@@ -221,7 +221,7 @@ def _rows(value, name: str = "") -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    from megatron.flags import parse
+    from megatron.settings.parse import parse
 
     if argv and not argv[0].startswith("-"):
         argv = ["--run", *argv]

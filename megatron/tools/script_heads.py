@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron.config import setting
 from megatron.errors import Failure, SettingsError, run_main
-from megatron.flags import parse, parse_pretrain
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import duration
-from megatron.rules import layout_is_open, resolve
+from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.rules import layout_is_open, resolve
+from megatron.settings.schema import setting
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|memory|expects|layout)  +\S")

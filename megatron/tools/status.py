@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.batch import total_iterations
-from megatron.config import Config, from_record, setting
 from megatron.errors import DataError, UsageError, run_main
-from megatron.flags import parse
 from megatron.guard import processes
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
-from megatron.metrics import duration
+from megatron.settings.batch import total_iterations
+from megatron.settings.parse import parse
+from megatron.settings.schema import Config, from_record, setting
+from megatron.telemetry.metrics import duration
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps

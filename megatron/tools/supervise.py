@@ -27,17 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.config import setting
 from megatron.errors import Failure, SettingsError, UsageError, run_main
-from megatron.flags import parse
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
 from megatron.guard.exits import Action, Verdict, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, born, clear, machine, read_beats
-from megatron.guard.replan import fewer_ranks
 from megatron.guard.stacks import explain
+from megatron.planner.replan import fewer_ranks
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to say how

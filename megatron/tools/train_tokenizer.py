@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import setting
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text

@@ -11,9 +11,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from megatron.config import setting
 from megatron.errors import DataError, UsageError, run_main
-from megatron.flags import parse
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
 
 PIECE = 1 << 20  # sequences checked at a time
 

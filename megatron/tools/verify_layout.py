@@ -12,11 +12,11 @@ import sys
 from dataclasses import dataclass
 from typing import Optional
 
-from megatron.batch import total_iterations
-from megatron.config import Config, setting
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.flags import parse_pretrain
-from megatron.rules import layout_is_open, resolve
+from megatron.settings.batch import total_iterations
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import layout_is_open, resolve
+from megatron.settings.schema import Config, setting
 
 EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
 
-    from megatron.parity import TOLERANCE, compare, one_process
+    from megatron.planner.parity import TOLERANCE, compare, one_process
 
     config, layouts = wanted(config, asked)
     precision = config.precision.precision
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
 
 def possible(config: Config, layouts: list) -> list[tuple]:
     """Each layout with the settings that are resolved for it. Raises SettingsError that names all impossible ones."""
-    from megatron.parity import laid_out
+    from megatron.planner.parity import laid_out
 
     found, refused = [], {}
     for layout in layouts:
@@ -92,7 +92,7 @@ def possible(config: Config, layouts: list) -> list[tuple]:
 def trained(config: Config, world_size: int, steps: int):
     """The trace of a few steps. Raises what a rank raised where it is a failure of settings, data or disk."""
     from megatron.mpu.forked import RankFailed
-    from megatron.parity import trace
+    from megatron.planner.parity import trace
     from pretrain_gpt import recipe
 
     try:
@@ -105,8 +105,8 @@ def trained(config: Config, world_size: int, steps: int):
 
 def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
     """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
-    from megatron.parity import layout_of, one_batch, parse_layout
-    from megatron.planner.twin import asked_ranks, narrowed, original, twin_of
+    from megatron.planner.parity import layout_of, one_batch, parse_layout
+    from megatron.planner.shrink import asked_ranks, narrowed, original, twin_of
 
     if not asked.layouts and asked.shrink:
         twin = twin_of(*original(config, print), asked.steps)
@@ -134,7 +134,7 @@ def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
 
 def common_sizes(layouts: list):
     """What a small model must be divisible by so that each of the layouts can be compared in it."""
-    from megatron.planner.twin import Sizes
+    from megatron.planner.shrink import Sizes
 
     tp, pp, dp, stages = (
         math.lcm(*(getattr(layout, name) for layout in layouts)) for name in ("tp", "pp", "dp", "stages")

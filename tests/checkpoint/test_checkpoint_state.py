@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 
-from megatron.checkpoint import state as module
+from megatron.checkpoint import folder as module
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.durable import Damaged
-from megatron.checkpoint.state import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
+from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, Locked, StorageError
 from megatron.guard.processes import state
+from megatron.storage.durable import Damaged
 
 
 def pieces_of(value, names=("weight", "moment")):
@@ -198,7 +198,7 @@ def test_only_the_newest_are_kept_and_only_after_the_new_one_is_there(tmp_path, 
             saver.save(iteration, pieces_of(iteration), {})
         assert list(checkpoints(tmp_path)) == [3, 4]
         monkeypatch.setattr(
-            "megatron.checkpoint.state.commit", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "bad"))
+            "megatron.checkpoint.folder.commit", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "bad"))
         )
         with pytest.raises(StorageError):
             saver.save(5, pieces_of(5), {})

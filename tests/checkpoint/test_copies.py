@@ -8,18 +8,19 @@ import time
 import pytest
 import torch
 
-from megatron import config, startup
 from megatron.checkpoint import copies as module
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.copies import Copies
+from megatron.checkpoint.folder import TRACKER, alone, checkpoints
 from megatron.checkpoint.keeper import Keeper
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import TRACKER, alone, checkpoints
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
-from megatron.flags import parse_pretrain
-from megatron.rules import check
+from megatron.settings import schema
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import check
+from megatron.training import build
 
 
 def pieces(value):
@@ -32,7 +33,7 @@ def run(tmp_path):
 
     def save(where, steps, **more):
         said = []
-        settings = config.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
+        settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
         keeper = Keeper(settings, say=said.append)
         for step in steps:
             keeper.save(step, pieces(step), {})
@@ -54,25 +55,25 @@ def test_copies_are_checkpoints_and_a_run_goes_on_from_them(run, tmp_path, backg
     with Reader(home / "iter_0000003") as one, Reader(copy / "iter_0000003") as two:
         assert not list(differences(one, two))
     assert any(f"copied iter_0000003 to {copy}" in line for line in said)
-    settings = config.Checkpoint(load=str(home), save_copy=str(copy))
-    assert startup.load_folder(settings, alone) == home  # as new as the copy
+    settings = schema.Checkpoint(load=str(home), save_copy=str(copy))
+    assert build.load_folder(settings, alone) == home  # as new as the copy
     shutil.rmtree(home / "iter_0000003")
-    assert startup.load_folder(settings, alone) == copy
-    settings = config.Checkpoint(load=str(home / "iter_0000002"), save_copy=str(copy))
-    assert startup.load_folder(settings, alone) == home / "iter_0000002"  # this one was asked for
+    assert build.load_folder(settings, alone) == copy
+    settings = schema.Checkpoint(load=str(home / "iter_0000002"), save_copy=str(copy))
+    assert build.load_folder(settings, alone) == home / "iter_0000002"  # this one was asked for
     shutil.rmtree(home)
-    assert startup.load_folder(settings, alone) == copy
+    assert build.load_folder(settings, alone) == copy
 
 
 def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(run, tmp_path):
     run(tmp_path / "copy", [1, 2])
     for flag in ("save_copy", "save_mirror"):
-        settings = config.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
+        settings = schema.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
         with pytest.raises(CheckpointError, match="copy holds checkpoints of another run, up to iteration 2"):
-            startup.refuse_to_mix(settings, 0, alone)
-        startup.refuse_to_mix(settings, 2, alone)
-    command = config.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
-    startup.refuse_to_mix(command, 0, alone)
+            build.refuse_to_mix(settings, 0, alone)
+        build.refuse_to_mix(settings, 2, alone)
+    command = schema.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
+    build.refuse_to_mix(command, 0, alone)
 
 
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):
@@ -113,7 +114,7 @@ def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_copy_synced", slow)
     said = []
-    settings = config.Checkpoint(save=str(tmp_path / "home"), save_copy=str(tmp_path / "copy"), keep_last=1)
+    settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(tmp_path / "copy"), keep_last=1)
     keeper = Keeper(settings, say=said.append)
     keeper.save(1, pieces(1), {})
     assert begun.wait(60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 at random times of real saves. A crash after each single change to the disk: tests/faults/test_chaos_files.py."""
+"""kill -9 at random times of real saves. A crash after each single change to the disk: tests/chaos/test_files.py."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ import time
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.state import Saver, restore
+from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.store import Piece
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No damaged or forged byte is ever used: every file, every byte, and indices that lie on purpose.
 
-Other damages, at random: tests/faults/test_chaos_files.py.
+Other damages, at random: tests/chaos/test_files.py.
 """
 
 import json
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.durable import Damaged, checksum, read_sealed, seal
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, commit, write_shard
+from megatron.storage.durable import Damaged, checksum, read_sealed, seal
 
 FILES = ["index.json", "state.json", "shard_00000.safetensors", "shard_00001.safetensors"]
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint.state import Saver, restore
+from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.store import share
-from megatron.flags import parse_pretrain
 from megatron.mpu.mesh import Mesh, sizes_of
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import ShardedAdamW
-from megatron.parity import laid_out, parse_layout
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.stages import Pipeline
-from megatron.run import State
+from megatron.planner.parity import laid_out, parse_layout
+from megatron.settings.parse import parse_pretrain
+from megatron.training.state import State
 
 LAYOUTS = ["", "dp2", "tp2sp", "pp4", "pp2vp2", "pp2-zbv", "dp4-zero3", "tp2-dp2-zero2", "tp4-zero1",
            "tp2sp-pp2vp2-dp2-zero1"]  # fmt: skip

@@ -16,19 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import config
+from megatron.checkpoint import folder as state
 from megatron.checkpoint import keeper as module
-from megatron.checkpoint import state, store
+from megatron.checkpoint import store
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import TRACKER, checkpoints
 from megatron.checkpoint.interval import best_interval, lost_share
 from megatron.checkpoint.keeper import Keeper, Snapshot, exchange_through
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import TRACKER, checkpoints
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, PeerLost, StorageError
-from megatron.flags import parse_pretrain
 from megatron.guard import processes
-from megatron.rules import check
+from megatron.settings import schema
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import check
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def no_waiting(monkeypatch):
 
 
 def settings(folder, **more):
-    return config.Checkpoint(save=str(folder), **more)
+    return schema.Checkpoint(save=str(folder), **more)
 
 
 def pieces_of(value, ranks=1, rank=0):
@@ -133,7 +134,7 @@ def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_p
 
     def kinds(name):
         seen = []
-        keeper = Keeper(settings(tmp_path / name, async_save=True, save_interval=config.AUTO), say=lambda text: None,
+        keeper = Keeper(settings(tmp_path / name, async_save=True, save_interval=schema.AUTO), say=lambda text: None,
                         exchange=lambda value: seen.append(type(value[0])) or [value])  # fmt: skip
         for iteration in (1, 2):
             keeper.due(iteration)
@@ -361,7 +362,7 @@ def test_dalys_interval_loses_the_least_time():
 def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background, monkeypatch):
     clock, said = itertools.count(0, 0.001), []  # a step takes no longer than to look at the clock
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
-    keeper = Keeper(settings(tmp_path, save_interval=config.AUTO, async_save=background), say=said.append)
+    keeper = Keeper(settings(tmp_path, save_interval=schema.AUTO, async_save=background), say=said.append)
     steps = [step for step in range(3, 60) if keeper.due(step) and keeper.save(step, pieces_of(step), {}) is not None]
     keeper.close()
     assert steps == [3 + module.FIRST_AUTO]
@@ -408,7 +409,7 @@ def test_settings_that_cannot_work(line, words):
 
 def test_megatrons_spellings():
     made = parse_pretrain(f"{BASE} --save s --save-interval auto --dist-ckpt-strictness log_all".split()).checkpoint
-    assert made.save_interval == config.AUTO and made.load_strictness == "warn-all"
+    assert made.save_interval == schema.AUTO and made.load_strictness == "warn-all"
 
 
 def test_kill_9_while_the_thread_writes(memory_folder):

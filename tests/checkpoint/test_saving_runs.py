@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint import keeper, state, store
+from megatron.checkpoint import folder as state
+from megatron.checkpoint import keeper, store
 from megatron.checkpoint.compare import differences
+from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import checkpoints
 from megatron.errors import CheckpointError, StorageError
 from megatron.tools import checkpoint as tool
 

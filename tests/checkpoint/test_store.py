@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.durable import replace_file
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import CODES, Piece, commit, flat_pieces, share, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.mpu.placement import Constant, Placement
+from megatron.storage.durable import replace_file
 
 
 def whole(name, tensor):
@@ -236,7 +236,7 @@ def test_a_file_system_that_cannot_sync_folders_is_no_failing_disk(tmp_path, mon
 
 def test_a_full_disk_says_what_it_needs(tmp_path, monkeypatch):
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("megatron.checkpoint.durable.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("megatron.storage.durable.shutil.disk_usage", lambda path: usage)
     with pytest.raises(StorageError) as caught:
         write_shard(tmp_path, 0, [whole("x", torch.zeros(1000))])
     assert "bytes needed, 1,000 bytes free" in str(caught.value) and not list(tmp_path.iterdir())

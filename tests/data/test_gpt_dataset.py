@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Data
 from megatron.data import index_maps
 from megatron.data.blend import BlendedDataset, Repeated
 from megatron.data.gpt_dataset import SPLITS, build_datasets
@@ -18,6 +17,7 @@ from megatron.data.index_maps import build_index_maps, make_plan, parse_split, s
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError, SettingsError, StorageError
+from megatron.settings.schema import Data
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("megatron_order.jsonl").read_text().splitlines()]
 VOCABULARY = 60000

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron.config import Data
 from megatron.data import masks
 from megatron.data.loader import Batches, cyclic_order
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Data
 
 
 class Counting:

@@ -16,13 +16,13 @@ import pytest
 import zstandard
 
 import preprocess_data
-from megatron.config import Tokenizer as TokenizerSettings
 from megatron.data import preprocess_encode, preprocess_worker
 from megatron.data.indexed import IndexedDataset
 from megatron.data.preprocess import preprocess
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
 from megatron.guard import processes
+from megatron.settings.schema import Tokenizer as TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 

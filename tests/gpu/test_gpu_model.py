@@ -4,13 +4,13 @@
 import pytest
 import torch
 
-from megatron.config import Model, Recompute
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, attention, reference
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import Dropout, init_parameter
+from megatron.settings.schema import Model, Recompute
 
 pytestmark = pytest.mark.gpu
 

@@ -15,15 +15,15 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
-from megatron.config import Data
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsError
-from megatron.flags import parse_pretrain
 from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
-from megatron.rules import resolve
-from megatron.training import pretrain
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import resolve
+from megatron.settings.schema import Data
+from megatron.training.loop import pretrain
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "

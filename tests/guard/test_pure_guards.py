@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import from_record
 from megatron.data import ledger
 from megatron.errors import SettingsError, UsageError
-from megatron.guard import changes, command, replan
+from megatron.guard import changes, command
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
@@ -23,6 +22,8 @@ from megatron.guard.spikes import ENOUGH, Recent
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
+from megatron.planner import replan
+from megatron.settings.schema import from_record
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ Current thread 0x00007f2 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/x/megatron/mpu/collectives.py", line 25 in all_reduce
   File "/x/megatron/optimizer/zero.py", line 147 in totals
-  File "/x/megatron/training.py", line 77 in train_step
+  File "/x/megatron/training/loop.py", line 77 in train_step
   File "/x/pretrain_gpt.py", line 49 in <module>
 """
 LOADING = """

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron import config as schema
+from megatron.settings import schema
 
 VOCABULARY = 512 + 8  # padded to 640
 
@@ -16,7 +16,7 @@ def small_gpt():
     """`small_gpt(seq_length=32, **settings)`: a two-layer GPT whose weights are large, so that its choices differ."""
     import torch
 
-    from megatron.model.gpt import GPT
+    from megatron.model.gpt.module import GPT
     from megatron.mpu.mesh import Mesh
     from megatron.mpu.placement import placements
     from megatron.mpu.random import init_parameter
@@ -50,7 +50,7 @@ def vocabulary(tmp_path_factory):
 def checkpoint(tmp_path_factory, vocabulary, small_gpt):
     """A folder with one checkpoint as training writes it (300 ids at most, 32 positions)."""
     from megatron.checkpoint.boxes import Box
-    from megatron.checkpoint.state import Saver
+    from megatron.checkpoint.folder import Saver
     from megatron.checkpoint.store import Piece
     from megatron.mpu.placement import placements
 

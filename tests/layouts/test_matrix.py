@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 
 import pretrain_gpt
-from megatron.flags import parse_pretrain
-from megatron.parity import compare, laid_out, parse_layout, trace
+from megatron.planner.parity import compare, laid_out, parse_layout, trace
+from megatron.settings.parse import parse_pretrain
 
 STEPS = 4
 GPT = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3

@@ -10,7 +10,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
-from megatron.parity import parse_layout
+from megatron.planner.parity import parse_layout
 
 FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --global-batch-size 8 --micro-batch-size 1 --train-iters 6 --eval-iters 1 --precision fp32 --device cpu

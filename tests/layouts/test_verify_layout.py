@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron.errors import SettingsError, UsageError
-from megatron.flags import parse_pretrain
 from megatron.mpu import mappings
 from megatron.optimizer.zero import ShardedAdamW
-from megatron.parity import Trace, compare, laid_out, parse_layout
 from megatron.pipeline.stages import chunks_of
+from megatron.planner.parity import Trace, compare, laid_out, parse_layout
+from megatron.settings.parse import parse_pretrain
 from megatron.tools import verify_layout
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --mock-data --vocab-size 50257

@@ -4,12 +4,12 @@
 import pytest
 import torch
 
-from megatron.config import Model
 from megatron.data.loader import MicroBatch
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
+from megatron.settings.schema import Model
 
 VOCABULARY = 100  # padded to 128
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config import Precision, Recompute
 from megatron.errors import SettingsError
 from megatron.fused_kernels.autocast import Autocast, autocast_of, op
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Precision, Recompute
 
 FULL, HALF = torch.float32, torch.bfloat16
 MODERN = dict(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
-from megatron.mpu.deferred import WeightGradients, deliver
+from megatron.mpu.deferred_wgrad import WeightGradients, deliver
 from megatron.mpu.mesh import Mesh
 
 N, H, V, PADDED = 37, 16, 100, 128

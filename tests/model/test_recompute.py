@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Recompute
-from megatron.layer_groups import plan
+from megatron.model.recompute_plan import plan
 from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Recompute
 
 MODERN = dict(position_embedding_type="rope", num_query_groups=2, swiglu=True, normalization="RMSNorm", qk_layernorm=True,
               disable_bias_linear=True)  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu import collectives
-from megatron.mpu.context import Context, leave
+from megatron.mpu.initialize import Context, leave
 from megatron.mpu.mesh import Mesh
 
 TASKS = Path("/proc/self/task")

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Kernels, Parallel
-from megatron.mpu.context import join
+from megatron.mpu.initialize import join
 from megatron.mpu.mesh import Mesh, ranks_along
 from megatron.pipeline.schedule import looped
 from megatron.pipeline.wire import open_channels
+from megatron.settings.schema import Kernels, Parallel
 
 DOCUMENTED = dict(pp=4, dp=2, cp=1, tp=2)  # Megatron-LM's example of 16 GPUs
 

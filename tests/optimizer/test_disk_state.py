@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron import config
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.keeper import Keeper, Snapshot
 from megatron.checkpoint.reader import Reader
@@ -19,6 +18,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer import disk, scratch
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings import schema
 
 WIDTH, BLOCKS = 24, 4
 
@@ -56,8 +56,8 @@ class Model(torch.nn.Module):
 
 def build(rank=0, sizes=None, dtype=torch.float32, lasting=False, stage=0, overlap=False, device="cpu", **settings):
     model, mesh = Model(), Mesh(rank, **(sizes or {}))
-    parallel = config.Parallel(sharding_stage=stage, overlap_param_gather=overlap and stage > 0)
-    return model, ShardedAdamW(model, mesh, config.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3,
+    parallel = schema.Parallel(sharding_stage=stage, overlap_param_gather=overlap and stage > 0)
+    return model, ShardedAdamW(model, mesh, schema.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3,
                                lasting=lasting)  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(stage, tmp_path):
     for number, (saving, loading) in enumerate((({}, where), (where, {}), (where, where))):
         model, optimizer = build(stage=stage, dtype=torch.bfloat16, **saving)
         train(model, optimizer, steps=2)
-        keeper = Keeper(config.Checkpoint(save=str(tmp_path / f"{number}")), say=lambda text: None)
+        keeper = Keeper(schema.Checkpoint(save=str(tmp_path / f"{number}")), say=lambda text: None)
         keeper.save(2, optimizer.pieces(counted=True), {})
         keeper.close()
         train(model, optimizer, steps=2, first=2)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Precision
 from megatron.optimizer.scaler import LossScaler
+from megatron.settings.schema import Precision
 
 
 def run(scaler: LossScaler, overflows: str) -> list[float]:

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from megatron import config
 from megatron.errors import SettingsError
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.sharded import sharded_init
+from megatron.settings import schema
 
 
 class Block(torch.nn.Module):
@@ -43,8 +43,8 @@ def numbers(step, part):
 def trained(rank, stage, ranks):
     """Losses of a few steps, and weights behind them."""
     axis = "shard" if stage else "replicate"
-    model, optimizer = sharded_init(Plain, Mesh(rank, **{axis: ranks}), config.Optimizer(),
-                                    config.Parallel(sharding_stage=stage), init_std=0.2)  # fmt: skip
+    model, optimizer = sharded_init(Plain, Mesh(rank, **{axis: ranks}), schema.Optimizer(),
+                                    schema.Parallel(sharding_stage=stage), init_std=0.2)  # fmt: skip
     losses = []
     for step in range(4):
         loss = torch.zeros(1, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_it_trains_as_torch_does(run_ranks):
         reference.load_state_dict(model.state_dict())
     groups = [dict(params=[p for p in reference.parameters() if (p.dim() > 1) == decay], weight_decay=0.1 * decay)
               for decay in (True, False)]  # fmt: skip
-    adam, expected = torch.optim.AdamW(groups, lr=1e-2, eps=config.Optimizer().adam_eps), []
+    adam, expected = torch.optim.AdamW(groups, lr=1e-2, eps=schema.Optimizer().adam_eps), []
     for step in range(4):
         adam.zero_grad()
         loss = sum(reference(numbers(step, part)) for part in range(2)) / 2

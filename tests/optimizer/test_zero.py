@@ -4,13 +4,13 @@
 import pytest
 import torch
 
-from megatron import config
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
 from megatron.optimizer.units import ALIGN, lay_out
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings import schema
 
-SETTINGS = config.Optimizer(lr=1e-2, weight_decay=0.1)
+SETTINGS = schema.Optimizer(lr=1e-2, weight_decay=0.1)
 
 
 class Layer(torch.nn.Module):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron import config
 from megatron.checkpoint.boxes import find_flaw
 from megatron.errors import NumericsError
 from megatron.guard import replicas
@@ -14,6 +13,7 @@ from megatron.guard.replicas import check_replicas, checksum
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings import schema
 
 WIDTH = 8
 
@@ -44,8 +44,8 @@ def _leaf(name, shape, cut=None, tp=1, partial=()):
 def _built(rank, stage=1, **sizes):
     mesh = Mesh(rank, **sizes)
     part = Part(mesh)
-    parallel = config.Parallel(sharding_stage=stage)
-    return part, ShardedAdamW(part, mesh, config.Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=1)
+    parallel = schema.Parallel(sharding_stage=stage)
+    return part, ShardedAdamW(part, mesh, schema.Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=1)
 
 
 def _gradients(part, optimizer, value=1.0):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron import config
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
 from megatron.optimizer.units import ALIGN
 from megatron.optimizer.zero import ShardedAdamW
+from megatron.settings import schema
 
 WIDTH, BLOCKS, ROWS = 12, 3, 16
 
@@ -80,8 +80,8 @@ def _train(rank, sizes, steps=3, micros=2, dtype=torch.float32, chunks=1, again=
     """(loss and norm of each step, weights of each piece); an evaluation between any two steps."""
     mesh = Mesh(rank, **sizes)
     model = _model(chunks, again)
-    settings = config.Optimizer(lr=1e-2, **(offload or {}))
-    optimizer = ShardedAdamW(model, mesh, settings, config.Parallel(**parallel), dtype=dtype, device=device, seed=1)
+    settings = schema.Optimizer(lr=1e-2, **(offload or {}))
+    optimizer = ShardedAdamW(model, mesh, settings, schema.Parallel(**parallel), dtype=dtype, device=device, seed=1)
 
     def forward(x):
         for chunk in model:
@@ -170,7 +170,7 @@ def test_on_a_gpu_with_state_on_the_host(stage, fraction):
 
 def _optimizer(rank, sizes, offload=None, model=None, **parallel):
     model = model or _model()
-    optimizer = ShardedAdamW(model, Mesh(rank, **sizes), config.Optimizer(**(offload or {})), config.Parallel(**parallel),
+    optimizer = ShardedAdamW(model, Mesh(rank, **sizes), schema.Optimizer(**(offload or {})), schema.Parallel(**parallel),
                              dtype=torch.bfloat16, device="cpu", seed=1)  # fmt: skip
     return model, optimizer
 

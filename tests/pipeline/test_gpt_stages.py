@@ -4,17 +4,17 @@
 import pytest
 import torch
 
-from megatron import flops
-from megatron.config import Model, Parallel
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
-from megatron.model.gpt import GPT
+from megatron.model import flops
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.pipeline.build import build_stages, prove_complete
 from megatron.pipeline.execute import Wire, execute
 from megatron.pipeline.stages import Pipeline
+from megatron.settings.schema import Model, Parallel
 
 S, B, VOCABULARY = 6, 2, 29
 

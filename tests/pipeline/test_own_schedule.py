@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from megatron.config import Parallel
 from megatron.errors import SettingsError
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import v_shaped
 from megatron.pipeline.simulate import make_plan
 from megatron.pipeline.stages import Pipeline, problems
+from megatron.settings.schema import Parallel
 
 
 def _file(tmp_path, text):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Parallel
 from megatron.pipeline.schedule import TRAINING
 from megatron.pipeline.stages import Pipeline, problems
+from megatron.settings.schema import Parallel
 
 
 def _parallel(pp=4, **more) -> Parallel:

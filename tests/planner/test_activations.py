@@ -4,12 +4,12 @@
 import pytest
 import torch
 
-from megatron.config import Kernels, Model, Recompute
 from megatron.data.loader import MicroBatch
-from megatron.model.gpt import GPT
+from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_kept
 from megatron.planner.layout import Job, Layout
+from megatron.settings.schema import Kernels, Model, Recompute
 
 GPT_SHAPE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=128)
 PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0)

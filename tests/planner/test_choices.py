@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 import pretrain_gpt
-from megatron import launched
-from megatron.config import AUTO
 from megatron.errors import SettingsError, UsageError
-from megatron.flags import parse_pretrain
 from megatron.guard.command import config_of
-from megatron.guard.replan import fewer_ranks
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
+from megatron.planner.replan import fewer_ranks
 from megatron.planner.speed import step
-from megatron.rules import check, resolve
+from megatron.settings import rank_env
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import check, resolve
+from megatron.settings.schema import AUTO
 from megatron.tools import plan
 
 GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --lr 1e-3
@@ -31,9 +31,9 @@ TINY = [*GPT, "--mock-data"]
 
 
 def test_ranks_of_an_environment():
-    assert launched.ranks({}) == launched.Ranks(0, 1, 0, None)
-    assert launched.ranks(dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8")) == (
-        launched.Ranks(9, 16, 1, 8)
+    assert rank_env.ranks({}) == rank_env.Ranks(0, 1, 0, None)
+    assert rank_env.ranks(dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8")) == (
+        rank_env.Ranks(9, 16, 1, 8)
     )
     cluster, _ = target.cluster_of(parse_pretrain(TINY), dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="4"))
     assert (cluster.world_size, cluster.local_size) == (16, 4)
@@ -44,8 +44,8 @@ def test_ranks_of_an_environment():
     [("RANK", "one"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "8x")],
 )
 def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
-    from megatron.mpu import context
-    from megatron.preflight.run import preflight
+    from megatron.mpu import initialize as context
+    from megatron.planner.preflight.run import preflight
 
     config, env = parse_pretrain(TINY), {name: value}
     monkeypatch.setenv(name, value)

@@ -11,11 +11,11 @@ import pytest
 
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError, StorageError, UsageError
-from megatron.flags import parse_pretrain
 from megatron.planner import device
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Layout
-from megatron.rules import resolve
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import resolve
 from megatron.tools import plan
 
 GPT_22B = """--num-layers 48 --num-attention-heads 64 --hidden-size 6144 --seq-length 2048 --max-position-embeddings 2048

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Model, Recompute
 from megatron.errors import UsageError
-from megatron.flags import parse_pretrain
-from megatron.flops import parameters
+from megatron.model.flops import parameters
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
@@ -22,6 +20,8 @@ from megatron.planner.search import Space, search
 from megatron.planner.speed import Cluster, split_even, step
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import Model, Recompute
 
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 

@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 
 import pretrain_gpt
-from megatron.flags import parse_pretrain
 from megatron.mpu.forked import run_ranks
-from megatron.parity import laid_out, parse_layout
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import on_disk, state
+from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
-from megatron.rules import resolve
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import resolve
 
 GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --global-batch-size 8 --train-iters 10 --eval-iters 1 --micro-batch-size 1
@@ -66,8 +66,8 @@ def counted_step():
     """A function of settings: (place in the mesh, bytes of state, of its files, {(op, axis): bytes} of a training step)."""
     from megatron.mpu import collectives
     from megatron.pipeline.wire import Wire
-    from megatron.startup import build_run
-    from megatron.training import train_step
+    from megatron.training.build import build_run
+    from megatron.training.loop import train_step
 
     sent, send = Counter(), Wire.send
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, UsageError
-from megatron.flags import parse_pretrain
-from megatron.planner.twin import original, twins_of
+from megatron.planner.shrink import original, twins_of
+from megatron.settings.parse import parse_pretrain
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
@@ -96,9 +96,9 @@ def test_preflight(name, first_with, monkeypatch):
     """With twins in fp32; those in bf16 train below."""
     if f"bash scripts/{name}.sh --preflight" in GUIDE:
         pytest.skip("run through bash: it is in the guide")
-    from megatron.preflight import twins
-    from megatron.preflight.run import preflight
-    from megatron.preflight.verdict import Check
+    from megatron.planner.preflight import shrunk_job as twins
+    from megatron.planner.preflight.run import preflight
+    from megatron.planner.preflight.verdict import Check
     from pretrain_gpt import recipe
 
     other, told, check_twin = first_with("preflight", name), [], twins.check_twin
@@ -119,7 +119,7 @@ def test_the_twin_trains(name, first_with, capfd):
         pytest.skip("run through bash: it is in the guide")
     if first_with("training", name) != name:
         pytest.skip(f"the same twin as that of {first_with('training', name)}")
-    from megatron.tools import twin
+    from megatron.tools import shrink as twin
 
     twin.main([*(word for word in command(SCRIPTS[name]) if word != "--dry-run"), "--steps", "2"])
     out = capfd.readouterr().out
@@ -381,7 +381,7 @@ ASKED = """--task-type {task} --num-layers 4 --hidden-size 64 --num-attention-he
 
 
 def test_pretrain_plans_for_another_cluster_and_trains_in_a_job(capsys, monkeypatch):
-    from megatron import pretrain
+    from megatron.tools import pretrain
 
     words = ASKED.format(task="llm.megatron.GPT").split()
     pretrain.main([*words, "--world-size", "64", "--local_world_size=8", "--device-name", "A100-80GB"], {})
@@ -394,7 +394,7 @@ def test_pretrain_plans_for_another_cluster_and_trains_in_a_job(capsys, monkeypa
 
 
 def test_pretrain_refuses_other_tasks():
-    from megatron import pretrain
+    from megatron.tools import pretrain
 
     with pytest.raises(UsageError, match="BERT"):
         pretrain.main(ASKED.format(task="BERT").split(), {})

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.flags import parse_pretrain
-from megatron.rules import check
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import check
 from megatron.tools.verify_layout import Verify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 
 def test_the_two_commands(bash):
     assert BLOCKS[:2] == ["bash scripts/quickstart.sh\n", "bash scripts/test.sh\n"]  # the first is run by `quickstart`
-    assert "passed" in bash("scripts/test.sh", "tests/test_batch.py").stdout
+    assert "passed" in bash("scripts/test.sh", "tests/settings/test_batch.py").stdout
 
 
 SAID = [  # by each further block, in their order

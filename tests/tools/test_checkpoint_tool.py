@@ -13,11 +13,11 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
-from megatron.checkpoint.durable import WriterLock
+from megatron.checkpoint.folder import TRACKER, Saver, checkpoints
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.state import TRACKER, Saver, checkpoints
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, Locked, SettingsError, UsageError
+from megatron.storage.durable import WriterLock
 from megatron.tools import checkpoint as tool
 from megatron.tools import checkpoint_util
 

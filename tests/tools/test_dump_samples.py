@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.config import Data
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Data
 from megatron.tools.dump_samples import main
 
 COMMAND = [sys.executable, "-m", "megatron.tools.dump_samples"]

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from megatron.errors import DataError
-from megatron.records import JsonLines
+from megatron.telemetry.run_record import JsonLines
 from megatron.tools.report import build, main, short
 from megatron.tools.report_plots import smooth
 

@@ -314,9 +314,9 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     import torch
 
     import pretrain_gpt
-    from megatron.chaos.supervised import command, environment
-    from megatron.chaos.victim import Fault
     from megatron.checkpoint.reader import Reader
+    from tests.chaos.supervised import command, environment
+    from tests.chaos.victim import Fault
 
     flags = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "
              "--lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --train-iters 120 "

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megatron.config import Tokenizer
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Tokenizer
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import train_tokenizer
 

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Faults, injected and counted: what `python -m megatron.tools.chaos` does to training jobs and to their files."""

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of checkpoints: which one is newest, which one is good, how one more arrives, which ones go.
+
+    --save/
+        iter_0000100/ iter_0000200/           complete checkpoints, by rename: there are no half ones
+        latest_checkpointed_iteration.txt     "200", as in Megatron-LM
+        .tmp-iter_0000300-5f0c/               being written; left over by a killed run until the next one saves
+        .old-iter_0000200-91aa/               set aside for the moment in which iteration 200 is saved again
+
+The ranks of a job act together through one function, `exchange(value) -> [value of rank 0, value of rank 1, ...]`
+(`torch.distributed.all_gather_object`, say). It carries every failure to every rank, so none is left waiting.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.checkpoint.reader import Reader, Strictness
+from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
+from megatron.errors import CheckpointError, Failure, StorageError
+from megatron.storage.durable import Damaged, WriterLock, replace_file, storage, sync_folder
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
+
+Exchange = Callable[[Any], list]
+
+
+def alone(value: Any) -> list:
+    """The exchange of a job with one rank."""
+    return [value]
+
+
+# ---------------------------------------------------------------------------------------------------- finding
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Iteration -> directory of every checkpoint, oldest first; one that was set aside counts while it has no successor."""
+    found: dict[int, Path] = {}
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):  # ".old-..." sorts before "iter_...", which takes its place
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found[int(match[1] or match[3])] = path
+    return dict(sorted(found.items()))
+
+
+def read_tracker(folder: Path) -> Optional[int]:
+    """The iteration that the tracker names; None when it is missing or torn."""
+    try:
+        text = (folder / TRACKER).read_bytes()[:32].decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Checkpoints to try, best first, and what the user should hear about how they were chosen."""
+
+    paths: tuple[Path, ...]
+    notices: tuple[str, ...] = ()
+
+
+def choose(folder: Path, *, step: Optional[int] = None, allow_empty: Optional[bool] = None) -> Choice:
+    """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
+
+    step:         only this iteration (`--ckpt-step`)
+    allow_empty:  nothing there is an answer, not an error (`--auto-resume`; None where there is no such flag)
+    A directory that is itself a checkpoint is chosen as it is. Those before the first one without visible damage (nothing
+    is read but the index and the sizes) are named in the notices and left out; what lies behind it is not looked at.
+    Raises CheckpointError when nothing is left.
+    """
+    if (folder / "index.json").exists():
+        return Choice((folder,))
+    found = checkpoints(folder)
+    if step is not None:
+        if step not in found:
+            listed = ", ".join(map(str, found)) or "none"
+            raise CheckpointError(
+                f"{folder} has no checkpoint of iteration {step}", f"it has: {listed}", "see --ckpt-step"
+            )
+        return Choice((found[step],))
+    if not found:
+        if allow_empty:
+            return Choice(())
+        if (folder / "config.json").exists():
+            raise CheckpointError(f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+                                  do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT")  # fmt: skip
+        why = None if folder.is_dir() else "there is no such folder"
+        do = "check the path" if allow_empty is None else "check --load, or start anew with --auto-resume"
+        raise CheckpointError(f"{folder} holds no checkpoint", why, do)
+    named, notices = read_tracker(folder), []
+    order = sorted(found, reverse=True)
+    if named in found:
+        newer = [iteration for iteration in order if iteration > named]
+        order = [iteration for iteration in order if iteration <= named] + newer[::-1]
+        if newer:
+            notices.append(f"{folder / TRACKER} names iteration {named}; newer ones are there too: {newer[::-1]}")
+    else:
+        torn = f"names iteration {named}, which is not there" if named is not None else "is missing or torn"
+        notices.append(f"{folder / TRACKER} {torn}; taking the newest checkpoint, iteration {order[0]}")
+    for place, iteration in enumerate(order):
+        problem = _visible_damage(found[iteration])
+        if not problem:
+            return Choice(tuple(found[number] for number in order[place:]), tuple(notices))
+        notices.append(problem)
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+
+
+def _visible_damage(path: Path) -> Optional[str]:
+    if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
+        return (
+            f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
+            f"from-megatron {path.parent} OUT"
+        )
+    if not (path / "index.json").exists() and any(path.glob("*.distcp")):
+        return f"{path} is in torch's distributed format, which is not read here; save it with --ckpt-format torch"
+    try:
+        with Reader(path) as reader:
+            reader.check_files()
+    except Damaged as problem:
+        return str(problem)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run was restored from; `notices` are for the user. bytes_read: of each rank; size: of all files."""
+
+    path: Path
+    state: dict[str, Any]
+    notices: tuple[str, ...]
+    bytes_read: tuple[int, ...]
+    size: int
+
+    def __str__(self) -> str:
+        least, most = min(self.bytes_read) / 1e6, max(self.bytes_read) / 1e6
+        each = f"{most:,.1f}" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f} to {most:,.1f}"
+        return f"{self.path} (a rank read {each} of {self.size / 1e6:,.1f} MB)"
+
+
+def restore(
+    folder: Path,
+    pieces: Iterable[Piece],
+    *,
+    step: Optional[int] = None,
+    allow_empty: bool = False,
+    names: Optional[Collection[str]] = None,
+    cast: bool = False,
+    strictness: Strictness = "strict",
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
+    rank: int = 0,
+    exchange: Exchange = alone,
+) -> Optional[Restored]:
+    """Fill the pieces of all ranks from the newest checkpoint whose every byte is good; None when allowed and empty.
+
+    All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
+    the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names`,
+    `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise.
+    """
+    folder, pieces = Path(folder), list(pieces)
+    choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
+    notices = list(choice.notices)
+    for path in choice.paths:
+        try:
+            loaded = _together(lambda path=path: _load(path, pieces, names, cast, strictness, check, rank), exchange)
+        except Damaged as problem:
+            if step is not None or len(choice.paths) == 1:
+                raise
+            notices.append(str(problem))
+        else:
+            told = [f"{path}: {notice}" for _, found, *_ in loaded for notice in found]
+            read = tuple(count for *_, count, _ in loaded)
+            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)), read, loaded[0][-1])
+    if not choice.paths:
+        return None
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+
+
+def _load(
+    path: Path, pieces: list[Piece], names, cast, strictness, check, rank: int
+) -> tuple[Any, list[str], int, int]:
+    """(state on rank 0, notices, bytes that were read, bytes of all files)"""
+    with Reader(path) as reader:
+        check(reader.state)
+        notices = reader.load(pieces, names=names, cast=cast, strictness=strictness)
+        size = sum(size for size, _ in reader.index.files.values())
+        return reader.state if rank == 0 else None, notices, reader.bytes_read, size
+
+
+def _together(action: Callable[[], Any], exchange: Exchange) -> list:
+    """Results of `action` on all ranks. When it fails anywhere it raises on every rank: damage last, it has a remedy."""
+    try:
+        result, failure = action(), None
+    except (Failure, OSError) as error:
+        result, failure = None, error
+    told = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
+    answers = exchange((result, told and (type(told), told.what, told.why, told.do)))
+    failures = [(rank, *problem) for rank, (_, problem) in enumerate(answers) if problem]
+    if not failures:
+        return [value for value, _ in answers]
+    rank, kind, what, why, do = min(failures, key=lambda item: issubclass(item[1], Damaged))
+    raise kind(what if len(answers) == 1 else f"{what} (rank {rank})", why, do) from failure
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+
+
+class Saver:
+    """The right to write checkpoints into a folder, held by one job for as long as this object is open.
+
+    All ranks create it, call `save` and `close` together. At any moment, kill -9 and power loss included, every
+    checkpoint that was complete before a save can be loaded after it, unless `keep_last` and `retain_interval` (see
+    `prune`) let it go: after the new one was read back and found good.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: Optional[int] = None, retain_interval: Optional[int] = None,
+                 rank: int = 0, exchange: Exchange = alone,
+                 in_use: Callable[[], Optional[Path]] = lambda: None):  # fmt: skip
+        """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
+
+        Raises StorageError when the folder cannot be written, Locked when another job writes into it.
+        """
+        self.folder, self.rank, self.exchange = Path(folder), rank, exchange
+        self.keep_last, self.retain_interval, self.in_use = keep_last, retain_interval, in_use
+        self._lock: Optional[WriterLock] = None
+        _together(self._claim, exchange)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other jobs write."""
+        if self._lock:
+            self._lock.release()
+
+    def _claim(self) -> None:
+        if self.rank == 0:
+            with storage(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(self.folder.parent)
+                self._lock = WriterLock(self.folder)
+                clean(self.folder)
+
+    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Path:
+        """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.
+
+        state: of rank 0; a dict that JSON can hold, `iteration` is added. A checkpoint of the same iteration is replaced.
+        Raises, on all ranks, StorageError when the disk is full or failing (what was there before stays), and
+        CheckpointError when the pieces do not make whole tensors.
+        """
+        final = self.folder / f"iter_{iteration:07d}"
+        try:
+            temporary = _together(lambda: self._begin(final), self.exchange)[0]
+            sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.exchange)
+            doomed = _together(lambda: self._finish(temporary, final, len(sizes), iteration, state), self.exchange)[0]
+            if doomed:
+                _together(lambda: read_back(final, self.rank), self.exchange)
+                _together(lambda: self._forget(doomed), self.exchange)
+        except Failure:
+            if self.rank == 0:
+                _discard(self.folder)
+            raise
+        return final
+
+    def write(self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *,
+              parts: Parts = at_once) -> Path:  # fmt: skip
+        """Write a checkpoint of several files from this process alone, one after the other; for tools.
+
+        shards: the pieces of each file; `parts` as in `store.write_shard`.
+        """
+        final = self.folder / f"iter_{iteration:07d}"
+        try:
+            temporary, count = self._begin(final), 0
+            for count, pieces in enumerate(shards, 1):
+                write_shard(temporary, count - 1, pieces, parts=parts)
+            self._finish(temporary, final, count, iteration, state)
+        except BaseException:
+            _discard(self.folder)
+            raise
+        return final
+
+    def _begin(self, final: Path) -> Optional[Path]:
+        if self.rank != 0:
+            return None
+        with storage(final):
+            clean(self.folder)
+            temporary = self.folder / f".tmp-{final.name}-{secrets.token_hex(4)}"
+            temporary.mkdir()
+        return temporary
+
+    def _finish(self, temporary: Path, final: Path, writers: int, iteration: int, state: dict) -> list[Path]:
+        """Let the checkpoint appear. Returns the ones that may go now; rank 0 does it all."""
+        if self.rank != 0:
+            return []
+        with storage(final):
+            commit(temporary, final, writers, {**state, "iteration": iteration})
+            replace_file(self.folder / TRACKER, str(iteration).encode())
+            clean(self.folder)
+        used = self.in_use()
+        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
+
+    def _forget(self, doomed: list[Path]) -> None:
+        if self.rank == 0:
+            remove(doomed)
+
+
+def read_back(path: Path, writer: int) -> None:
+    """Read a file that this process has just written, from the disk and not from memory where the system lets us.
+
+    Raises StorageError when a byte differs: what the disk kept is not what it was given.
+    """
+    name = f"shard_{writer:05d}.safetensors"
+    try:
+        with open(path / name, "rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with Reader(path) as reader:
+            problems = reader.verify([name])
+    except (OSError, Damaged) as problem:
+        problems = [str(problem)]
+    if problems:
+        raise StorageError(f"{path} was written and reads back differently", "\n  ".join(problems[:8]),
+                           "check the disk; older checkpoints were kept")  # fmt: skip
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed saves left behind. Only for the holder of the lock."""
+    for path in folder.glob(".old-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (folder / match[2]).exists():
+            _remove(path)
+        elif match:
+            path.rename(folder / match[2])  # killed between setting it aside and its successor's arrival
+    _discard(folder)
+
+
+def prune(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+    """Delete the checkpoints that are `surplus`; returns what is gone. Only for the holder of the lock."""
+    gone = surplus(folder, keep_last, retain_interval)
+    remove(gone)
+    return gone
+
+
+def surplus(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+    """Checkpoints that need not be kept: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
+
+    With `retain_interval` alone the newest stays too; with neither, all stay. Checkpoints newer than the tracker's stay:
+    somebody went back to an older one, and may change their mind.
+    """
+    if not (keep_last or retain_interval):
+        return []
+    newest = read_tracker(folder)
+    old = {n: path for n, path in checkpoints(folder).items() if newest is not None and n <= newest}
+    among = list(old)[: max(0, len(old) - max(keep_last or 0, 1))]
+    return [old[n] for n in among if not (retain_interval and n % retain_interval == 0)]
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete checkpoints, oldest first. Raises StorageError when one cannot be deleted."""
+    for path in paths:
+        with storage(path):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory so that no half of it is ever seen under a checkpoint's name."""
+    doomed = path.with_name(f".tmp-gone-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    path.rename(doomed)
+    sync_folder(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _discard(folder: Path) -> None:
+    for path in folder.glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

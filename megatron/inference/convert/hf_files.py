@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of Hugging Face models: safetensors read and written tensor by tensor, tokenizer files carried along."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron.checkpoint.store import CODES, as_bytes
+from megatron.errors import CheckpointError
+from megatron.settings import schema
+from megatron.storage.durable import storage
+
+FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
+_PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_JSON_LIMIT = 1 << 28
+
+# Files of a tokenizer, by kind of tokenizer: setting -> name in the folder.
+TOKENIZER_FILES = dict(
+    GPT2BPETokenizer=dict(vocab_file="vocab.json", merge_file="merges.txt"),
+    HuggingFaceTokenizer=dict(tokenizer_model="tokenizer.json"),
+    SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
+    GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
+)
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+
+
+class Planned(NamedTuple):
+    """Tensors to write, one after another, and the function that makes them when their turn comes."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    make: Callable[[], Iterable[torch.Tensor]]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(folder: Path, planned: list[Planned], dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> list[str]:
+    """Write model.safetensors, or several files with their index; what one `make` returns is in memory at a time."""
+    files: list[list[Planned]] = [[]]
+    room = file_bytes
+    for plan in planned:
+        size = sum(map(prod, plan.shapes)) * dtype.itemsize
+        if size > room and files[-1]:
+            files.append([])
+            room = file_bytes
+        files[-1].append(plan)
+        room -= size
+    count = len(files)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = ["model.safetensors"] if count == 1 else names
+    for name, plans in zip(names, files):
+        _write_file(folder / name, plans, dtype)
+    if count > 1:
+        where = {tensor: name for name, plans in zip(names, files) for plan in plans for tensor in plan.names}
+        size = sum(prod(shape) for plan in planned for shape in plan.shapes) * dtype.itemsize
+        index = dict(metadata=dict(total_size=size), weight_map=where)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return names
+
+
+def _write_file(path: Path, plans: list[Planned], dtype: torch.dtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for plan in plans:
+        for name, shape in zip(plan.names, plan.shapes):
+            end = at + prod(shape) * dtype.itemsize
+            header[name] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[at, end])
+            at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with storage(path, at), open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for plan in plans:
+            for tensor, shape in zip(plan.make(), plan.shapes):
+                assert tuple(tensor.shape) == shape, (plan.names, tensor.shape, shape)
+                file.write(memoryview(as_bytes(tensor.to(dtype).contiguous()).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files, mapped into memory and read one by one. Names -> shapes in `shapes`."""
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError when there are none, or when one is damaged as far as its header shows."""
+        from safetensors import SafetensorError, safe_open
+
+        names = _file_names(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = {}
+        for name in names:
+            try:
+                file = safe_open(folder / name, framework="pt")
+                for key in file.keys():
+                    self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        return self._files[name].get_tensor(name)
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        if (folder / "model.safetensors").exists():
+            return ["model.safetensors"]
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        raise CheckpointError(f"{folder} has no model.safetensors",
+                              "it holds pickled weights, which are not opened" if pickled else None,
+                              "save the model with safe_serialization=True" if pickled else None)  # fmt: skip
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in listed.values()})
+    for name in names:
+        if not _PLAIN.fullmatch(name):
+            raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")
+    return names
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of reasonable size. Raises CheckpointError when it is absent or something else."""
+    try:
+        if path.stat().st_size > _JSON_LIMIT:
+            raise CheckpointError(f"{path} is too large for what it should be")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def export_tokenizer(settings: schema.Tokenizer, folder: Path, end: Optional[str], longest: int) -> bool:
+    """Copy a run's tokenizer into a folder as transformers wants it; False when transformers has none of its kind.
+
+    end: the text of the token that ends a document.
+    """
+    files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
+    if files is None:
+        return False
+    for setting, name in files.items():
+        source = Path(getattr(settings, setting))
+        source = source / name if source.is_dir() else source
+        shutil.copyfile(source, folder / name)
+        for companion in _COMPANIONS[:3]:
+            if setting == "tokenizer_model" and source.with_name(companion).exists():
+                shutil.copyfile(source.with_name(companion), folder / companion)
+    kinds = dict(GPT2BPETokenizer="GPT2Tokenizer", HuggingFaceTokenizer="PreTrainedTokenizerFast")
+    if not (folder / "tokenizer_config.json").exists():
+        content: dict[str, Any] = dict(model_max_length=longest)
+        content["tokenizer_class"] = kinds.get(settings.tokenizer_type, "LlamaTokenizer")
+        if end is not None:
+            content |= dict(bos_token=end, eos_token=end)
+            content |= dict(unk_token=end) if settings.tokenizer_type == "GPT2BPETokenizer" else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2))
+    return True
+
+
+def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema.Tokenizer]:
+    """Copy a model's tokenizer into `folder`, which will be `final`; its settings, None when the model has none."""
+    for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
+        files = TOKENIZER_FILES[kind]
+        if all((source / name).is_file() for name in files.values()):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (*files.values(), *_COMPANIONS[:3]):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+            return schema.Tokenizer(kind, **{setting: str(final / name) for setting, name in files.items()})
+    return None

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-2 and Llama to and from Hugging Face transformers, tensor by tensor on CPU, and only if both models agree.
+
+Before anything appears under its name, both models run on fixed prompts in fp32. If their logits differ by more than
+`BOUND` x the largest logit, the conversion is an error and leaves nothing behind. The weights pass through memory one
+tensor at a time; the comparison holds one whole model at a time (and can be left out for models larger than memory).
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import Piece
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import hf_files
+from megatron.inference.convert.imported import imported_state
+from megatron.inference.load import Loaded, load_gpt, open_tokenizer
+from megatron.model.gpt.hf_names import kind_of, matches, our_settings, their_settings
+from megatron.model.gpt.module import GPT
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import placements
+from megatron.settings import schema
+from megatron.storage.durable import storage, sync_folder
+
+BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
+PROBES = (
+    "The quick brown fox jumps over 13 lazy dogs.\n\tIt's  done; caf\u00e9 \u4e2d\u6587.",
+    "def f(x): return x ** 2",
+)
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.Tokenizer, check: bool = True) -> list[str]:
+    """Write a checkpoint directory as a folder that `transformers` loads as it is; returns what the user should hear.
+
+    given: tokenizer flags, where the files of the training run have moved.
+    Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
+    """
+    with Reader(path) as reader, _arriving(out) as folder:
+        config, vocab_size = schema.from_record(_needed(reader, "config")), _needed(reader, "vocab_size")
+        kind = kind_of(config.model)
+        plan = []
+        for match in matches(kind, config.model):
+            stored = reader.tensors.get(match.ours)
+            if stored is None:
+                raise CheckpointError(f"{path} has no tensor {match.ours}")
+            shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
+            plan.append(
+                hf_files.Planned(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
+            )
+        files = hf_files.write_tensors(folder, plan, dtype)
+        end, notices = _export_vocabulary(path, config, vocab_size, folder, given, check)
+        settings = their_settings(config.model, vocab_size, end, str(dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(settings, indent=2))
+        if check:
+            loaded = load_gpt(path, precision="fp32")
+            for parameter in loaded.model.parameters():
+                parameter.data = parameter.data.to(dtype).float()
+            prompts = _prompts(vocab_size, loaded.longest)
+            notices.append(_agree(_our_logits(loaded, prompts), _their_logits(folder, prompts)))
+        return [f"{out}: {kind} in {', '.join(files)}", *notices]
+
+
+def _export_vocabulary(path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.Tokenizer,
+                       check: bool) -> tuple[Optional[int], list[str]]:  # fmt: skip
+    """Copy the tokenizer; (id that ends a document, notices)."""
+    if (given.tokenizer_type or config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+        return None, ["the run had no tokenizer, so the export has none"]
+    tokenizer = open_tokenizer(Loaded(None, config, vocab_size, 0, path, ()), given)
+    changed = {name: value for name, value in asdict(given).items() if value is not None}
+    settings, longest = replace(config.tokenizer, **changed), config.model.position_table
+    end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
+    if not hf_files.export_tokenizer(settings, folder, end, longest):
+        return tokenizer.eod, [f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"]
+    return tokenizer.eod, [_same_ids(folder, tokenizer)] if check else []
+
+
+def _same_ids(folder: Path, tokenizer) -> str:
+    """Compare the exported tokenizer with ours. Raises CheckpointError when their ids differ."""
+    transformers = _transformers()
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = [theirs(text, add_special_tokens=False)["input_ids"] for text in PROBES]
+    except Exception as error:  # of any library that it asks for help
+        return f"the exported tokenizer could not be tried: {str(error).splitlines()[0]}"
+    for text, found in zip(PROBES, ids):
+        if found != tokenizer.encode(text):
+            raise CheckpointError(f"the exported tokenizer gives other ids for {text!r}", do="nothing was written")
+    return "the exported tokenizer gives the same ids"
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) -> list[str]:
+    """Write a Hugging Face folder as a folder of checkpoints with one of iteration 0, to be loaded with --finetune.
+
+    state: what a run saves of its position (`run.State.record`). Raises CheckpointError when the folder holds another kind
+    of model, lacks a tensor or has one too many, or when our model computes something else.
+    """
+    kind, model, vocab_size = our_settings(hf_files.read_json(source / "config.json"))
+    files = hf_files.TensorFiles(source)
+    if model.num_layers > len(files.shapes):  # before anything is made for each of them
+        raise CheckpointError(
+            f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"
+        )
+    wanted = {match.ours: match for match in matches(kind, model)}
+    names = _fitting_names(source, files, kind, model)
+    shapes = {
+        name: placed.shape for name, (_, placed) in placements(GPT(model, Mesh(), vocab_size, device="meta")).items()
+    }
+    assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
+    for name, match in wanted.items():
+        for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
+            if files.shapes[names[theirs]] != tuple(expected.shape):
+                raise CheckpointError(f"{names[theirs]} in {source} is {files.shapes[names[theirs]]}, config.json says "
+                                      f"{tuple(expected.shape)}")  # fmt: skip
+
+    def parts(piece: Piece) -> Iterator[torch.Tensor]:
+        match = wanted[piece.name]
+        yield match.to_ours([files.get(names[theirs]).float() for theirs in match.theirs])
+
+    with _arriving(out) as folder:
+        tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", out.resolve() / "tokenizer")
+        pieces = [
+            Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
+        ]
+        origin = f"Hugging Face {kind} in {source.resolve()}"
+        content = imported_state(model, vocab_size, state, origin, tokenizer)
+        with Saver(folder) as saver:
+            saver.write(0, [pieces], content, parts=parts)
+        (folder / ".lock").unlink(missing_ok=True)
+        notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
+        notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
+        if check:
+            loaded = load_gpt(folder, precision="fp32")
+            prompts = _prompts(vocab_size, loaded.longest)
+            notices.append(_agree(_our_logits(loaded, prompts), _their_logits(source, prompts)))
+        return notices
+
+
+def _fitting_names(source: Path, files: hf_files.TensorFiles, kind: str, model: schema.Model) -> dict[str, str]:
+    """Their name -> name in the files, which may lack the prefix. CheckpointError lists what is missing or unknown."""
+    wanted = [name for match in matches(kind, model) for name in match.theirs]
+    names = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in wanted}
+    missing = [name for name, found in names.items() if found not in files.shapes]
+    ignored = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old versions saved
+    tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    extra = [
+        name for name in set(files.shapes) - set(names.values()) if not name.endswith(ignored) and name not in tied
+    ]
+    if missing or extra:
+        lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in sorted(extra)[:6])]
+        raise CheckpointError(f"{source} does not hold the {kind} of its config.json: {len(missing)} tensors are missing, "
+                              f"{len(extra)} are unknown", "\n  ".join(lines))  # fmt: skip
+    return names
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _arriving(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, or vanishes at any failure."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SettingsError(f"{out} is there already", do="give a new folder")
+    folder = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
+    with storage(out):
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+        with storage(out):
+            sync_folder(folder)
+            if out.exists():
+                out.rmdir()
+            folder.rename(out)
+            sync_folder(out.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _needed(reader: Reader, key: str) -> Any:
+    if key not in reader.state:
+        raise CheckpointError(f"{reader.folder} does not say what model it is", f"state.json has no {key}")
+    return reader.state[key]
+
+
+def _prompts(vocab_size: int, longest: int) -> torch.Tensor:
+    """Token ids [s, b] that every comparison uses."""
+    generator = torch.Generator().manual_seed(20240229)
+    return torch.randint(vocab_size, (min(longest, 48), 3), generator=generator)
+
+
+def _our_logits(loaded: Loaded, prompts: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.model.logits(prompts)
+
+
+def _their_logits(folder: Path, prompts: torch.Tensor) -> torch.Tensor:
+    """[s, b, vocabulary] of the model in a Hugging Face folder, in fp32."""
+    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(prompts.t()).logits.transpose(0, 1).float()
+
+
+def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """How near the logits are, in words. Raises CheckpointError when they are not."""
+    largest = theirs.abs().max().item()
+    difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("nan")
+    told = f"logits differ by at most {difference:.2e} of {largest:.3g} (allowed: {BOUND * largest:.2e})"
+    if not difference <= BOUND * largest:
+        raise CheckpointError(f"the converted model computes something else: {told}", do="nothing was written")
+    return f"both models agree: {told}"
+
+
+def _transformers():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is here is all there is: ask no server
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        import transformers
+    except ImportError:
+        raise SettingsError("both models are compared before anything is written, which needs transformers",
+                            do="pip install transformers, or convert with --unchecked") from None  # fmt: skip
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers are computed again in the backward pass, and which of them together: pure, for model and planner."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from megatron.settings.schema import Recompute
+
+
+class Group(NamedTuple):
+    """Consecutive layers that run as one; `again`: the granularity at which they are computed again, "" for not."""
+
+    layers: tuple[int, ...]
+    again: str
+
+    @property
+    def size(self) -> int:
+        return len(self.layers)
+
+
+def plan(layers: Sequence[int], settings: Recompute) -> list[Group]:
+    """The layers of a stage (by their number in the whole network) in order, grouped.
+
+    `--no-recompute-layers` counts over the whole network; `--recompute-method block --recompute-num-layers 2` are the
+    first two layers of this stage, those that are exempt included.
+
+    >>> plan(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5"))
+    [Group(layers=(4,), again='full'), Group(layers=(5,), again=''), Group(layers=(6, 7), again='full')]
+    """
+    layers, size = list(layers), 1
+    chosen = layers if settings.recompute_granularity else []
+    if settings.recompute_method == "block":
+        chosen = chosen[: settings.recompute_num_layers]
+    elif settings.recompute_granularity == "full":
+        size = settings.recompute_num_layers or 1
+    chosen = set(chosen) - settings.exempt_layers
+    groups = []
+    for again, run in groupby(layers, chosen.__contains__):
+        members = tuple(run)
+        name, step = (settings.recompute_granularity, size) if again else ("", 1)
+        groups += [Group(members[at : at + step], name) for at in range(0, len(members), step)]
+    return groups

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining a job: which rank this process is, on which device, and the mesh of all ranks.
+
+`torchrun` and its relatives say so in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the
+process is a job of its own: the same code, with every axis of size 1.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import PeerLost, SettingsError
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Mesh, sizes_of
+from megatron.settings import rank_env, schema
+
+
+@dataclass(frozen=True)
+class Context:
+    """This process's place in the job."""
+
+    mesh: Mesh
+    device: torch.device
+    joined: bool = False  # the process group was initialised here, so it is ended here
+
+    @property
+    def first(self) -> bool:
+        """The rank that speaks for the job."""
+        return self.mesh.rank == 0
+
+
+def join(parallel: schema.Parallel, kernels: schema.Kernels) -> Context:
+    """Initialise the process group of a job of more than one rank and create the mesh.
+
+    Raises SettingsError when the ranks make no sense or CUDA is asked for and absent, PeerLost when the other ranks
+    do not come.
+    """
+    here = rank_env.ranks()
+    rank, world = here.rank, here.world_size
+    joined = not dist.is_initialized()
+    if not joined:  # by the program that this is a part of
+        rank, world = dist.get_rank(), dist.get_world_size()
+    if not 0 <= rank < world:
+        raise SettingsError(f"RANK={rank} is not one of WORLD_SIZE={world} ranks", "both are in the environment",
+                            "let torchrun set them, or unset them for a single process")  # fmt: skip
+    device = pick_device(kernels.device, here.local_rank)
+    if device.type == "cpu":
+        _share_cores(here.local_world_size or 1)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if world > 1 and joined:
+        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout,
+                                    device_id=device if backend == "nccl" else None)  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise PeerLost(f"rank {rank} of {world} could not join the job at {where}", str(error).splitlines()[0],
+                           "start all ranks with torchrun; is the port free and reachable?") from error  # fmt: skip
+    return Context(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
+
+
+def leave(context: Context) -> None:
+    """Part from the job in order: nobody's connection breaks while others still talk."""
+    if dist.is_initialized() and context.joined:
+        collectives.barrier(context.mesh.world)
+        dist.destroy_process_group()
+        context.mesh.release()
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto` is CUDA where there is one. Each rank of a node takes the device of its local number."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device cuda: this torch sees no CUDA device", f"torch {torch.__version__}",
+                            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SettingsError(f"local rank {local_rank} has no CUDA device of its own: there are {count}",
+                            do=f"start at most {count} processes on this node (--nproc-per-node {count})")  # fmt: skip
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _share_cores(local_world_size: int) -> None:
+    """Divide the cores between the ranks of a node unless the environment already has."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def pick_precision(wanted: str, context: Context) -> str:
+    """`auto` is bf16 where the device multiplies it clearly faster than fp32, else fp32; the first rank decides.
+
+    Measured, not looked up: instruction sets do not say whether the math library uses them.
+    """
+    if wanted != "auto":
+        return wanted
+    return collectives.broadcast_object(measured_precision(context.device) if context.first else None,
+                                        context.mesh.world)  # fmt: skip
+
+
+def measured_precision(device: torch.device) -> str:
+    """bf16 if it multiplies matrices at more than 1.25 times the speed of fp32, else fp32."""
+    return "bf16" if measured_flops(device, torch.bfloat16) > 1.25 * measured_flops(device, torch.float32) else "fp32"
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 768) -> float:
+    """FLOP/s of the best of a few products of square matrices on this rank: takes some tens of milliseconds."""
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+def weight_format(precision: schema.Precision) -> torch.dtype:
+    """The format of the model's weights, and of what goes from stage to stage."""
+    return torch.float32 if precision.amp_level == "O1" else DTYPES[precision.precision]
+
+
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rate and weight decay as functions of the number of samples that advanced them.
+
+Every length is measured in samples, so a ramp-up of the batch size stretches the curves instead of bending them.
+A step whose gradients overflowed (fp16) is not counted. Values equal Megatron-LM's: the first step trains with the
+rate at 0 samples, the second with the rate at one batch, and so on.
+
+    >>> settings = Optimizer(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_warmup_iters=10)
+    >>> lengths = Lengths.of(settings, Batch(global_batch_size=8, train_iters=100), dp=1)
+    >>> [round(learning_rate(settings, lengths, 8 * step), 4) for step in (0, 5, 10, 55, 100, 101)]
+    [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron.settings.batch import full_size
+from megatron.settings.schema import Batch, Optimizer
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The parts of a run, in samples. `warmup` may be fractional (a share of `decay`)."""
+
+    warmup: float
+    decay: int
+    anneal: Optional[int]  # the last part of WSD
+    total: int  # over which weight decay changes
+
+    @classmethod
+    def of(cls, settings: Optimizer, batch: Batch, dp: int = 1) -> "Lengths":
+        """Lengths of a run: flags in steps with `--train-iters`, flags in samples with `--train-samples`."""
+        if batch.train_iters is not None:
+            size = full_size(batch, dp)
+            total = batch.train_iters * size
+            decay = total if settings.lr_decay_iters is None else settings.lr_decay_iters * size
+            warmup = settings.lr_warmup_iters * size
+            anneal = None if settings.lr_wsd_decay_iters is None else settings.lr_wsd_decay_iters * size
+        else:
+            total = batch.train_samples
+            decay = total if settings.lr_decay_samples is None else settings.lr_decay_samples
+            warmup = settings.lr_warmup_samples
+            anneal = settings.lr_wsd_decay_samples
+        if settings.lr_warmup_fraction is not None:
+            warmup = settings.lr_warmup_fraction * decay
+        return cls(warmup, decay, anneal, total)
+
+
+def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
+    """The rate of the step that starts after `samples` samples advanced the schedule."""
+    highest, lowest = settings.lr, settings.min_lr
+    if lengths.warmup > 0 and samples <= lengths.warmup:
+        return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * samples / lengths.warmup
+    if settings.lr_decay_style == "constant":
+        return highest
+    if samples > lengths.decay:
+        return lowest
+    if settings.lr_decay_style == "inverse-square-root":
+        return max(lowest, highest * max(lengths.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
+    if settings.lr_decay_style == "WSD":
+        share = _annealed_share(settings.lr_wsd_decay_style, lengths, samples)
+    else:
+        done = (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
+        share = CURVES[settings.lr_decay_style](done)
+    return lowest + share * (highest - lowest)
+
+
+def _annealed_share(style: str, lengths: Lengths, samples: int) -> float:
+    """Warm-up, Stable, Decay (arXiv:2404.06395, section 4): flat until the annealing starts."""
+    into = samples - (lengths.decay - lengths.anneal)
+    return 1.0 if into <= 0 else CURVES[style](into / lengths.anneal)
+
+
+# What is left of (highest - lowest) when a share x of the decay is done: from 1 at x = 0 to 0 at x = 1.
+CURVES = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
+    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
+    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+
+
+def weight_decay(settings: Optimizer, lengths: Lengths, samples: int) -> float:
+    """The weight decay of the step that starts after `samples` samples advanced the schedule."""
+    start, end = _weight_decay_ends(settings)
+    if settings.weight_decay_incr_style == "constant" or samples > lengths.total:
+        return end
+    return start + CURVES[settings.weight_decay_incr_style](1.0 - samples / lengths.total) * (end - start)
+
+
+def _weight_decay_ends(settings: Optimizer) -> tuple[float, float]:
+    given = (settings.start_weight_decay, settings.end_weight_decay)
+    if settings.weight_decay_incr_style == "constant" or None in given:
+        return settings.weight_decay, settings.weight_decay
+    return given
+
+
+def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
+    """What is wrong with these settings: one sentence each, in the words of the flags; none when all is well."""
+    found = _unit_problems(settings, batch) + _rate_problems(settings) + _weight_decay_problems(settings)
+    if found or (batch.train_iters is None and batch.train_samples is None):
+        return found
+    lengths = Lengths.of(settings, batch, dp)
+    if lengths.decay <= 0 and lengths.total > 0:
+        found.append("the decay length (--lr-decay-iters or --lr-decay-samples) must be above zero")
+    elif lengths.warmup >= lengths.decay > 0:
+        size, unit = (full_size(batch, dp), "iters") if batch.train_iters is not None else (1, "samples")
+        found.append(
+            f"warm-up of {lengths.warmup / size:g} {unit} is not shorter than the decay length of "
+            f"{lengths.decay // size} {unit}; lower --lr-warmup-{unit} or raise --lr-decay-{unit}"
+        )
+    if settings.lr_decay_style == "WSD" and not lengths.anneal:
+        found.append("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples) above zero")
+    return found
+
+
+def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
+    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths."""
+    names = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    if batch.train_iters is not None:
+        wrong, length = "samples", "--train-iters"
+    elif batch.train_samples is not None:
+        wrong, length = "iters", "--train-samples"
+    else:
+        return []
+    right = length.removeprefix("--train-")
+    found = [
+        f"--{name.replace('_', '-')}-{wrong} does not go with {length}: use --{name.replace('_', '-')}-{right}"
+        for name in names
+        if getattr(settings, f"{name}_{wrong}")
+    ]
+    for name in ("lr_warmup_iters", "lr_warmup_samples"):
+        if settings.lr_warmup_fraction is not None and getattr(settings, name):
+            found.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
+    return found
+
+
+def _rate_problems(settings: Optimizer) -> list[str]:
+    found = []
+    if settings.lr is None:
+        found.append("--lr is missing: the highest learning rate, such as 3e-4")
+        return found
+    if not 0 <= settings.min_lr <= settings.lr:
+        found.append(f"--min-lr {settings.min_lr:g} must lie between 0 and --lr {settings.lr:g}")
+    if not 0 <= settings.lr_warmup_init <= settings.lr:
+        found.append(f"--lr-warmup-init {settings.lr_warmup_init:g} must lie between 0 and --lr {settings.lr:g}")
+    if settings.lr_warmup_fraction is not None and not 0 <= settings.lr_warmup_fraction < 1:
+        found.append(f"--lr-warmup-fraction {settings.lr_warmup_fraction:g} must lie in [0, 1)")
+    return found
+
+
+def _weight_decay_problems(settings: Optimizer) -> list[str]:
+    start, end = settings.start_weight_decay, settings.end_weight_decay
+    style = f"--weight-decay-incr-style {settings.weight_decay_incr_style}"
+    if settings.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            return [f"--start-weight-decay and --end-weight-decay have no effect with {style}: use --weight-decay"]
+        return []
+    if start is None or end is None:
+        return [f"{style} needs both --start-weight-decay and --end-weight-decay"]
+    if not 0 <= start <= end:
+        return [f"--start-weight-decay {start:g} must lie between 0 and --end-weight-decay {end:g}"]
+    return []

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a layout compute the same training? Train a few steps of it and of one process, and compare everything.
+
+Every layout starts from the same weights, sees the same samples and draws the same dropout masks (mpu/random.py), so what
+is left between two of them is rounding. `trace` runs a layout on forked gloo ranks of this machine, `compare` says how far
+two traces are apart: in loss, in gradient norm and in every logical parameter.
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron.mpu.forked import run_ranks
+from megatron.pipeline.stages import chunks_of
+from megatron.planner.shrink import gentle, without_traces
+from megatron.settings import schema
+from megatron.settings.batch import full_size
+from megatron.settings.rules import resolve
+from megatron.settings.schema import Profiling
+from megatron.training.state import Recipe
+
+# Largest relative differences after ten AdamW steps that are rounding. bf16 rounds activations to 3 digits, and sums in
+# another order round differently.
+TOLERANCE = dict(
+    fp32=dict(loss=1e-5, norm=1e-3, weight=1e-4),
+    bf16=dict(loss=5e-3, norm=1e-1, weight=3e-1),
+    fp16=dict(loss=5e-3, norm=1e-1, weight=3e-1),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the work, as `tp2sp-pp2vp2-dp2-zero1` says it; tokens in any order, hyphens as you like.
+
+    >>> parse_layout("pp2-tp2sp").world_size
+    4
+    """
+
+    text: str
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    dp: int = 1
+    zero: int = 0
+    sp: bool = False
+    schedule: str = ""
+    own: bool = False  # it is the layout of the flags, which say more than the tokens can
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def stages(self) -> int:
+        """Parts that the layers are cut into; the V-shaped schedules have two on each rank."""
+        return self.pp * (2 if self.schedule in ("zb-v", "v-half") else self.vp)
+
+
+SCHEDULE_TOKENS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zbh1": "zb-h1", "zbv": "zb-v",
+                   "vhalf": "v-half"}  # fmt: skip
+ZERO_STAGES = (0, 1, 2, 3)
+TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
+
+
+def parse_layout(text: str) -> Layout:
+    """Read a layout. Raises ValueError, naming what cannot be read."""
+    at, found = 0, {}
+    while at < len(text):
+        match = TOKENS.match(text, at)
+        if not match:
+            raise ValueError(f"'{text[at:]}' in layout '{text}' is none of tpN ppN vpN dpN zeroN sp, "
+                             + " ".join(SCHEDULE_TOKENS))  # fmt: skip
+        name, number, sequence, schedule = match.groups()
+        key, value = (name, int(number)) if name else ("sp", True) if sequence else ("schedule", schedule)
+        if match[0] != "-":
+            if key in found:
+                raise ValueError(f"layout '{text}' says {key} twice")
+            found[key] = SCHEDULE_TOKENS.get(value, value)
+        at = match.end()
+    if found.get("zero", 0) not in ZERO_STAGES:
+        raise ValueError(f"zero{found['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
+    return Layout(text, **found)
+
+
+def layout_of(config: schema.Config, world_size: int) -> Layout:
+    """The layout that a training command asks for on this many ranks."""
+    p = config.parallel
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    vp = chunks_of(p, config.model.num_layers)
+    layout = Layout("", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule,
+                    own=True)  # fmt: skip
+    parts = [f"{name}{value}" for name in ("tp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
+    parts += ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
+    return replace(layout, text="-".join(parts) or "one process")
+
+
+def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
+    """Unresolved settings of a run -> resolved settings of the same run in this layout.
+
+    Raises SettingsError with everything that makes the layout impossible.
+    """
+    parallel = config.parallel if layout.own else _parallel(config, layout)
+    parallel = replace(parallel, data_parallel_size=None, pipeline_timeline=None)
+    quiet = dict(
+        checkpoint=schema.Checkpoint(),
+        optimizer=replace(
+            config.optimizer, param_cpu_offload=config.optimizer.param_cpu_offload and parallel.sharding_stage == 3
+        ),
+        precision=gentle(config.precision),
+        data=replace(config.data, num_workers=0),
+        kernels=replace(config.kernels, device="cpu"),
+        guard=without_traces(config.guard),
+        profiling=Profiling(),
+        logging=schema.Logging(log_interval=10**9, seed=config.logging.seed, debug=config.logging.debug),
+    )  # fmt: skip
+    return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
+
+
+def one_process(config: schema.Config) -> schema.Config:
+    """Unresolved settings of a run -> resolved settings of the same run in one process."""
+    return laid_out(config, Layout("one process"))
+
+
+def one_batch(config: schema.Config, layouts: Sequence[Layout]) -> schema.Config:
+    """The settings with a global batch that all of these layouts can have, where its size follows from the ranks."""
+    batch, sizes = config.batch, {layout.dp for layout in layouts}
+    if batch.micro_batch_size != schema.AUTO:
+        whole = batch.global_batch_size or math.lcm(*(full_size(batch, dp) for dp in sizes))
+        batch = replace(batch, global_batch_size=whole, local_batch_size=None, gradient_accumulation_steps=None)
+    return replace(config, batch=batch)
+
+
+def _parallel(config: schema.Config, layout: Layout) -> schema.Parallel:
+    """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
+    return replace(
+        config.parallel,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=layout.vp if layout.vp != 1 else None,
+        pipeline_stage_layers=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_schedule=layout.schedule or ("1f1b" if layout.pp == 1 else config.parallel.pipeline_schedule),
+        sharding_stage=layout.zero,
+        sharding_degree=None,
+        sequence_parallel=layout.sp,
+    )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a few steps of training were."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]  # logical parameters after the last step, fp32
+    seconds: float
+
+
+def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, timeout: float = 600) -> Trace:
+    """Train `steps` steps of resolved settings on forked ranks of this machine, over gloo."""
+    preload(config)
+    answers = run_ranks(world_size, _train_on_rank, config, recipe, steps, timeout=timeout)
+    weights: dict[str, torch.Tensor] = {}
+    for _, pieces in answers:
+        for name, shape, box, tensor in pieces:
+            weights.setdefault(name, torch.full(shape, math.nan))[box.slices()] = tensor
+    losses, norms, seconds = zip(*answers[0][0])
+    return Trace(list(losses), list(norms), weights, sum(seconds))
+
+
+def preload(config: schema.Config) -> None:
+    """Import here what each forked rank would otherwise import for itself: modules that torch leaves until their use."""
+    late = ["megatron.model.gpt.module", "megatron.data.gpt_dataset", "megatron.data.mock", "numpy.random"]
+    late += ["torch.fx.experimental.symbolic_shapes"]  # torch's meta device
+    late += ["torch._dynamo"] * bool(config.recompute.recompute_granularity)  # its checkpoint()
+    for name in late:
+        importlib.import_module(name)
+
+
+def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int):
+    """([(loss, norm, seconds) of each step], pieces of the weights that this rank holds)."""
+    import time
+
+    from megatron.training.build import build_run
+    from megatron.training.loop import train_step
+
+    seen = []
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        run = build_run(config, recipe)
+        for stage in run.stages:
+            stage.train()
+        for _ in range(steps):
+            start = time.perf_counter()
+            step = train_step(run)
+            seen.append((step.losses["lm loss"], step.grad_norm, time.perf_counter() - start))
+        pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
+        run.close()
+    return seen, pieces
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a layout is from the reference: largest relative differences, and the parameter that differs most."""
+
+    loss: float
+    norm: float
+    weight: float
+    worst: str
+
+    def passes(self, precision: str) -> bool:
+        """Whether this is rounding. Written so that NaN fails."""
+        limits = TOLERANCE[precision]
+        return self.loss <= limits["loss"] and self.norm <= limits["norm"] and self.weight <= limits["weight"]
+
+
+def compare(reference: Trace, other: Trace) -> Difference:
+    """Differences relative to the reference. A parameter's is the RMS of its error over its own RMS, or over the RMS of
+    all parameters where that is larger: Adam moves a parameter by the learning rate however small its gradient, so one
+    whose gradient is itself rounding (a key's bias, which softmax ignores) is noise of that size and no more.
+    """
+    assert set(reference.weights) == set(other.weights), set(reference.weights) ^ set(other.weights)
+    everything = _rms(torch.cat([weight.flatten() for weight in reference.weights.values()]))
+    errors = {}
+    for name, weight in reference.weights.items():
+        error = _rms(other.weights[name] - weight) / max(_rms(weight), everything)
+        errors[name] = math.inf if math.isnan(error) else error
+    worst = max(errors, key=errors.get)
+    return Difference(
+        _largest(reference.losses, other.losses), _largest(reference.norms, other.norms), errors[worst], worst
+    )
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def _largest(reference: list[float], other: list[float]) -> float:
+    errors = [0.0 if a == b else abs(b - a) / abs(a) for a, b in zip(reference, other)]  # both may overflow, in fp16
+    return math.inf if any(map(math.isnan, errors)) else max(errors)

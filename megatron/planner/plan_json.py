@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search as plain data: what --json prints, and --parallel-plan takes."""
+
+from dataclasses import asdict
+
+from megatron.planner.choose import Outcome
+from megatron.planner.memory import ledger
+from megatron.planner.search import Plan
+from megatron.planner.traffic import transfers
+from megatron.settings.plan_file import layout_settings, shape
+from megatron.settings.schema import Config
+
+
+def record(config: Config, outcome: Outcome, top: int, rejected: int, command: str) -> dict:
+    """Everything that the terminal shows, the full ledgers, and the settings of each plan for a training of `config`."""
+    found, cluster = outcome.found, outcome.cluster
+    return dict(
+        world_size=cluster.world_size,
+        local_world_size=cluster.local_size,
+        device=asdict(cluster.device),
+        model=shape(outcome.job.model),
+        parameters=outcome.parameters,
+        vocab_size=outcome.job.vocab_size,
+        remarks=outcome.remarks,
+        layouts=found.looked_at,
+        too_large=found.too_large,
+        seconds=round(outcome.seconds, 3),
+        command=command,
+        plans=[_plan(config, plan, outcome) for plan in found.plans[:top]],
+        rejected=[dict(layout=r.layout.short(), flags=r.layout.flags(), bytes_over=r.over, rank=r.rank, why=r.why())
+                  for r in found.rejected[:rejected]],
+        impossible=found.impossible,
+    )  # fmt: skip
+
+
+def _plan(config: Config, plan: Plan, outcome: Outcome) -> dict:
+    device, layout, job = outcome.cluster.device, plan.layout, plan.job
+    return dict(
+        layout=layout.short(),
+        flags=layout.flags(),
+        settings=layout_settings(layout.applied(config, job.global_batch)) | dict(data_parallel_size=layout.dp),
+        global_batch=job.global_batch,
+        seconds=plan.step.seconds,
+        parts=plan.step.parts,
+        bubble=plan.step.bubble,
+        tokens_per_second=plan.step.tokens_per_second(job),
+        tflops_per_rank=plan.step.tflops_per_rank(outcome.cluster.world_size),
+        bytes=plan.bytes,
+        memory=[asdict(ledger(job, layout, device, rank)) | dict(total=ledger(job, layout, device, rank).total)
+                for rank in range(layout.pp)],
+        traffic=[asdict(transfer) for transfer in transfers(job, layout, 0)],
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every distinct rank of the real job, built on torch's meta device, where a tensor is its shape alone.
+
+Ranks that differ in their place in data parallel groups hold the same, so 128 ranks of tp 8 x pp 16 are all distinct and
+1,024 ranks of tp 8 x pp 16 x dp 8 are 128. What is asked of them:
+
+    groups       every rank is in one group of each axis, at the place that its number says
+    layers       each layer lies on one pipeline rank, the one that the settings name
+    parameters   their number is the formula's, and what the planner counts is what a rank's units are
+    shards       what saving gets from all ranks and ZeRO shards covers every logical tensor, each element once
+    shapes       a micro-batch goes forward and back through every kind of stage, in the shapes of the wire
+"""
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.checkpoint.boxes import Box, find_flaw
+from megatron.data.loader import MicroBatch
+from megatron.model import flops
+from megatron.model.recompute_plan import plan
+from megatron.mpu.initialize import weight_format
+from megatron.mpu.mesh import AXES, JOINED, Mesh, ranks_along, sizes_of
+from megatron.optimizer.units import lay_out, owned_ranges, pieces_of
+from megatron.pipeline.build import build_stages
+from megatron.pipeline.simulate import make_plan, verify
+from megatron.pipeline.stages import Pipeline
+from megatron.planner.layout import Job, Layout
+from megatron.planner.parameters import rank_units
+from megatron.planner.preflight.verdict import Check
+from megatron.settings import schema
+
+OURS = "this is a mistake of this program: please report it with the command line"
+
+
+@dataclass(frozen=True)
+class Design:
+    """A job on so many ranks, as far as building its ranks needs it.
+
+    build:  a recipe's `build_model`
+    """
+
+    config: schema.Config  # resolved, with a precision that is a number format
+    world_size: int
+    vocab_size: int
+    build: Callable
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return sizes_of(self.config.parallel, self.world_size)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline.of(self.config.parallel, self.config.model.num_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return weight_format(self.config.precision)
+
+    @cached_property
+    def distinct(self) -> list[Mesh]:
+        """The place of every rank that holds something of its own: the first of each set of data parallel ranks."""
+        sizes = self.sizes
+        model, dp = sizes["tp"] * sizes["cp"], sizes["replicate"] * sizes["shard"]
+        places = [pp * dp * model + tp for pp in range(sizes["pp"]) for tp in range(model)]
+        return [Mesh(place, **sizes, create_groups=False) for place in places]
+
+    def stages(self, mesh: Mesh, pipeline: Pipeline) -> list[nn.Module]:
+        """The model chunks of a rank, on the meta device."""
+        build = partial(self.build, self.config, mesh, self.vocab_size, dtype=self.dtype, device="meta")
+        return build_stages(build, pipeline, mesh, not self.config.model.untie_embeddings_and_output_weights)
+
+
+def check_ranks(design: Design) -> Iterator[Check]:
+    """Build them all; a check at a time."""
+    started = time.perf_counter()
+    yield check_groups(design)
+    yield check_schedule(design)
+    held = census(design)
+    took = time.perf_counter() - started
+    pp, tp = design.sizes["pp"], design.sizes["tp"]
+    model = design.config.model
+    exact = flops.parameters(model, design.vocab_size)
+    yield Check("layers", f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
+                f"{tp}, built in {took:.1f} s", "; ".join(held.misplaced[:4]), OURS)  # fmt: skip
+    count = sum(math.prod(shape) for shape in held.shapes.values())
+    wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
+    yield Check("parameters", f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
+                "; ".join([wrong] * bool(wrong) + held.miscounted[:4]), OURS)  # fmt: skip
+    flaws = [f"{name}: {flaw}" for name, shape in held.shapes.items() if (flaw := find_flaw(shape, held.boxes[name]))]
+    number = sum(map(len, held.boxes.values()))
+    yield Check("shards", f"{number:,} boxes cover every parameter exactly once ({tp} tensor parallel x "
+                f"{design.sizes['shard']} ZeRO shards)", "; ".join(flaws[:4]), OURS)  # fmt: skip
+    yield check_shapes(design)
+
+
+# ---- groups and order ------------------------------------------------------------------------------------------------
+
+
+def check_groups(design: Design) -> Check:
+    """Whether the groups of every axis partition the ranks, and a rank's place in them is the one its number says."""
+    sizes, world, wrong = design.sizes, design.world_size, []
+    axes = {name: (name,) for name in AXES} | JOINED
+    groups = {name: ranks_along(sizes, of) for name, of in axes.items()}
+    for name, of in axes.items():
+        if sorted(rank for group in groups[name] for rank in group) != list(range(world)):
+            wrong.append(f"the groups of {name} do not hold every rank once")
+        if {len(group) for group in groups[name]} != {math.prod(sizes[axis] for axis in of)}:
+            wrong.append(f"groups of {name} have other sizes than {'x'.join(map(str, of))}")
+    for mesh in design.distinct:
+        number = 0
+        for name in AXES:  # slowest to fastest
+            number = number * sizes[name] + getattr(mesh, name).rank
+        ends = {mesh.pp.ranks[0], mesh.pp.ranks[-1]} if mesh.rank in (mesh.pp.ranks[0], mesh.pp.ranks[-1]) else None
+        if number != mesh.rank or set(mesh.tied.ranks) != (ends or {mesh.rank}):
+            wrong.append(f"rank {mesh.rank} is not where its number says")
+    told = ", ".join(f"{len(groups[name])} {name} of {len(groups[name][0])}" for name in ("tp", "dp", "pp"))
+    return Check("groups", f"{world} ranks: {told}", "; ".join(wrong[:4]), OURS)
+
+
+def check_schedule(design: Design) -> Check:
+    """Whether the order of passes is complete and free of deadlocks. Long steps repeat themselves: a part is looked at."""
+    pipeline, batch = design.pipeline, design.config.batch
+    dp = design.sizes["replicate"] * design.sizes["shard"]
+    micros = batch.global_batch_size // (batch.micro_batch_size * dp)
+    short = pipeline.own.micros if pipeline.own else min(micros, max(8, 3 * pipeline.pp) + micros % pipeline.pp)
+    ops = pipeline.own.plan if pipeline.own else make_plan(pipeline.name, pipeline.pp, short, pipeline.chunks)
+    fault = ""
+    try:
+        verify(ops, short, pipeline.stages)
+    except (ValueError, AssertionError) as error:
+        fault = str(error)
+    part = f"{short} of {micros}" if short < micros else str(micros)
+    return Check("schedule", f"{pipeline.name}: {len(pipeline.stages)} stages x {part} micro-batches, no deadlock, "
+                 "every pass once", fault, OURS)  # fmt: skip
+
+
+# ---- what ranks hold -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Census:
+    """What all distinct ranks hold together."""
+
+    ranks: int = 0
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of logical parameters
+    boxes: dict[str, list[Box]] = field(default_factory=dict)  # that saving gets of them
+    misplaced: list[str] = field(default_factory=list)
+    miscounted: list[str] = field(default_factory=list)
+
+
+def census(design: Design) -> Census:
+    """Build every distinct rank, and of its flat units every shard."""
+    found, pipeline, sizes = Census(), design.pipeline, design.sizes
+    config, shard = design.config, sizes["shard"]
+    job = Job.of(config, design.vocab_size, dp=sizes["replicate"] * shard, device="cuda")
+    layout = Layout.of(config, design.world_size)
+    planned = [rank_units(job, layout, pp).padded(shard) for pp in range(sizes["pp"])]
+    for mesh in design.distinct:
+        stages = design.stages(mesh, pipeline)
+        found.ranks += 1
+        for chunk, (layers, stage) in enumerate(zip(pipeline.layers_of(mesh.pp.rank), stages)):
+            if [int(number) for number in stage.blocks] != list(layers):
+                found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(stage.blocks)}")
+        units = lay_out(stages, shard)
+        if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
+            found.miscounted.append(f"rank {mesh.rank} holds {size:,} elements, and the planner counts "
+                                    f"{planned[mesh.pp.rank]:,}")  # fmt: skip
+        for unit in units:
+            for slot in unit.slots:
+                found.shapes.setdefault(slot.name, slot.placement.shape)
+                found.boxes.setdefault(slot.name, [])
+        for rank in range(shard):
+            for own in owned_ranges(units, rank, shard):
+                flat = torch.empty(own.high - own.low, device="meta")
+                for piece in pieces_of(own, flat, mesh.place, counted=True):
+                    found.boxes[piece.name].append(piece.box)
+    lost = set(range(config.model.num_layers)) - {int(n.split(".")[1]) for n in found.shapes if n.startswith("blocks.")}
+    found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
+    return found
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def check_shapes(design: Design) -> Check:
+    """A micro-batch forward and back through each kind of stage, on the first and the last tensor parallel rank."""
+    started, kinds, wrong = time.perf_counter(), set(), []
+    last, recompute = design.sizes["tp"] - 1, design.config.recompute
+    pipeline = design.pipeline
+    pipeline = replace(pipeline, layers=tuple(few_of_each(layers, recompute) for layers in pipeline.layers))
+    with _talking_to_nobody(last + 1):
+        for mesh in design.distinct:
+            if mesh.tp.rank not in (0, last):
+                continue
+            kind = (mesh.tp.rank, *_kind(design, pipeline, mesh.pp.rank))
+            if kind in kinds:
+                continue
+            kinds.add(kind)
+            for stage in design.stages(mesh, pipeline):
+                try:
+                    faults = _walk(design, mesh, stage)
+                except (RuntimeError, AssertionError, TypeError) as error:
+                    faults = [" ".join(str(error).split())[:200]]
+                wrong += [f"rank {mesh.rank}: {fault}" for fault in faults]
+    model, micro = design.config.model, design.config.batch.micro_batch_size
+    took = time.perf_counter() - started
+    told = (
+        f"[s={model.seq_length}, b={micro}, h={model.hidden_size}] forward and back through {len(kinds)} kinds of ranks"
+    )
+    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS)
+
+
+def few_of_each(layers: Sequence[int], settings: schema.Recompute) -> tuple[int, ...]:
+    """The first two groups of layers of each kind: layers are alike but for what is computed again.
+
+    >>> few_of_each(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"))
+    (4, 5, 7, 8)
+    """
+    seen, kept = Counter(), []
+    for group in plan(layers, settings):
+        kind = (group.again, len(group.layers))
+        seen[kind] += 1
+        kept += group.layers if seen[kind] <= 2 else ()
+    return tuple(kept)
+
+
+def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
+    """What makes a pipeline rank differ from another in what it computes."""
+    last, settings = len(pipeline.stages) - 1, design.config.recompute
+    groups = [plan(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
+    return tuple((stage == 0, stage == last, tuple((group.again, len(group.layers)) for group in of_stage))
+                 for stage, of_stage in zip(pipeline.stages_of(pp), groups))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _talking_to_nobody(ranks: int):
+    """A default process group, as large as that of tensor parallel ranks, whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _walk(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
+    """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
+    for tensors that have none.
+    """
+    model, b = design.config.model, design.config.batch.micro_batch_size
+    s = model.seq_length
+    wire = (s // (mesh.tp.size if design.config.parallel.sequence_parallel else 1), b, model.hidden_size)
+    tokens = torch.empty((s, b), dtype=torch.int64, device="meta")
+    batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
+    given = None
+    if not stage.first:
+        given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)
+    out = stage.eval()(given, batch)
+    out, expected = (out[0], ()) if stage.last else (out, wire)
+    wrong = [f"output {tuple(out.shape)} instead of {expected}"] if tuple(out.shape) != expected else []
+    if not stage.last and out.dtype != design.dtype:
+        wrong.append(f"output in {out.dtype} instead of {design.dtype}")
+    out.backward(torch.empty_like(out))
+    if given is not None and (given.grad is None or given.grad.shape != given.shape):
+        wrong.append("no gradient for the stage before")
+    wrong += [f"no gradient for {name}" for name, weight in stage.named_parameters() if weight.grad is None]
+    return wrong

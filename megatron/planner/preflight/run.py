@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--preflight`, top to bottom: settings, files and memory; every rank without a device; the twin; the machines.
+
+The first rank looks at what needs no machines, while the others wait for it. Every check is a line, PASS or FAIL; nothing
+is trained, nothing is written. What needs torch is imported behind the checks that need none.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megatron.model import flops
+from megatron.planner import target, text
+from megatron.planner.choose import settled
+from megatron.planner.preflight.verdict import Check, Report, refusal
+from megatron.planner.problems import Inspection, fullest, inspect
+from megatron.planner.speed import Cluster
+from megatron.settings import rank_env, rules, schema
+
+STEPS = 4  # of the twin: the first one warms up
+
+
+def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[str, str] = os.environ) -> None:
+    """Check everything. Raises SettingsError on every rank if anything failed.
+
+    recipe: () -> what is trained (`run.Recipe`); env: says which rank of how many this is, as torchrun sets it
+    """
+    here = rank_env.ranks(env)
+    report = Report(say if here.rank == 0 else lambda text: None)
+    config, unsettled = settled(config, report.say)
+    cluster, source = target.cluster_of(config)
+    found = inspect(config, cluster)
+    found = replace(found, settings=unsettled + found.settings)
+    report.add(*check_settings(config, found, cluster, source, here.world_size))
+    if any(check.name == "settings" for check in report.failed):
+        raise refusal(report.failed, len(report.checks))
+    if here.rank == 0:
+        check_design(found, cluster.world_size, recipe(), report)
+    if here.world_size > 1:
+        together(config, found, report)
+    report.end()
+
+
+def check_settings(config, found: Inspection, cluster: Cluster, source: str, started: int) -> list[Check]:
+    """What needs no torch."""
+    world = cluster.world_size
+    problems = list(found.settings)
+    if started > 1 and started != world:
+        problems.append(f"--world-size {world} is not this job: it has {started} ranks; leave the flag out")
+    checks = [Check("settings", "", problem) for problem in problems]
+    idle = [] if problems else rules.idle(config, world)
+    checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in idle]
+    if not checks:
+        count = flops.parameters(found.job.model, found.job.vocab_size)
+        checks.append(Check("settings", f"{text.described(found.job, count)}; {found.layout.short()} on {world} ranks"))
+    checks += [Check("files", "", problem) for problem in found.files]
+    if found.layout and not found.files:
+        checks.append(Check("files", "everything that the settings name is here"))
+    checks += [Check("memory", "", problem) for problem in found.memory]
+    if found.layout and not found.memory:
+        most = max(fullest(found.job, found.layout, cluster))
+        checks.append(Check("memory", f"{most / 1e9:.1f} of {cluster.device.memory_gb:.1f} GB on the fullest rank "
+                            f"({cluster.device.name}, {source})"))  # fmt: skip
+    return checks
+
+
+def check_design(found: Inspection, world_size: int, recipe, report: Report) -> None:
+    """Every distinct rank on the meta device, then the twin against one process."""
+    import torch
+
+    from megatron.planner.preflight.ranks import Design, check_ranks
+    from megatron.planner.preflight.shrunk_job import check_twin
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # no pool of threads may exist when the twin's ranks are forked
+    config = found.resolved
+    config = replace(config, precision=replace(config.precision, precision=found.job.precision),
+                     kernels=replace(config.kernels, torch_compile=False))  # fmt: skip
+    for check in check_ranks(Design(config, world_size, found.job.vocab_size, recipe.build_model)):
+        report.add(check)
+    for check in check_twin(config, world_size, recipe, STEPS):
+        report.add(check)
+    torch.set_num_threads(threads)
+
+
+def together(config: schema.Config, found: Inspection, report: Report) -> None:
+    """All ranks of a job that was started: join, compare, measure. Every rank raises what the first one found, too."""
+    from megatron.mpu import collectives
+    from megatron.mpu import initialize as context
+    from megatron.planner.preflight.machines import check_machines
+
+    place = context.join(found.resolved.parallel, found.resolved.kernels)
+    weights = flops.parameters(found.job.model, found.job.vocab_size)
+    for check in check_machines(config, place, weights * (4 if config.checkpoint.no_save_optim else 12)):
+        report.add(check)
+    failed, number = collectives.broadcast_object((report.failed, len(report.checks)), place.mesh.world)
+    context.leave(place)
+    if failed:
+        raise refusal(failed, number)

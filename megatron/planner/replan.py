@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that has lost ranks, laid out on those that are left, at the same global batch. No torch.
+
+Tensor and pipeline parallel sizes stay where a number of ranks allows it, and data parallel shrinks. Where none does, they
+are made smaller: the layout with the most ranks whose memory suffices, as the planner counts it, and of those the one
+nearest to what was. A checkpoint loads into any.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.errors import Failure, SettingsError
+from megatron.guard.command import RANKS, config_of, of_slurm, shape_of, value_of, with_flag, with_ranks, without
+from megatron.planner.layout import Layout
+from megatron.planner.memory import ledger
+from megatron.planner.target import cluster_of, job_of
+from megatron.settings.batch import smallest
+from megatron.settings.rules import check, resolve
+from megatron.settings.schema import Config
+
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+SPLITS = (
+    "--pipeline-schedule", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-stage-layers", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+)  # fmt: skip
+
+
+def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]:
+    """The most ranks below `now` on which the job can run with the same global batch, and the command for them.
+
+    Raises SettingsError when no number of ranks down to `least` works, with the reasons for the largest.
+    """
+    config = config_of(words)
+    if config is None:
+        raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
+    nodes, each = shape_of(words)
+    if nodes > 1 and not of_slurm(words):
+        raise SettingsError(f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
+                            do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
+    size = _resolved(config, now).batch.global_batch_size
+    if config.planner.parallel_plan:  # it is for as many ranks as there were
+        words = [*without(words, "--parallel-plan"), *Layout.of(_resolved(config, now), now).flags()]
+        config = config_of(words)
+    asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
+    words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
+    divisible = value_of(words, *RANKS) is not None  # the ranks of one machine
+    numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
+    why: list[str] = []
+    for ranks in numbers:
+        found = check(config_of(words), ranks)
+        if not found:
+            return ranks, with_ranks(words, ranks)
+        why = why or found
+    need = needed(config, now)
+    for ranks in numbers:
+        for changed in _layouts(words, config, ranks):
+            then = config_of(changed)
+            if then is None or check(then, ranks):
+                continue
+            if fits(then, ranks, need):
+                return ranks, with_ranks(changed, ranks)
+            p = then.parallel
+            why.append(f"tp {p.tensor_model_parallel_size} pp {p.pipeline_model_parallel_size} on {ranks} ranks would need "
+                       f"{needed(then, ranks) / 1e9:.0f} GB of each")  # fmt: skip
+    raise SettingsError(f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}", "; ".join(why[:4]),
+                        "see --min-world-size, --global-batch-size and --micro-batch-size")  # fmt: skip
+
+
+def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]]:
+    """The command with smaller tensor and pipeline parallel sizes that divide this many ranks, the largest first."""
+    p = config.parallel
+    pairs = [(tp, pp) for tp in range(1, p.tensor_model_parallel_size + 1)
+             for pp in range(1, p.pipeline_model_parallel_size + 1) if ranks % (tp * pp) == 0]  # fmt: skip
+    for tp, pp in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0])):
+        changed = words if pp == p.pipeline_model_parallel_size else without(words, *SPLITS)
+        yield with_flag(with_flag(changed, TP, str(tp)), PP, str(pp))
+
+
+def fits(config: Config, ranks: int, enough: float) -> bool:
+    """Whether a rank's memory suffices: the device's, or what the job has had (`enough`) where that was more."""
+    cluster, _ = cluster_of(_on(config, ranks))
+    return needed(config, ranks) <= max(enough, cluster.device.usable_bytes)
+
+
+def needed(config: Config, ranks: int) -> float:
+    """Bytes of the fullest rank; 0 where the planner has no figures for such settings."""
+    try:
+        config = _resolved(config, ranks)
+        cluster, _ = cluster_of(_on(config, ranks))
+        layout = Layout.of(config, ranks)
+        job, _ = job_of(config, cluster, layout.dp)
+        return max(ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp))
+    except (Failure, ValueError):
+        return 0.0
+
+
+def _resolved(config: Config, ranks: int) -> Config:
+    """The settings on this many ranks, with the smallest micro-batch where the job chooses it itself."""
+    return resolve(replace(config, batch=smallest(config.batch)), ranks)
+
+
+def _on(config: Config, ranks: int) -> Config:
+    return replace(config, planner=replace(config.planner, world_size=ranks, local_world_size=None))

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The twin of a training: the same command with every parallel feature still on, small enough for one CPU.
+
+    175 B on 128 ranks, tp 8 pp 16, 96 layers x 12288   ->   16 thousand parameters on 4 ranks, tp 2 pp 2, 4 layers x 32
+
+An axis of more than one rank has two. Layers, widths, batch and steps shrink to the least that still takes every branch
+of the code that the real job takes: several layers a stage, groups of recomputed layers, uneven stages, heads that share
+keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic, nothing is saved. Pure.
+
+    >>> config = Config(**{name: group() for name, group in GROUPS.items() if name != "model"}, model=Model(96, 12288, 96))
+    >>> config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=8))
+    >>> twin = twin_of(config, world_size=16)
+    >>> twin.world_size, twin.config.model.num_layers, twin.config.model.hidden_size
+    (4, 2, 32)
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Optional
+
+from megatron.pipeline.stages import Pipeline
+from megatron.settings.batch import full_size, smallest
+from megatron.settings.rules import layout_is_open, resolve
+from megatron.settings.schema import (
+    GROUPS,
+    Batch,
+    Checkpoint,
+    Config,
+    Data,
+    Guard,
+    Logging,
+    Model,
+    Optimizer,
+    Parallel,
+    Planner,
+    Precision,
+    Profiling,
+    Recompute,
+    Tokenizer,
+)
+
+RANKS = 8  # what a twin may have: four axes of two would be 16
+HEAD = 8  # width of a head
+VOCABULARY = 125  # odd, so that every tensor parallel size pads it
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+LEARNING_RATE = 1e-3  # at least: with less, a wrong gradient hardly moves a weight in a few steps
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A twin, as unresolved settings and ranks, and which features of the original it could not keep, in words."""
+
+    config: Config
+    world_size: int
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a twin must be divisible by: ranks of each axis, stages of the pipeline, layers of the fullest stage."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    stages: int = 1
+    layers: int = 2
+
+
+def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS) -> Twin:
+    """The twin of a job of `world_size` ranks in whose settings nothing is wrong (`rules.check`), resolved or not."""
+    p, lost = config.parallel, []
+    pipeline = Pipeline.of(p, config.model.num_layers)
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    dp = max(1, world_size // (tp * pp))
+    shard = (p.sharding_degree or dp) if p.sharding_stage else 1
+    replicate, micros = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
+    few = dict(tp=min(tp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
+    schedule = p.pipeline_schedule
+    if pipeline.own and pp <= limit:
+        few["pp"] = pp
+    elif pipeline.own:
+        schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
+        lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the twin runs {schedule}")
+    for axis, words in (("replicate", "copies of sets of shards (--sharding-degree below the data parallel size)"
+                         if shard > 1 else "data parallelism"), ("shard", "data parallelism"),
+                        ("tp", "tensor parallelism")):  # fmt: skip
+        if math.prod(few.values()) > limit and few[axis] > 1:
+            few[axis] = 1
+            lost.append(f"{words}: the twin would need more than {limit} ranks")
+    chunks = pipeline.chunks if pipeline.own else min(pipeline.chunks, 2)
+    sizes = Sizes(few["tp"], few["pp"], few["shard"] * few["replicate"], few["pp"] * chunks,
+                  min(2, max(map(len, pipeline.layers))))  # fmt: skip
+    parallel, num_layers = _stages(p, pipeline, sizes, chunks)
+    parallel = replace(
+        parallel,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        data_parallel_size=None,
+        pipeline_schedule=schedule,
+        sharding_degree=few["shard"] if p.sharding_stage and few["replicate"] > 1 else None,
+        pipeline_timeline=None,
+        distributed_backend=None,
+        print_topology=False,
+    )
+    small = narrowed(config, sizes, micros=_micros(micros, pipeline, sizes.pp), steps=steps)
+    model = replace(small.model, num_layers=num_layers)
+    recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
+    return Twin(replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()),
+                tuple(lost))  # fmt: skip
+
+
+def twins_of(config: Config, world_size: int, steps: int = 3) -> list[Twin]:
+    """The twin; and where it cannot have all axes, one without tensor parallelism, which has the others."""
+    twin, p = twin_of(config, world_size, steps), config.parallel
+    tp = p.tensor_model_parallel_size
+    if not twin.lost or tp == 1:
+        return [twin]
+    others = replace(p, tensor_model_parallel_size=1, sequence_parallel=False, data_parallel_size=None)
+    return [replace(twin, lost=()), twin_of(replace(config, parallel=others), world_size // tp, steps)]
+
+
+def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: int = 10) -> Config:
+    """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
+    batch = _batch(config.batch, sizes, micros or max(2, sizes.pp), steps)
+    guard = config.guard
+    return replace(
+        config,
+        model=_model(config.model, sizes),
+        batch=batch,
+        optimizer=_optimizer(config.optimizer, batch, steps),
+        recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
+        tokenizer=Tokenizer(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
+        data=replace(config.data, mock_data=True, num_workers=0, verify_data=False, split=Data.split,
+                     data_cache_path=None, **dict.fromkeys(PATHS)),
+        precision=gentle(config.precision),
+        kernels=replace(config.kernels, device="cpu", torch_compile=False,
+                        cross_entropy_chunk=config.kernels.cross_entropy_chunk and 8),
+        checkpoint=Checkpoint(),
+        guard=replace(without_traces(guard), check_replicas_interval=guard.check_replicas_interval and 1),
+        logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
+        planner=Planner(),
+        profiling=Profiling(),
+    )  # fmt: skip
+
+
+def reduced(before: Config, after: Config) -> list[str]:
+    """What a twin changed, a line for each group of settings: `model: num_layers 96 -> 4, ...`."""
+    lines = []
+    for group, kind in GROUPS.items():
+        pairs = [(f.name, getattr(getattr(before, group), f.name), getattr(getattr(after, group), f.name))
+                 for f in fields(kind)]  # fmt: skip
+        told = [f"{name} {_word(old)} -> {_word(new)}" for name, old, new in pairs if old != new]
+        lines += [f"{group}: {', '.join(told)}"] if told and group != "planner" else []
+    return lines
+
+
+def _word(value) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value is None else "off" if value is False else "on" if value is True else str(value)
+
+
+# Layers and stages ----------------------------------------------------------------------------------------------------
+
+
+def _stages(p: Parallel, pipeline: Pipeline, sizes: Sizes, chunks: int) -> tuple[Parallel, int]:
+    """The settings that deal out layers, in the same words as the original's, and the number of layers."""
+    each, number = sizes.layers, sizes.stages
+    virtual = replace(
+        p,
+        num_layers_per_virtual_pipeline_stage=each if p.num_layers_per_virtual_pipeline_stage else None,
+        num_virtual_stages_per_pipeline_rank=chunks if p.num_virtual_stages_per_pipeline_rank else None,
+    )
+    if p.pipeline_stage_layers:
+        counts = _like(list(map(len, pipeline.layers)), number)
+        return replace(virtual, pipeline_stage_layers=",".join(map(str, counts))), sum(counts)
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    if (first or last) and sizes.pp > 1:
+        of_rank = [sum(map(len, pipeline.layers_of(rank))) for rank in range(pipeline.pp)]
+        counts = [chunks * n for n in _like(of_rank, sizes.pp)]
+        ends = dict(decoder_first_pipeline_num_layers=first and counts[0],
+                    decoder_last_pipeline_num_layers=last and counts[-1])  # fmt: skip
+        return replace(virtual, **ends), sum(counts)
+    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    each = max(each, 2) if embedding or loss else each  # so that no stage goes without layers that had some
+    if virtual.num_layers_per_virtual_pipeline_stage:
+        virtual = replace(virtual, num_layers_per_virtual_pipeline_stage=each)
+    return virtual, max(1, number * each - embedding - loss)
+
+
+def _like(counts: list[int], number: int) -> list[int]:
+    """So many small counts in the same order of size as those at the same places of a longer list.
+
+    >>> _like([5, 6, 6, 6, 6, 6, 6, 3], 4), _like([1, 2, 2, 1], 2), _like([0, 4, 4, 4], 2)
+    ([2, 3, 3, 1], [1, 2], [0, 2])
+    """
+    chosen = [counts[round(place * (len(counts) - 1) / max(1, number - 1))] for place in range(number)]
+    if len(set(chosen)) == 1 < len(set(counts)) and number > 1:  # uneven ones stay uneven
+        chosen[-1] = min(set(counts) - set(chosen), key=lambda n: (n == 0, n))
+    levels = sorted(set(chosen) - {0})
+    small = {n: at + 1 for at, n in enumerate(levels)} | {0: 0}
+    found = [small[n] for n in chosen]
+    return [2 * n for n in found] if max(found) == 1 < max(counts) else found
+
+
+def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recompute:
+    """stage: layers of the original's fullest stage; num_layers, each: the twin's layers, in all and of a stage."""
+    size, exempt = r.recompute_num_layers, r.exempt_layers
+    if size:
+        size = (each if size >= stage else max(1, each - 1)) if r.recompute_method == "block" else min(size, each)
+    kept = "0" if exempt and num_layers > 1 else None
+    return replace(r, recompute_num_layers=size, no_recompute_layers=kept)
+
+
+# Model, batch and curves ----------------------------------------------------------------------------------------------
+
+
+def _model(m: Model, sizes: Sizes) -> Model:
+    tp, shared = sizes.tp, m.num_attention_heads // m.query_groups
+    groups = 1 if m.query_groups == 1 else 2 * max(2, tp) // (2 if shared > 1 else 1)
+    heads = max(2, tp) * 2 if shared > 1 else groups
+    wide = m.kv_channels is not None and m.kv_channels * m.num_attention_heads != m.hidden_size
+    head, s = (HEAD + 4 if wide else HEAD), 8 * max(2, tp)
+    rotary = int(head * m.rotary_percent)
+    learned = m.position_embedding_type == "learned_absolute"
+    return replace(
+        m,
+        num_layers=sizes.stages * sizes.layers,
+        hidden_size=HEAD * heads,
+        num_attention_heads=heads,
+        num_query_groups=groups if shared > 1 else None,
+        group_query_attention=shared > 1,
+        kv_channels=head if wide else None,
+        ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.swiglu else None,
+        seq_length=s,
+        max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
+        rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
+        make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
+        model_name_or_path=None,
+    )
+
+
+def _micros(micros: int, pipeline: Pipeline, pp: int) -> int:
+    """Micro-batches of a step on each rank: fewer than the pipeline has ranks, as many, or more, as the original has."""
+    if pipeline.own and pp == pipeline.pp:
+        return pipeline.own.micros
+    if pipeline.pp == 1:
+        return min(micros, 2)
+    if micros < pipeline.pp:
+        return max(1, pp - 1)
+    return pp if micros == pipeline.pp else 2 * pp - (micros % pipeline.pp > 0)
+
+
+def _batch(b: Batch, sizes: Sizes, micros: int, steps: int) -> Batch:
+    micro = min(smallest(b).micro_batch_size, 2)
+    least = micro * sizes.dp
+    ramp = bool(b.rampup_batch_size) and micros > 1
+    counted = b.train_samples is not None or ramp
+    full = least * micros
+    return replace(
+        b,
+        micro_batch_size=micro,
+        global_batch_size=full,
+        local_batch_size=None,
+        gradient_accumulation_steps=None,
+        rampup_batch_size=[least, full - least, least] if ramp else None,  # full from the second step on
+        train_iters=None if counted else steps,
+        train_samples=(least * ramp + (steps - ramp) * full) if counted else None,
+        eval_interval=steps,
+        eval_iters=min(b.eval_iters, 1),
+        exit_interval=None,
+        exit_duration_in_mins=None,
+    )
+
+
+def without_traces(guard: Guard) -> Guard:
+    """Guards that neither read nor write files of the real run."""
+    on_spike = "continue" if guard.on_spike == "rollback" else guard.on_spike
+    return replace(
+        guard, kill_switch_file=None, heartbeat_dir=None, on_spike=on_spike, iterations_to_skip=None, override=None
+    )
+
+
+def gentle(p: Precision) -> Precision:
+    """fp16 starts with a loss scale that a few steps do not spend on overflows."""
+    if p.precision != "fp16":
+        return p
+    return replace(p, initial_loss_scale=min(p.initial_loss_scale, 256.0), min_loss_scale=min(p.min_loss_scale, 1.0))
+
+
+def _optimizer(o: Optimizer, batch: Batch, steps: int) -> Optimizer:
+    samples = batch.train_samples is not None
+    unit = batch.global_batch_size if samples else 1
+    warm = bool(o.lr_warmup_iters or o.lr_warmup_samples or o.lr_warmup_fraction) and steps > 2
+    anneal = unit if o.lr_decay_style == "WSD" else None
+    return replace(
+        o,
+        lr=o.lr and max(o.lr, LEARNING_RATE),
+        lr_decay_iters=None,
+        lr_decay_samples=None,
+        lr_warmup_iters=unit if warm and not samples else 0,
+        lr_warmup_samples=unit if warm and samples else 0,
+        lr_warmup_fraction=None,
+        lr_wsd_decay_iters=None if samples else anneal,
+        lr_wsd_decay_samples=anneal if samples else None,
+    )
+
+
+# The original ---------------------------------------------------------------------------------------------------------
+
+
+def original(config: Config, say) -> tuple[Config, int]:
+    """(the command that a twin is of, its ranks): with the layout that --auto-parallel finds, and without need of files.
+
+    Raises SettingsError with everything that cannot work.
+    """
+    world_size = asked_ranks(config)
+    config = without_files(config)
+    if layout_is_open(config):
+        from megatron.planner.choose import automatic
+
+        planner = replace(config.planner, world_size=world_size)
+        config, _, _ = automatic(replace(config, planner=planner), say)
+    resolve(config, world_size)
+    return config, world_size
+
+
+def asked_ranks(config: Config) -> int:
+    """Ranks of the real job: --world-size, else as --data-parallel-size has it, else the fewest that there can be."""
+    p = config.parallel
+    least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    dp = p.data_parallel_size or p.sharding_degree or (2 if p.sharding_stage else 1)
+    return config.planner.world_size or least * dp
+
+
+def without_files(config: Config) -> Config:
+    """The same settings with synthetic data and numbers for text where they name none: a twin needs no files."""
+    data, t, batch = config.data, config.tokenizer, config.batch
+    if not (data.mock_data or any(getattr(data, name) for name in PATHS)):
+        data = replace(data, mock_data=True)
+    if not (t.tokenizer_type or t.tokenizer_model or (t.vocab_file and t.merge_file)):
+        t = replace(t, tokenizer_type="NullTokenizer", vocab_size=t.vocab_size or VOCABULARY)
+    if batch.train_iters is None and batch.train_samples is None:
+        batch = replace(batch, train_iters=1000)
+    return replace(config, data=data, tokenizer=t, batch=batch)

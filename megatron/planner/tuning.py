@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--auto-parallel and --micro-batch-size auto on the ranks that there are: the first rank searches, all take its answer,
+and --tune-steps asks the machine itself about the best three.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.mpu import initialize as ranks
+from megatron.planner import text
+from megatron.planner.choose import automatic, chosen_flags, in_layout
+from megatron.planner.layout import Layout
+from megatron.settings import schema
+from megatron.settings.rules import resolve
+from megatron.training.build import build_run
+from megatron.training.loop import train_step
+from megatron.training.state import Recipe
+
+TRIED = 3  # layouts that --tune-steps times
+
+
+@contextlib.contextmanager
+def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
+    """Settings with what they leave open chosen, unresolved, as they came. All ranks together.
+
+    The ranks join here and part behind the training: a process group that is made anew would meet addresses of the old.
+    """
+    context = ranks.join(schema.Parallel(distributed_backend=config.parallel.distributed_backend), config.kernels)
+
+    def say(words: str) -> None:
+        if context.first:
+            print(words, flush=True)
+
+    # Every rank could search by itself, but what a rank sees of its node's memory is its own.
+    layouts = _told_to_all(_search(config, say) if context.first else None, context)
+    if isinstance(layouts, Exception):
+        ranks.leave(context)
+        raise layouts
+    if config.planner.tune_steps and len(layouts) > 1:
+        layouts = _timed(config, recipe, layouts, context, say)
+    layout, batch = layouts[0]
+    yield in_layout(config, layout, batch)
+    ranks.leave(context)
+
+
+def _search(config: schema.Config, say):
+    """The best layouts with their global batches; or the error, for all ranks to end with."""
+    try:
+        _, plans, _ = automatic(config, say)
+    except Exception as error:
+        return error
+    return [(replace(plan.layout, parallel=None), plan.job.global_batch) for plan in plans[:TRIED]]
+
+
+def _told_to_all(answer, context: ranks.Context):
+    return collectives.broadcast_object(answer, context.mesh.world)
+
+
+def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: ranks.Context, say):
+    """The layouts from the one that really is the fastest for a sample on."""
+    say(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
+    found, world_size = [], context.mesh.world_size
+    for layout, batch in layouts:
+        settings = resolve(_quiet(in_layout(config, layout, batch)), world_size)
+        seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
+        say(f"  {layout.short()}, micro-batch {layout.micro}, recompute "
+            f"{layout.recompute.recompute_granularity or 'nothing'}: {text.duration(seconds)} a step, "
+            f"{text.duration(seconds / batch)} a sample")  # fmt: skip
+        found.append((seconds / batch, len(found), (layout, batch)))
+    found.sort(key=lambda entry: entry[:2])
+    layout, batch = found[0][-1]
+    say(f"chosen on {world_size} ranks: {chosen_flags(config, layout, batch)}")
+    return [entry[-1] for entry in found]
+
+
+def _quiet(config: schema.Config) -> schema.Config:
+    """The same training without a trace: nothing is saved, loaded or logged."""
+    logging = replace(config.logging, log_interval=10**9, log_progress=False, metrics_file=None, tensorboard_dir=None,
+                      wandb_project=None, wandb_exp_name=None)  # fmt: skip
+    return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard())
+
+
+def _seconds_of_a_step(config: schema.Config, recipe: Recipe, steps: int) -> float:
+    """The fastest of some steps behind a first one; what the first rank measured."""
+    times = []
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        run = build_run(config, recipe)
+        for stage in run.stages:
+            stage.train()
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            train_step(run)  # ends with a reduction over all ranks
+            times.append(time.perf_counter() - start)
+        seconds = _told_to_all(min(times[1:]), run.context)
+        run.close()
+        run.context.mesh.release()
+    del run
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return seconds

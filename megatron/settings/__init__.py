@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: declared once (schema), read (parse), checked (rules)."""

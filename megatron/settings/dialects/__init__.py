@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other suites' flags and YAML keys, and what each of them means here."""

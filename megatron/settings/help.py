@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings written out: `--help`, and `--print-config` as YAML that `--config` reads back."""
+
+import json
+import re
+import shutil
+import textwrap
+
+from megatron.settings.spelling import Setting
+
+FILE_HELP = (
+    ("--config FILE", "settings from a YAML file, also of PaddleFleetX; the command line wins over it (also -c)"),
+    ("-o SECTION.KEY=VALUE", "one setting as a file would say it"),
+    ("--then", "flags behind it win over those before it, in any spelling: scripts use it for words given to them"),
+    ("--print-config", "print every setting as YAML, with who set it, and stop"),
+    ("--help-all", "all settings, in groups"),
+)
+
+
+def help_text(settings: list[Setting], prog: str, description: str, common: tuple[str, ...] | None) -> str:
+    """The text of `--help` (the settings named in `common`, and required ones) or of `--help-all` (`common=None`)."""
+    width = min(shutil.get_terminal_size().columns, 118)
+    lines = [f"usage: {prog} --flag value ... [--config FILE.yaml]", ""] + ([description, ""] if description else [])
+    if common is None:
+        for group in dict.fromkeys(s.group for s in settings):
+            lines.append(f"{group}:")
+            for setting in settings:
+                if setting.group == group:
+                    lines += _entry(_head(setting), setting_help(setting, aliases=True), width)
+            lines.append("")
+    else:
+        for setting in settings:
+            if setting.required or setting.name in common:
+                lines += _entry(_head(setting), setting_help(setting), width)
+        lines.append("")
+    for head, text in FILE_HELP:
+        lines += _entry(head, text, width)
+    return "\n".join(lines)
+
+
+def setting_help(setting: Setting, aliases: bool = False, default: bool = True) -> str:
+    """A setting's sentence with its default and, if asked, its other spellings."""
+    text = setting.help
+    if default and setting.required:
+        text += " [required]"
+    elif default and setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
+        text += f" [{str(setting.default) if isinstance(setting.default, str) else value_text(setting.default)}]"
+    if _long_choice(setting):
+        text += ": " + ", ".join(map(str, setting.kind))
+    if aliases and setting.alias:
+        text += f" (also {', '.join(_alias_text(alias) for alias in setting.alias)})"
+    if aliases and setting.also:
+        text += f" (also understood: {', '.join(_also(word, value) for word, value in setting.also.items())})"
+    return text
+
+
+def _alias_text(alias: str) -> str:
+    flag, equals, value = alias.replace("~=", "=").partition("=")
+    return f"{flag} for {value}" if equals else flag
+
+
+def _also(word: str, value) -> str:
+    """A number below zero only stands for the word."""
+    return word if isinstance(value, int) and value < 0 else f"{word} = {value}"
+
+
+def placeholder(setting: Setting) -> str:
+    """What stands behind the flag in help: `N`, `X`, `TEXT` or `{a,b}`."""
+    if setting.kind is bool:
+        return ""
+    if isinstance(setting.kind, tuple):
+        word = "NAME" if _long_choice(setting) else "{" + ",".join(map(str, setting.kind)) + "}"
+    else:
+        word = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+    return f"{word} ..." if setting.many else word
+
+
+def _long_choice(setting: Setting) -> bool:
+    return isinstance(setting.kind, tuple) and sum(len(str(choice)) + 1 for choice in setting.kind) > 72
+
+
+def value_text(value) -> str:
+    """A value as YAML: text is quoted where YAML would, or might, read something else."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_quoted(v) if isinstance(v, str) else value_text(v) for v in value) + "]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z/][\w./+-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
+        return value if plain else _quoted(value)
+    text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point
+
+
+_YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+
+
+def config_text(settings: list[Setting], chosen: dict) -> str:
+    """Every setting as grouped YAML; a comment says who set it."""
+    lines = []
+    for group in dict.fromkeys(s.group for s in settings):
+        lines.append(f"{group}:")
+        for setting in settings:
+            if setting.group == group:
+                given = chosen.get(setting.name)
+                value = setting.word(given.value if given else setting.default)
+                entry = f"  {setting.name}: {value_text(value)}"
+                lines.append(f"{entry:<50} # {given.origin if given else 'default'}")
+    return "\n".join(lines)
+
+
+def _head(setting: Setting) -> str:
+    return f"{setting.flag} {placeholder(setting)}".rstrip()
+
+
+def _entry(head: str, text: str, width: int, column: int = 34) -> list[str]:
+    wrapped = textwrap.wrap(text, max(30, width - column)) or [""]
+    first = f"  {head}"
+    if len(first) + 2 > column:
+        return [first] + [" " * column + line for line in wrapped]
+    return [first.ljust(column) + wrapped[0]] + [" " * column + line for line in wrapped[1:]]

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, read into frozen groups of settings.
+
+    parse(argv, {"model": Model, "data": Data}) -> {"model": Model(...), "data": Data(...)}
+
+A setting gets its value from the last of: its default, a preset (`--model-name-or-path gpt2-medium`), a file
+(`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch
+may be given a value (`--bf16 true`), and every problem of a command line is reported at once.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import UsageError, numbered
+from megatron.settings import schema
+from megatron.settings.dialects.megatron_lm import answer, known_flags
+from megatron.settings.plan_file import GivenPlan, read_plan, refuse_another_model
+from megatron.settings.presets import SHAPES, preset
+from megatron.settings.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
+
+COMMON = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type",
+    "tokenizer_type", "vocab_file", "merge_file", "data_path", "split", "mock_data",
+    "micro_batch_size", "global_batch_size", "train_iters", "eval_interval",
+    "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad",
+    "precision", "save", "load", "save_interval",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as somebody gave it."""
+
+    spelling: Spelling
+    value: object
+    origin: str  # "--tp", "run.yaml:3" or "preset gpt2-medium"
+    level: int  # PRESET, FILE or COMMAND
+    turn: int = 0  # how many --then stood before it: between turns there are no contradictions, the later one wins
+
+
+PRESET, FILE, COMMAND = 1, 2, 3
+
+
+def parse_pretrain(
+    argv: list[str], extra_groups: dict[str, type] | None = None, description: str = "Pretrain a GPT."
+) -> schema.Config:
+    """The settings of a pretraining recipe; a recipe's own groups arrive in `Config.extra`. Not yet checked by rules."""
+    extra_groups = extra_groups or {}
+    groups = parse(argv, schema.GROUPS | extra_groups, description=description)
+    return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
+
+
+def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str | None = None, description: str = "",
+          common: tuple[str, ...] = COMMON) -> dict[str, object]:  # fmt: skip
+    """Read a command line into one frozen dataclass per group.
+
+    `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0.
+    Raises UsageError with every problem at once.
+    """
+    settings = settings_of(groups)
+    reader = Reader(settings)
+    words = read_argv(argv, reader)
+    asked = {flag for flag, _ in words}
+    prog = prog or Path(sys.argv[0]).name
+    if asked & {"-h", "--help", "--help-all"}:
+        from megatron.settings.help import help_text
+
+        _leave(help_text(settings, prog, description, None if "--help-all" in asked else common))
+    reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
+                      [word for flag, pairs in words if flag == "-o" for word in pairs or [""]])  # fmt: skip
+    for flag, values in words:
+        if flag == THEN:
+            reader.turn += 1
+            reader.problems += [f"'{word}' belongs to no flag" for word in values]
+        elif flag not in OWN:
+            reader.give(flag, values, flag, COMMAND)
+    reader.apply_preset()
+    chosen = reader.choose()
+    plan = reader.follow_plan(chosen)
+    said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
+    missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
+    if missing:
+        reader.problems.append(_missing(missing))
+    if reader.problems:
+        raise usage_error(reader.problems, prog)
+    reader.say_notices()
+    if "--print-config" in asked:
+        from megatron.settings.help import config_text
+
+        _leave(config_text(settings, chosen))
+    made = {name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
+            for name, group in groups.items()}  # fmt: skip
+    if plan:
+        refuse_another_model(plan, made["model"])
+    return made
+
+
+TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
+THEN = "--then"  # scripts put it between their words and those of whoever calls them
+OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
+
+
+def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
+    """The command line as [(flag, words)], in order, flags with dashes. argparse does the splitting.
+
+    Every flag takes any number of words here; what it may take is judged later, together with everything else.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    argv = [_with_dashes(word) for word in argv if not reader.refuse_word(word)]
+    parser._negative_number_matcher = re.compile(r"-[.\d]")  # -1e-4 is a value, which argparse doubts before 3.14
+    met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
+    for flag in dict.fromkeys([*OWN, *reader.spellings, *met]):
+        parser.add_argument(flag, nargs="*", action=_Record, dest="words")
+    namespace, rest = parser.parse_known_args(argv)
+    for word in rest:
+        reader.problems.append(f"'{word}' belongs to no flag")
+    return getattr(namespace, "words", [])
+
+
+class _Record(argparse.Action):
+    def __call__(self, parser, namespace, values, flag=None):
+        namespace.words = [*getattr(namespace, "words", []), (flag, values)]
+
+
+def _with_dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+class Reader:
+    """Collects what was given for each setting, and every problem on the way."""
+
+    def __init__(self, settings: list[Setting]):
+        self.spellings = spellings_of(settings)
+        self.pretraining = set(schema.GROUPS) <= {s.group for s in settings}
+        self.given: list[Given] = []
+        self.turn = 0
+        self.problems: list[str] = []
+        self.notices: dict[str, list[str]] = {}  # sentence -> flags
+
+    def refuse_word(self, word: str) -> bool:
+        """Whether a word is what a copy from a web page or a broken line leaves; the user hears of it."""
+        flag = "--" + re.sub(r"^\W+", "", word)
+        if word and not word.strip():
+            self.problems.append("a blank word: is there a space after a backslash at the end of a line?")
+        elif word.strip("-")[:1] in TYPOGRAPHIC_DASHES and _with_dashes(flag).partition("=")[0] in self.spellings:
+            self.problems.append(f"'{word}' begins with a typographic dash, as web pages make them; type {flag}")
+        else:
+            return False
+        return True
+
+    def give(self, flag: str, words: list[str], origin: str, level: int) -> None:
+        """Take one `flag words` of a command line, or one `key: words` of a file."""
+        spelling = self.spellings.get(flag)
+        if spelling is None:
+            return self.unknown(flag, words, origin, level)
+        try:
+            value = spelling.value(words)
+        except BadValue as bad:
+            self.problems.append(f"{origin if level == COMMAND else f'{origin}: {_key(flag)}'} {bad}")
+        else:
+            if value is not None:
+                self.given.append(Given(spelling, value, origin, level, self.turn))
+
+    def unknown(self, flag: str, words: list[str], origin: str, level: int) -> None:
+        """Answer a flag that is no setting here: of pretraining only, of Megatron-LM, or misspelled."""
+        where = "" if level == COMMAND else f"{origin}: "  # run.yaml:3
+        if not self.pretraining and flag in spellings_of(settings_of(schema.GROUPS)):
+            if level == COMMAND:  # a file may serve several commands
+                self.problems.append(f"{flag} is a setting of pretraining; this command has no use for it")
+            return
+        known = answer(flag, words)
+        if known and not known.refused:
+            if known.sentence:
+                self.notices.setdefault(known.sentence, []).append(where + flag)
+        elif known and self.pretraining:
+            self.problems.append(f"{where}{flag} is not supported: {known.sentence}")
+        else:
+            near = self._near(flag)
+            spell = str if level == COMMAND else _key
+            hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
+            self.problems.append(f"{where}unknown {'flag' if level == COMMAND else 'key'} {spell(flag)}{hint}")
+
+    def _near(self, flag: str) -> list[str]:
+        flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
+        if flag in self.spellings:
+            return [flag]
+        near = difflib.get_close_matches(flag, self.spellings, n=2, cutoff=0.75)
+        return near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
+
+    def read_files(self, paths: list[str], overrides: list[str]) -> None:
+        """Take what files say, those of PaddleFleetX included, and each `Section.key=value` that overrides them."""
+        from megatron.settings import files
+        from megatron.settings.dialects import fleetx
+
+        entries: dict[str, fleetx.Entry] = {}
+        for path in paths:
+            root = files.compose(path)
+            if root is not None and fleetx.is_fleetx(root):
+                entries |= fleetx.read(path, files.compose)
+            elif root is not None:
+                for key, words, line in files.read_settings(root, path):
+                    self.give(dashed(key), self._joined(key, words), f"{path}:{line}", FILE)
+        for word in overrides:
+            key, equals, value = word.partition("=")
+            if not equals:
+                self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
+                continue
+            one = fleetx.entry(value, f"-o {key}")
+            if key.partition(".")[0] in fleetx.SECTIONS:
+                entries[key] = one
+            elif one.words is not None:
+                name = key.rpartition(".")[2]
+                self.give(dashed(name), self._joined(name, one.words), f"-o {key}", COMMAND)
+        self._give_fleetx(fleetx.translate(entries))
+
+    def _give_fleetx(self, found) -> None:
+        for flag, words, origin in found.flags:
+            self.give(flag, self._joined(flag[2:], words), origin, FILE)
+        for sentence, where in found.notes if self.pretraining else ():
+            self.notices.setdefault(sentence, []).append(where)
+        self.problems += found.problems if self.pretraining else []
+
+    def _joined(self, key: str, words: list[str]) -> list[str]:
+        """Several words of a file as the one that a setting of text takes: split: [969, 30, 1]"""
+        spelling = self.spellings.get(dashed(key))
+        one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
+        return [",".join(words)] if one else words
+
+    def apply_preset(self) -> None:
+        """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
+        names = [g for g in self.given if g.spelling.setting.name == "model_name_or_path"]
+        if not names:
+            return
+        chosen = max(names, key=lambda g: g.level)
+        name, values = str(chosen.value), preset(str(chosen.value))
+        if values is None and Path(name).is_dir():
+            values = {"load": name}
+        if values is None:
+            self.problems.append(f"{_shown(chosen)}: neither a folder nor a known shape ({', '.join(SHAPES)})")
+            return
+        for key, value in values.items():
+            if dashed(key) in self.spellings:
+                self.given.append(Given(self.spellings[dashed(key)], value, f"preset {name}", PRESET))
+
+    def choose(self) -> dict[str, Given]:
+        """The winner for each setting: the highest level, the last turn; inside of these two spellings must agree."""
+        chosen: dict[str, Given] = {}
+        for name in dict.fromkeys(g.spelling.setting.name for g in self.given):
+            rivals = [g for g in self.given if g.spelling.setting.name == name]
+            top = max((g.level, g.turn) for g in rivals)
+            rivals = [g for g in rivals if (g.level, g.turn) == top]
+            chosen[name] = self._winner([g for g in rivals if not g.spelling.yielding] or rivals)
+        return chosen
+
+    def _winner(self, rivals: list[Given]) -> Given:
+        last = rivals[-1]  # the same flag twice: the last one counts, so that wrappers can override
+        for other in rivals:
+            if other.value != last.value and other.spelling.flag != last.spelling.flag:
+                self.problems.append(f"{_shown(other)} and {_shown(last)} contradict each other "
+                                     f"(both set {dashed(last.spelling.setting.name)})")  # fmt: skip
+                break
+        return last
+
+    def follow_plan(self, chosen: dict[str, Given]) -> GivenPlan | None:
+        """`--parallel-plan`: its layout wins over files and earlier turns; a command line that says otherwise is told."""
+        if "parallel_plan" not in chosen or not self.pretraining:
+            return None
+        plan = read_plan(str(chosen["parallel_plan"].value))
+        origin, turn = f"--parallel-plan {plan.path}", chosen["parallel_plan"].turn
+        if "auto_parallel" in chosen and chosen["auto_parallel"].value:
+            self.problems.append(f"--auto-parallel searches a layout, and {origin} gives one; drop one of them")
+        for name, value in plan.settings.items():
+            spelling = self.spellings[dashed(name)]
+            try:
+                value = spelling.setting.default if value is None else spelling.value([str(value)])
+            except BadValue as bad:
+                self.problems.append(f"{origin}: {name} {bad}")
+                continue
+            own = chosen.get(name)
+            if own and own.level == COMMAND and own.turn >= turn and own.value != value:
+                self.problems.append(
+                    f"{_shown(own)} contradicts {origin}, where {name} is {'not given' if value is None else value}"
+                )
+            else:
+                chosen[name] = Given(spelling, value, origin, FILE)
+        return plan
+
+    def say_notices(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            for sentence, flags in self.notices.items():
+                flags = list(dict.fromkeys(flags))
+                verb = "has" if len(flags) == 1 else "have"
+                print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
+
+
+def _shown(given: Given) -> str:
+    alone = given.spelling.implies is not None or isinstance(given.value, bool)
+    value = "" if alone else f" {given.spelling.setting.word(given.value)}"
+    where = "" if given.level == COMMAND else f" ({given.origin})"
+    return f"{given.spelling.flag}{value}{where}"
+
+
+def _key(flag: str) -> str:
+    return flag[2:].replace("-", "_")
+
+
+def _missing(settings: list[Setting]) -> str:
+    shape = (
+        " (or a whole shape: --model-name-or-path gpt2-medium)" if settings[0].name in (preset("gpt2") or ()) else ""
+    )
+    return "missing: " + ", ".join(s.flag for s in settings) + shape
+
+
+def usage_error(problems: list[str], prog: str) -> UsageError:
+    """One error for all problems of a command line."""
+    if len(problems) == 1:
+        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
+    return UsageError(f"{len(problems)} problems with the command line:{numbered(problems)}",
+                      do=f"{prog} --help (or --help-all)")  # fmt: skip
+
+
+def _leave(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    sys.exit(0)

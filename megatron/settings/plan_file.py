@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layout that is given as a file: `--parallel-plan plan.json`.
+
+`python -m megatron.tools.plan --emit plan.json` writes it, and `--json` prints the same. Its first plan counts: under
+`settings` is every setting that belongs to a layout, those at their defaults too, and `model` says what it was made for.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron.errors import SettingsError, UsageError
+from megatron.settings.schema import Config, Model, Parallel, Recompute
+
+NOT_OF_A_LAYOUT = ("distributed_backend", "distributed_timeout_minutes", "print_topology", "pipeline_timeline")
+LAYOUT = frozenset(f.name for f in (*fields(Parallel), *fields(Recompute)) if f.name not in NOT_OF_A_LAYOUT) | {
+    "micro_batch_size", "global_batch_size", "optimizer_cpu_offload", "optimizer_offload_fraction",
+    "nvme_offload_fraction", "param_cpu_offload",
+}  # fmt: skip
+WRITE = "python -m megatron.tools.plan with the flags of the training, --world-size N and --emit PLAN.json writes one"
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """What a file says."""
+
+    path: str
+    settings: dict[str, object]  # of LAYOUT, name -> value
+    model: dict[str, object]  # as `shape` tells it
+
+
+def layout_settings(config: Config) -> dict[str, object]:
+    """The settings of a layout, name -> value."""
+    groups = (config.parallel, config.batch, config.recompute, config.optimizer)
+    return {f.name: getattr(group, f.name) for group in groups for f in fields(group) if f.name in LAYOUT}
+
+
+def shape(model: Model) -> dict[str, object]:
+    """What of a model a layout is made for."""
+    return _plain(model) | dict(ffn_hidden_size=model.ffn_size, num_query_groups=model.query_groups,
+                                kv_channels=model.head_dim)  # fmt: skip
+
+
+def _plain(model: Model) -> dict[str, object]:
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "swiglu",
+             "untie_embeddings_and_output_weights")  # fmt: skip
+    return {name: getattr(model, name) for name in names}
+
+
+def read_plan(path: str) -> GivenPlan:
+    """Raises UsageError for a file that is missing or no plan."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--parallel-plan {path}: {error.strerror or error}", do=WRITE) from None
+    except ValueError:
+        raise UsageError(f"--parallel-plan {path}: not JSON", do=WRITE) from None
+    try:
+        settings, model = dict(record["plans"][0]["settings"]), dict(record["model"])
+    except (LookupError, TypeError, ValueError):
+        raise UsageError(f"--parallel-plan {path}: there is no plan in it", do=WRITE) from None
+    if odd := sorted(set(settings) - LAYOUT):
+        raise UsageError(f"--parallel-plan {path}: {', '.join(odd)} is no setting of a layout", do=WRITE)
+    return GivenPlan(path, settings, model)
+
+
+def refuse_another_model(plan: GivenPlan, model: Model) -> None:
+    """Raise SettingsError where a plan was made for another model than this one."""
+    found = _different(plan, _plain(model)) or _different(plan, shape(model))  # a head of no width has no shape
+    if found:
+        raise SettingsError(f"--parallel-plan {plan.path} is for another model: {'; '.join(found)}",
+                            do=f"give the flags of that model, or plan this one: {WRITE}")  # fmt: skip
+
+
+def _different(plan: GivenPlan, here: dict[str, object]) -> list[str]:
+    return [f"{name} is {plan.model[name]} there, {value} here" for name, value in here.items()
+            if name in plan.model and plan.model[name] != value]  # fmt: skip

@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting, declared once.
+
+A setting is one field of a frozen group. Its name is its attribute, its YAML key and (with dashes) its flag:
+`tensor_model_parallel_size` is `--tensor-model-parallel-size`. Names, defaults and meanings are Megatron-LM's
+wherever Megatron-LM has the setting. A bool that is true by default becomes `--no-...`.
+
+    >>> Model(num_layers=2, hidden_size=8, num_attention_heads=2).ffn_size
+    32
+
+Nothing here imports torch, reads the command line or the environment: `flags.py` does.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Literal, Optional
+
+
+def setting(help: str, default=MISSING, *alias: str, **metadata):
+    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
+    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value."""
+    return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape and the arithmetic of the network."""
+
+    num_layers: int = setting("transformer layers")
+    hidden_size: int = setting("width of the residual stream")
+    num_attention_heads: int = setting("query heads of each layer")
+    seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")
+    max_position_embeddings: Optional[int] = setting(
+        "longest position that can be learned (default: --seq-length)", None
+    )
+    ffn_hidden_size: Optional[int] = setting(
+        "width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None
+    )
+    kv_channels: Optional[int] = setting("width of a head (default: hidden size / heads)", None)
+    group_query_attention: bool = setting("share keys and values between query heads (see --num-query-groups)", False)
+    num_query_groups: Optional[int] = setting(
+        "key-value heads (default: one per query head)", None, "--num-key-value-heads"
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting(
+        "how positions enter",
+        "learned_absolute",
+        "--use-rotary-position-embeddings=rope",
+        "--no-position-embedding~=none",
+    )
+    rotary_base: float = setting(
+        "base of the rotary frequencies", 10000.0, "--rope-theta", "--rotary-position-embeddings-theta"
+    )
+    rotary_percent: float = setting("share of each head that is rotated", 1.0)
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm")
+    norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon")
+    qk_layernorm: bool = setting("normalise queries and keys of each head", False)
+    swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False)
+    bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True)
+    disable_bias_linear: bool = setting("linear layers without bias", False)
+    untie_embeddings_and_output_weights: bool = setting("output layer with a weight of its own", False)
+    apply_query_key_layer_scaling: bool = setting(
+        "scale scores by 1/layer, softmax in fp32 (for fp16)",
+        False,
+        "--no-query-key-layer-scaling=false",
+        "--scale-qk-by-layer-num",
+    )
+    attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
+    attention_dropout: float = setting("dropout of attention weights", 0.1)
+    label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
+    init_method_std: float = setting("standard deviation of initial weights", 0.02)
+    make_vocab_size_divisible_by: int = setting(
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
+    )
+    model_name_or_path: Optional[str] = setting(
+        "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
+    )
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the MLP; SwiGLU keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def position_table(self) -> int:
+        """Rows of the learned position embedding."""
+        return self.max_position_embeddings or self.seq_length
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share the work. The grid of ranks is tp (fastest), cp, dp, pp."""
+
+    tensor_model_parallel_size: int = setting(
+        "ranks that split each matrix", 1, "--tp", "--mp-degree", "--model-parallel-size"
+    )
+    pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
+    context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
+    data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
+    sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
+    pipeline_schedule: str = setting(
+        "order of passes: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops a rank",
+        "1f1b",
+    )
+    num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
+        "layers of a model chunk (interleaved schedule)", None
+    )
+    num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
+        "model chunks of a rank (interleaved schedule)", None, "--virtual-pp-degree"
+    )
+    pipeline_stage_layers: Optional[str] = setting("layers of each stage, uneven ones too: 2,1,1,1", None)
+    decoder_first_pipeline_num_layers: Optional[int] = setting("layers of the first pipeline rank", None)
+    decoder_last_pipeline_num_layers: Optional[int] = setting("layers of the last pipeline rank", None)
+    account_for_embedding_in_pipeline_split: bool = setting("the embedding counts as a layer of the first stage", False)
+    account_for_loss_in_pipeline_split: bool = setting(
+        "output layer and loss count as a layer of the last stage", False
+    )
+    pipeline_timeline: Optional[str] = setting("file to record a step's passes in, for megatron.pipeline.check", None)
+    sharding_stage: Literal[0, 1, 2, 3] = setting(
+        "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
+        0,
+        "--use-distributed-optimizer~=1",
+        "--use-sharding~=1",
+        "--zero-stage",
+        "--data-parallel-sharding-strategy",
+        also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
+    )
+    sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
+    overlap_grad_reduce: bool = setting(
+        "reduce a layer's gradients while the backward pass goes on", False, "--reduce-overlap"
+    )
+    overlap_param_gather: bool = setting(
+        "gather a layer's parameters while the layers before it compute", False, "--broadcast-overlap"
+    )
+    print_topology: bool = setting("print the ranks of every group and stop", False)
+    distributed_backend: Optional[Literal["gloo", "nccl"]] = setting(
+        "default: nccl on CUDA, gloo on CPU", None, "--backend"
+    )
+    distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back."""
+
+    tokenizer_type: Optional[
+        Literal[
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ]
+    ] = setting(
+        "which kind of vocabulary (NullTokenizer: numbers, no text)", None, also=dict(GPTTokenizer="GPT2BPETokenizer")
+    )
+    vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None)
+    merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None)
+    tokenizer_model: Optional[str] = setting("tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None)
+    vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None)
+    tiktoken_pattern: Optional[str] = setting("gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where tokens come from, and in what order."""
+
+    data_path: Optional[list[str]] = setting("prefix, or weight prefix weight prefix ...", None)
+    train_data_path: Optional[list[str]] = setting("blend for training alone", None)
+    valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)
+    test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
+    split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
+    data_cache_path: Optional[str] = setting("folder for index maps (default: beside the data)", None)
+    verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
+    mock_data: bool = setting("deterministic synthetic samples, no files", False)
+    dataloader_type: Literal["single", "cyclic"] = setting(
+        "single: in index order; cyclic: shuffled each epoch", "single"
+    )
+    num_workers: int = setting("threads that prepare batches ahead; 0 prepares them in the loop", 2)
+    reset_position_ids: bool = setting("positions start again after each end of document", False)
+    reset_attention_mask: bool = setting("no attention across documents", False)
+    eod_mask_loss: bool = setting("no loss where the input is end of document", False)
+
+
+AUTO = -1  # --micro-batch-size auto, --save-interval auto
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How much data a step sees, and how long training lasts."""
+
+    micro_batch_size: int = setting(
+        "samples of one forward pass on one rank; auto: the planner chooses", 1, "--batch-size", also=dict(auto=AUTO)
+    )
+    global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
+    local_batch_size: Optional[int] = setting("--global-batch-size / data parallel size, instead of or beside it", None)
+    gradient_accumulation_steps: Optional[int] = setting(
+        "micro-batches of one step, instead of or beside --global-batch-size", None, "--accumulate-steps"
+    )
+    rampup_batch_size: Optional[list[int]] = setting(
+        "start increment samples: grow the batch up to the global size", None
+    )
+    train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
+    train_samples: Optional[int] = setting("samples to train, instead of steps", None)
+    eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
+    eval_iters: int = setting("batches of an evaluation", 100)
+    exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None)
+    exit_duration_in_mins: Optional[float] = setting("save and stop after this many minutes", None)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats, and fp16's loss scale."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "format of weights and activations; auto: bf16 where it is fast",
+        "fp32",
+        "--bf16=bf16",
+        "--fp16=fp16",
+        "--use-amp~=fp16",
+    )
+    amp_level: Literal["O1", "O2"] = setting(
+        "O2: weights in bf16 or fp16, with fp32 ones beside them; O1: weights in fp32, and formats chosen op by op",
+        "O2",
+    )
+    amp_custom_black_list: Optional[list[str]] = setting(
+        "O1: ops to compute in fp32, by torch's or Paddle's names", None
+    )
+    amp_custom_white_list: Optional[list[str]] = setting("O1: ops to compute in half precision", None)
+    loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
+    initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
+    min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)
+    loss_scale_window: int = setting("good steps before the scale doubles", 1000)
+    hysteresis: int = setting("overflows before the scale halves", 2)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which device and which implementations."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
+    torch_compile: bool = setting("compile the layers with torch.compile", False)
+    attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
+        "how attention is computed",
+        "auto",
+        "--use-flash-attn=flash",
+        "--use-flash-attn-v2=flash",
+        also=dict(fused="sdpa", unfused="explicit", local="explicit"),
+    )
+    cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again, so that the forward pass need not keep it."""
+
+    recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
+        "what of a layer is computed again in the backward pass instead of kept: all, its attention half, softmax(q k) v",
+        None,
+        "--recompute-activations~=core_attn",
+        "--use-recompute~=full",
+        "--checkpoint-activations~=full",
+        also=dict(selective="core_attn"),
+    )
+    recompute_method: Optional[Literal["uniform", "block"]] = setting(
+        "uniform (the default): of each --recompute-num-layers layers only the first one's input is kept; block: the first "
+        "--recompute-num-layers layers of each stage are computed again, the others kept",
+        None,
+        "--activations-checkpoint-method",
+    )
+    recompute_num_layers: Optional[int] = setting(
+        "see --recompute-method", None, "--checkpoint-num-layers", "--activations-checkpoint-num-layers"
+    )
+    no_recompute_layers: Optional[str] = setting("layers that are kept all the same, from 0: 0,1,5", None)
+
+    @property
+    def exempt_layers(self) -> frozenset[int]:
+        """--no-recompute-layers as numbers. Raises ValueError where they are none."""
+        # In brackets, as files of other suites write lists, too.
+        words = (self.no_recompute_layers or "").strip("[] ").split(",")
+        return frozenset(int(word) for word in words if word.strip())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where state is kept."""
+
+    save: Optional[str] = setting("folder to save into", None, "--output-dir")
+    load: Optional[str] = setting("folder to resume from", None)
+    save_interval: Optional[int] = setting(
+        "steps between checkpoints; auto: from what a save costs (see --mean-time-to-interruption)",
+        None,
+        "--save-steps",
+        "--persistent-save-interval",
+        also=dict(auto=AUTO),
+    )
+    mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
+    keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
+    save_retain_interval: Optional[int] = setting(
+        "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
+    )
+    async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
+    save_retries: int = setting("a save that failed is tried again this often", 2)
+    save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
+    save_copy: Optional[str] = setting(
+        "folder for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
+    )
+    max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
+    ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
+    auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
+    finetune: bool = setting("load weights alone and start counting anew", False)
+    load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
+        "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
+        "strict",
+        "--dist-ckpt-strictness",
+        also=dict(raise_all="strict", raise_unexpected="warn-extra", assume_ok_unexpected="warn-extra",
+                  log_unexpected="warn-all", log_all="warn-all", ignore_all="warn-all"),
+    )  # fmt: skip
+    no_load_optim: bool = setting("do not load optimizer state", False)
+    no_save_optim: bool = setting("do not save optimizer state", False)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What is watched while a run goes on, and what happens then."""
+
+    check_replicas_interval: Optional[int] = setting(
+        "steps between comparisons of the parameters that several ranks hold, bit by bit",
+        None,
+        "--check-weight-hash-across-dp-replicas-interval",
+    )
+    exit_signal_handler: bool = setting("on SIGTERM or SIGUSR1: save after this step and exit with code 9", False)
+    kill_switch_file: Optional[str] = setting("save and stop when this file appears", None, "--kill-switch-path")
+    heartbeat_dir: Optional[str] = setting(
+        "folder where each rank says what it is doing (megatron.tools.supervise sets and reads it)", None
+    )
+    on_nan: Literal["stop", "skip"] = setting(
+        "at a loss or gradient that is not finite: stop before the update, or skip the step and count it",
+        "stop",
+        "--check-for-nan-in-loss-and-grad=stop",
+        "--no-check-for-nan-in-loss-and-grad=skip",
+    )
+    on_spike: Literal["continue", "skip", "rollback"] = setting(
+        "at a spike of loss or gradient norm: tell, skip the update, or go back to an earlier checkpoint and leave out "
+        "the steps before the spike",
+        "continue",
+    )
+    spike_window: int = setting("steps that a step is compared with, at least 32", 128)
+    spike_threshold: float = setting("deviations above the median of the window that make a spike", 10.0)
+    spike_skip_steps: int = setting("steps up to a spike that a rollback leaves out", 8)
+    max_rollbacks: int = setting("a further spike stops the run", 3)
+    iterations_to_skip: Optional[list[int]] = setting("steps whose samples are passed over without training", None)
+    override: Optional[str] = setting(
+        "settings (names with commas) that may differ from those of the checkpoint although results depend on them",
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, its learning rate and its weight decay."""
+
+    optimizer: Literal["adam", "cpu_adam"] = setting(
+        "adam is AdamW, as in Megatron-LM, for each part of the state where that lies; cpu_adam: with "
+        "--optimizer-cpu-offload",
+        "adam",
+        also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam"),
+    )
+    lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
+    min_lr: float = setting("lowest learning rate", 0.0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
+        "curve after warm-up", "linear", also=dict(none="constant")
+    )
+    lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
+    lr_decay_samples: Optional[int] = setting("the same in samples", None)
+    lr_warmup_iters: int = setting("steps of linear warm-up", 0)
+    lr_warmup_samples: int = setting("the same in samples", 0)
+    lr_warmup_fraction: Optional[float] = setting(
+        "the same as a share of the decay length", None, "--warmup-rate", "--warmup"
+    )
+    lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "how WSD anneals", "exponential"
+    )
+    lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
+    lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
+    weight_decay: float = setting("decoupled weight decay of matrices", 0.01)
+    start_weight_decay: Optional[float] = setting("weight decay at the start (with --weight-decay-incr-style)", None)
+    end_weight_decay: Optional[float] = setting("weight decay at the end", None)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("curve between the two", "constant")
+    clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
+    adam_beta1: float = setting("first moment's decay", 0.9)
+    adam_beta2: float = setting("second moment's decay", 0.999)
+    adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
+    optimizer_cpu_offload: bool = setting(
+        "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
+    )
+    optimizer_offload_fraction: float = setting(
+        "share of the state that --optimizer-cpu-offload moves; 1: all that is not on disk", 1.0
+    )
+    nvme_offload_fraction: float = setting(
+        "share of the state that lies in files and passes through memory at each step, updated by the host", 0.0
+    )
+    nvme_offload_dir: Optional[str] = setting("folder for these files, on a fast disk of the node", None)
+    param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
+    loss_averaging: Literal["token", "micro-batch"] = setting(
+        "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
+        "token",
+        "--calculate-per-token-loss=token",
+    )
+
+    @property
+    def host_share(self) -> float:
+        """Share of the optimizer's state that lies in the host's memory."""
+        if not (self.optimizer_cpu_offload or self.optimizer == "cpu_adam"):
+            return 0.0
+        share = self.optimizer_offload_fraction
+        return 1 - self.nvme_offload_fraction if share == 1 else share
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Looking before launching: the layout is searched, or everything is shown and nothing trained."""
+
+    auto_parallel: bool = setting("search the layout for the ranks there are, say why, and train in it", False)
+    max_global_batch_size: Optional[int] = setting("let the search choose the global batch, up to this size", None)
+    tune_steps: int = setting(
+        "with --auto-parallel or --micro-batch-size auto: time the best three for so many steps each first", 0
+    )
+    parallel_plan: Optional[str] = setting(
+        "file of megatron.tools.plan --emit PLAN.json: train in its best layout", None
+    )
+    dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
+    preflight: bool = setting(
+        "check settings, every rank's shapes, a small twin of the job and the machines; train nothing", False
+    )
+    world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
+    local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")
+    device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)
+    device_memory_gb: Optional[float] = setting(
+        "GB (10^9 bytes) of a device (default: DEVICE_MEMORY_GB, or its own)", None
+    )
+    calibration: Optional[str] = setting("file that megatron.tools.plan --calibrate wrote: times become real", None)
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Where the time and memory of some steps go: a Chrome trace and tables, by torch.profiler."""
+
+    profile: bool = setting("profile some steps on some ranks", False, "--use-pytorch-profiler")
+    profile_step_start: int = setting("first iteration to profile", 10)
+    profile_step_end: int = setting("iteration before which profiling ends", 12)
+    profile_ranks: Optional[list[int]] = setting("ranks that profile (default: 0)", None)
+    profile_dir: Optional[str] = setting("folder for traces and tables (default: profile under --save)", None)
+    profile_detailed: bool = setting(
+        "record shapes, too: slower, and larger files", False, "--pytorch-profiler-collect-shapes"
+    )
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is said, and where."""
+
+    log_interval: int = setting("steps between log lines", 100, "--logging-freq")
+    timing_log_level: Literal[0, 1, 2] = setting(
+        "timers in the log: 0 none but the time of a step, 1 its main parts, 2 what is in them, too", 0
+    )
+    timing_log_option: Literal["minmax", "max", "all"] = setting(
+        "what is said of the ranks' times: the least and greatest, the greatest, or every rank's", "minmax"
+    )
+    barrier_with_level_1_timing: bool = setting("timers of level 1 let all ranks begin together", True)
+    log_timers_to_tensorboard: bool = setting("timers go to TensorBoard and Weights & Biases, too", False)
+    log_progress: bool = setting("a live progress line on a terminal", False)
+    metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
+    tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
+    wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
+    wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
+    peak_tflops: Optional[float] = setting(
+        "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
+    )
+    seed: int = setting("seed of weights, data order and dropout", 1234)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+GROUPS = dict(
+    model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
+    recompute=Recompute,
+    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging, planner=Planner,
+    profiling=Profiling,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """All groups of a pretraining run."""
+
+    model: Model
+    parallel: Parallel
+    tokenizer: Tokenizer
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    recompute: Recompute
+    precision: Precision
+    kernels: Kernels
+    checkpoint: Checkpoint
+    guard: Guard
+    logging: Logging
+    planner: Planner = Planner()
+    profiling: Profiling = Profiling()
+    extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
+
+
+def from_record(record: dict) -> Config:
+    """The settings that a checkpoint's state holds. Settings that it does not know keep their defaults.
+
+    >>> from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, gone=1))).model.num_layers
+    2
+    """
+    groups = {}
+    for name, group in GROUPS.items():
+        known = {f.name for f in fields(group)}
+        groups[name] = group(**{key: value for key, value in record.get(name, {}).items() if key in known})
+    return Config(**groups)

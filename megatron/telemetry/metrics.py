@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One record per step -> console line, metrics.jsonl, TensorBoard, Weights & Biases, live progress.
+
+    with Metrics(config.logging, run, header=run_record(config, mesh.sizes), active=mesh.rank == 0) as metrics:
+        ...
+        metrics.record(Step(iteration, consumed, size, {"lm loss": 7.2}, learning_rate=1e-4, grad_norm=1.3))
+        with metrics.paused():                      # evaluation and checkpoints are not part of a step's time
+            losses = evaluate()
+        metrics.record_eval(iteration, consumed, losses)
+
+The console line is Megatron-LM's, so that existing parsers keep working, with tokens/s, TFLOP/s, MFU and ETA behind it.
+Nothing here is read back to decide anything.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Optional
+
+from megatron.settings.schema import Logging
+from megatron.telemetry.run_record import JsonLines, now
+from megatron.telemetry.timers import Timers, spans, table
+from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
+
+
+@dataclass(frozen=True)
+class Run:
+    """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
+
+    train_iters: int
+    seq_length: int
+    ranks: int = 1
+    flops_per_token: float = 0.0
+    peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did. Numbers may be 0-d tensors. `iteration` counts from 1, `consumed_samples` includes this step."""
+
+    iteration: int
+    consumed_samples: int
+    batch_size: int
+    losses: dict[str, float]
+    learning_rate: float  # the rate that was used
+    grad_norm: Optional[float] = None  # before clipping
+    loss_scale: float = 1.0
+    skipped: bool = False  # gradients overflowed (fp16): no update happened
+    ledger: str = ""  # hash of the samples of the step
+    extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
+
+
+@dataclass
+class _Interval:
+    """Sums since the last console line."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    advanced: int = 0
+    skipped: int = 0
+    nan: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: Step, losses: dict[str, float], seconds: float) -> None:
+        """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
+        self.seconds += seconds
+        self.samples += step.batch_size
+        if step.skipped:
+            self.skipped += 1
+            self.nan += not all(math.isfinite(value) for value in losses.values())
+            return
+        self.advanced += 1
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+    @property
+    def steps(self) -> int:
+        return self.advanced + self.skipped
+
+
+class Metrics:
+    """Writes what a run says. Only the rank with `active=True` prints or opens files; on others every call returns.
+
+    header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, where
+    metrics.jsonl goes by default. timers: their times are collected with every line; all ranks have them, or none.
+    """
+
+    def __init__(self, logging: Logging, run: Run, *, header: Optional[dict] = None, iteration: int = 0,
+                 save: Optional[str] = None, active: bool = True, timers: Optional[Timers] = None):  # fmt: skip
+        self.run, self.active, self.log_interval = run, active, logging.log_interval
+        self.timers, self.settings = timers, logging
+        self.interval = _Interval()
+        self._mark, self._carried = time.perf_counter(), 0.0
+        self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
+        self.json, self.trackers, self.progress = None, [], None
+        if not active:
+            return
+        header = header or dict(kind="run", iteration=iteration, time=now())
+        path = metrics_path(logging, save)
+        if path:
+            self.json = JsonLines(path)
+            self.json.write(header)
+        if logging.tensorboard_dir:
+            self.trackers.append(TensorBoard(logging.tensorboard_dir))
+        if logging.wandb_project:
+            self.trackers.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, save, header))
+        if logging.log_progress and sys.stderr.isatty():
+            self.progress = _progress_line(run.train_iters, iteration)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def record(self, step: Step) -> None:
+        """Take in a step that just ended; its time is what passed since the last one, pauses left out."""
+        seconds = self._lap()
+        complete = step.iteration % self.log_interval == 0
+        times = self.timers.collect() if self.timers and complete else {}
+        if not self.active:
+            return
+        if self._startup is not None:
+            self._tell_startup(step.iteration, seconds)
+        losses = {name: float(value) for name, value in step.losses.items()}
+        self.interval.add(step, losses, seconds)
+        rates = self._rates(step.batch_size, seconds)
+        self._write(_step_record(step, losses, seconds, rates))
+        self._track(_step_tags(step, losses), step.iteration, step.consumed_samples)
+        if self.progress:
+            shown = {name: f"{value:.4f}" for name, value in losses.items()}
+            self.progress.set_postfix(shown | {"tokens/s": f"{rates['tokens_per_second']:,.0f}"}, refresh=False)
+            self.progress.update()
+        if complete:
+            self._log(step, times)
+
+    def record_eval(self, iteration: int, consumed_samples: int, losses: dict[str, float], *, split: str = "validation",
+                    label: str = "", seconds: Optional[float] = None) -> None:  # fmt: skip
+        """Mean losses of an evaluation; `split` names it in files.
+
+        The console says "validation loss" for every split, as Megatron-LM does, and `label` behind the iteration
+        (" on test set").
+        """
+        if not self.active:
+            return
+        losses = {name: float(value) for name, value in losses.items()}
+        perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items()}
+        line = f" validation loss at iteration {iteration}{label} | " + "".join(
+            f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | " for name, value in losses.items()
+        )
+        self.say("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
+        self._write(
+            dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
+            | losses | {f"{name} ppl": value for name, value in perplexities.items()} | dict(seconds=seconds)
+        )  # fmt: skip
+        tags = {f"{name} {split}": value for name, value in losses.items()}
+        tags |= {f"{name} {split} ppl": value for name, value in perplexities.items()}
+        self._track(tags, iteration, consumed_samples)
+
+    def record_event(self, timer: str, iteration: int, consumed_samples: int) -> None:
+        """How long something between two steps took that a timer knows. All ranks together."""
+        times = self.timers.collect([timer]) if self.timers else {}
+        if self.active:
+            self._tell_times(times, 1, iteration, consumed_samples)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def start(self, startup: Optional[dict[str, float]] = None) -> None:
+        """The training loop begins now: what came before (loading, compiling) is no part of the first step.
+
+        startup: what that was, in seconds; it is told with the first step.
+        """
+        self._mark, self._carried, self._startup = time.perf_counter(), 0.0, startup
+
+    def _tell_startup(self, iteration: int, seconds: float) -> None:
+        spent, self._startup = {**self._startup, "first step": round(seconds, 3)}, None
+        total = round(sum(spent.values()), 3)
+        self.say(f" > the first step was done {total:.1f} s after the start: "
+                 + ", ".join(f"{name} {value:.1f}" for name, value in spent.items()))  # fmt: skip
+        self._write(dict(kind="start", iteration=iteration, time=now(), seconds=total, parts=spent))
+
+    @contextlib.contextmanager
+    def paused(self):
+        """The clock stands still inside: evaluation and checkpoints."""
+        self._carried += time.perf_counter() - self._mark
+        try:
+            yield
+        finally:
+            self._mark = time.perf_counter()
+
+    def _lap(self) -> float:
+        mark, self._mark = self._mark, time.perf_counter()
+        seconds, self._carried = self._carried + self._mark - mark, 0.0
+        return seconds
+
+    def _rates(self, samples: int, seconds: float) -> dict[str, float]:
+        tokens = samples * self.run.seq_length / max(seconds, 1e-9)
+        flops = tokens * self.run.flops_per_token / self.run.ranks
+        mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
+        return {"tokens_per_second": tokens, "tflops_per_rank": flops / 1e12} | mfu
+
+    def rewind(self, iteration: int) -> None:
+        """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
+        self.interval = _Interval()
+        if self.timers:
+            self.timers.forget()
+        self._write(dict(kind="rewind", iteration=iteration, time=now()))
+
+    # -- output ------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the live progress line."""
+        if not self.active:
+            return
+        if self.progress:
+            self.progress.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        else:
+            print(text, flush=True)
+
+    def _log(self, step: Step, times: dict[str, list[float]]) -> None:
+        interval, self.interval = self.interval, _Interval()
+        rates = self._rates(interval.samples, interval.seconds)
+        self.say(console_line(step, interval, self.run, rates))
+        tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
+        self._track(tags, step.iteration, step.consumed_samples)
+        self._tell_times(times, interval.steps, step.iteration, step.consumed_samples)
+
+    def _tell_times(self, times: dict[str, list[float]], steps: int, iteration: int, consumed_samples: int) -> None:
+        """times: timer -> seconds of each rank in so many steps; their means are told."""
+        if not times:
+            return
+        means = {name: [seconds / steps for seconds in ranks] for name, ranks in times.items()}
+        self.say(table(means, self.settings.timing_log_option))
+        ends = {name: dict(min=round(least, 7), max=round(most, 7)) for name, (least, most) in spans(means).items()}
+        if self.settings.timing_log_option == "all":
+            ends = {name: both | dict(ranks=[round(one, 7) for one in means[name]]) for name, both in ends.items()}
+        self._write(dict(kind="timers", iteration=iteration, time=now(), steps=steps, seconds=ends))
+        if self.settings.log_timers_to_tensorboard:
+            self._track({f"{name}-time": both["max"] for name, both in ends.items()}, iteration, consumed_samples)
+
+    def _write(self, record: dict) -> None:
+        if self.json:
+            try:
+                self.json.write(record)
+            except OSError as error:  # a full disk must not end a training run for the sake of its log
+                self.say(f"warning: {self.json.file.name} is no longer written: {error}")
+                self.json = None
+
+    def _track(self, tags: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        for tracker in list(self.trackers):
+            try:
+                tracker.scalars(tags, iteration, consumed_samples)
+            except OSError as error:
+                self.say(f"warning: {type(tracker).__name__} is no longer written: {error}")
+                self.trackers.remove(tracker)
+
+    def end(self, iteration: int, code: int, why: str) -> None:
+        """The last record: with which exit code a launch ended behind this iteration, and why."""
+        self._write(dict(kind="end", iteration=iteration, time=now(), code=code, why=why))
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.close()
+        for output in [*self.trackers, *filter(None, [self.json])]:
+            output.close()
+        self.json, self.trackers, self.progress = None, [], None
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
+    """Where the JSON lines go: `--metrics-file`, or metrics.jsonl beside the checkpoints, or nowhere."""
+    if logging.metrics_file:
+        return Path(logging.metrics_file)
+    return Path(save) / "metrics.jsonl" if save else None
+
+
+def console_line(step: Step, interval: _Interval, run: Run, rates: dict[str, float]) -> str:
+    """Megatron-LM's line for the steps since the last one, with our rates behind it.
+
+    Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
+    """
+    milliseconds = 1000 * interval.seconds / interval.steps
+    losses = {name: total / interval.advanced for name, total in interval.losses.items()}
+    parts = [
+        f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        f"learning rate: {step.learning_rate:.6E}",
+        f"global batch size: {step.batch_size:5d}",
+        *(f"{name}: {value:.6E}" for name, value in losses.items()),
+        f"loss scale: {step.loss_scale:.1f}",
+        *([] if step.grad_norm is None else [f"grad norm: {float(step.grad_norm):.3f}"]),
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan:3d}",
+        f"tokens per second: {rates['tokens_per_second']:.1f}",
+    ]
+    if run.flops_per_token:
+        unit = "GPU (TFLOP/s/GPU)" if run.device == "cuda" else "rank (TFLOP/s)"
+        parts.append(f"throughput per {unit}: {rates['tflops_per_rank']:.{1 if run.device == 'cuda' else 3}f}")
+    if "mfu" in rates:
+        parts.append(f"MFU: {rates['mfu']:.1%}")
+    left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
+    return " " + " | ".join([*parts, f"ETA: {duration(left)}"]) + " |"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(59.6), duration(3725), duration(200000)
+    ('0:01:00', '1:02:05', '2d 07:33:20')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}:{minutes:02d}:{seconds:02d}" if days else f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def _step_record(step: Step, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:
+    return (
+        dict(kind="step", iteration=step.iteration, consumed_samples=step.consumed_samples, batch_size=step.batch_size)
+        | losses
+        | dict(learning_rate=step.learning_rate, grad_norm=None if step.grad_norm is None else float(step.grad_norm))
+        | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
+        | ({"ledger": step.ledger} if step.ledger else {})
+        | {name: float(f"{value:.5g}") for name, value in rates.items()}
+        | {name: float(value) for name, value in step.extra.items()}
+    )
+
+
+def _step_tags(step: Step, losses: dict[str, float]) -> dict[str, float]:
+    tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
+    if step.grad_norm is not None:
+        tags["grad-norm"] = float(step.grad_norm)
+    return tags | losses | {name: float(value) for name, value in step.extra.items()}
+
+
+def _progress_line(total: int, done: int):
+    from tqdm import tqdm
+
+    layout = "{percentage:3.0f}% {bar} {n}/{total} [{elapsed} < {remaining}, {postfix}]"
+    return tqdm(total=total, initial=done, bar_format=layout, dynamic_ncols=True, leave=False)

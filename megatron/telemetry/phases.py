@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank is doing, announced once for whoever listens: a profiler, and timers.
+
+    with phase("reduce"):
+        ...
+
+A phase is a span of a step, or of what comes between steps. The heartbeat hears of them too, before they begin, where
+that says something to somebody who looks in from outside (`Run.phase`, and the executor's `see`).
+"""
+
+import contextlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Optional
+
+import torch
+
+from megatron.telemetry.timers import Timed, Timers
+
+
+class Phase(NamedTuple):
+    """How a phase is called."""
+
+    words: str  # in the trace of a profiler
+    timed: Timed
+
+
+PHASES = {
+    # Level 1: all that a step does, one after the other.
+    "data": Phase("data", Timed("batch-generator", 1)),
+    "passes": Phase("forward and backward passes", Timed("forward-backward", 1)),
+    "reduce": Phase("reduce gradients", Timed("all-grads-sync", 1)),
+    "update": Phase("update weights", Timed("optimizer", 1)),
+    "gather": Phase("gather weights", Timed("params-all-gather", 1)),
+    # What comes between steps.
+    "evaluate": Phase("evaluate", Timed("evaluate", 1, apart=True)),
+    "save": Phase("save", Timed("save-checkpoint", 1, apart=True)),
+    # Level 2: of the passes, then of the optimizer.
+    "F": Phase("forward", Timed("forward-compute", 2)),
+    "B": Phase("backward", Timed("backward-compute", 2)),
+    "I": Phase("gradients of activations", Timed("backward-input-compute", 2)),
+    "W": Phase("gradients of weights", Timed("backward-weight-compute", 2)),
+    "receive F": Phase("receive activations", Timed("forward-recv", 2)),
+    "receive B": Phase("receive gradients", Timed("backward-recv", 2)),
+    "receive I": Phase("receive gradients", Timed("backward-recv", 2)),
+    "send F": Phase("send activations", Timed("forward-send", 2)),
+    "send B": Phase("send gradients", Timed("backward-send", 2)),
+    "partial": Phase("sum partial gradients", Timed("partial-grads-all-reduce", 2)),
+    "norm": Phase("gradient norm", Timed("optimizer-grad-norm", 2)),
+    "scale": Phase("scale gradients", Timed("optimizer-unscale-and-clip", 2)),
+    "inner": Phase("AdamW", Timed("optimizer-inner-step", 2)),
+    "copy": Phase("copy weights", Timed("optimizer-copy-main-to-model-params", 2)),
+}
+
+
+class Listening:
+    """The timers of this process that hear of phases. Output only: nothing is decided by them."""
+
+    timers: Optional[Timers] = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def with_timers(cls, timers: Optional[Timers]):
+        """Inside, `timers` hear of phases."""
+        before, cls.timers = cls.timers, timers
+        try:
+            yield
+        finally:
+            cls.timers = before
+
+
+def phase(name: str) -> AbstractContextManager:
+    """Announces a part of a run: `with phase("update"):`. Costs next to nothing where nobody listens."""
+    timer = Listening.timers and Listening.timers.timer_of(name)
+    if not torch.autograd._profiler_enabled():
+        return timer or nullcontext()
+    span = torch.profiler.record_function(PHASES[name].words)
+    return _both(span, timer) if timer else span
+
+
+@contextlib.contextmanager
+def _both(span: AbstractContextManager, timer: AbstractContextManager):
+    with span, timer:
+        yield

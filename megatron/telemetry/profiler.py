@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where time and memory of some steps go (`--profile`): torch.profiler, run on chosen ranks for chosen steps.
+
+Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with an overview (for how
+long it computed, communicated, did both, waited) and tables: phases of the step, operators, communication, memory. The
+overview and the first ten operators are printed.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.errors import StorageError
+from megatron.settings import schema
+from megatron.telemetry.phases import PHASES
+
+COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
+PHASE_WORDS = {phase.words for phase in PHASES.values()}
+ROWS, PRINTED, WIDTH = 40, 10, 60  # of a table in the file; of one in the log; characters of a name
+
+
+class Profiler:
+    """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
+
+    say: prints a line of the log, once for all ranks.
+    """
+
+    def __init__(self, config: schema.Config, rank: int, device: torch.device, say: Callable[[str], None]):
+        self.settings, self.rank, self.device, self.say = config.profiling, rank, device, say
+        self.folder = Path(self.settings.profile_dir or Path(config.checkpoint.save or ".") / "profile")
+        self.chosen = self.settings.profile and self.rank in (self.settings.profile_ranks or [0])
+        self.under_way: Optional[profile] = None
+
+    def before(self, iteration: int) -> None:
+        """Iteration `iteration` is about to begin."""
+        if self.chosen and not self.under_way and iteration == self.settings.profile_step_start:
+            # No call stacks: with them torch 2.13 hands out names that are no text (half of the runs on this code).
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+            self.under_way = profile(
+                activities=activities, record_shapes=self.settings.profile_detailed, profile_memory=True
+            )
+            self.under_way.start()
+            self.first = iteration
+
+    def ends(self, iteration: int) -> bool:
+        """Whether `iteration`, which is done, was the last one to profile."""
+        return self.under_way is not None and iteration + 1 >= self.settings.profile_step_end
+
+    def end(self, iteration: int) -> None:
+        """Stop after `iteration`, if it is under way, and write what was found."""
+        if not self.under_way:
+            return
+        done, self.under_way = self.under_way, None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        done.stop()
+        averages = done.key_averages()
+        trace, text = (self.folder / f"rank_{self.rank}.{kind}" for kind in ("trace.json.gz", "txt"))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            done.export_chrome_trace(str(trace))
+            found = overview(*_busy(done.events(), self.device.type))
+            text.write_text(
+                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{found}\n\n" + self._tables(averages)
+            )
+        except OSError as error:
+            raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
+        self.say(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
+        self.say(found)
+        self.say(_table(_without_phases(averages), self._sort(), PRINTED))
+
+    def _sort(self) -> str:
+        return "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+
+    def _tables(self, averages: EventList) -> str:
+        phases = EventList([event for event in averages if event.key in PHASE_WORDS])
+        operators = _without_phases(averages)
+        sent = EventList([event for event in operators if event.key.lower().startswith(COMMUNICATION)])
+        memory = "self_device_memory_usage" if self.device.type == "cuda" else "self_cpu_memory_usage"
+        tables = {
+            "Phases of a step (total times; recomputation and hooks lie in the backward pass)": (
+                phases,
+                "cpu_time_total",
+            ),
+            "Operators": (operators, self._sort()),
+            "Communication (waiting for the others included)": (sent, "cpu_time_total"),
+            "Memory (allocated less given back, by the operator itself)": (operators, memory),
+        }
+        return "\n".join(
+            f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
+        )
+
+
+Interval = tuple[float, float]  # from, to, in microseconds
+
+
+def _busy(events: EventList, device: str) -> tuple[Interval, list[Interval], list[Interval]]:
+    """(the steps, computing, communicating): of a GPU its kernels, of a CPU the operators that call no others."""
+    cuda = [event for event in events if event.device_type == DeviceType.CUDA] if device == "cuda" else []
+    leaves = cuda or [event for event in events if not event.cpu_children and event.name not in PHASE_WORDS]
+    sent, computed = [], []
+    for event in leaves:
+        kind = sent if event.name.lower().startswith(COMMUNICATION) else computed
+        kind.append((event.time_range.start, event.time_range.end))
+    ranges = [event.time_range for event in events]
+    whole = min(each.start for each in ranges), max(each.end for each in ranges)
+    return whole, computed, sent
+
+
+def overview(whole: Interval, computing: Iterable[Interval], communicating: Iterable[Interval]) -> str:
+    """How long what was done, in a sentence; times that overlap count once.
+
+    >>> overview((0, 1000), [(0, 600), (500, 700)], [(600, 900)])
+    'Overview: 1.0 ms, of which computing 70.0%, communicating 30.0% (33.3% of it beside computing), neither 10.0%'
+    """
+    computed, sent = _length(computing), _length(communicating)
+    both = computed + sent - (either := _length([*computing, *communicating]))
+    total = max(whole[1] - whole[0], 1e-9)
+    beside = f" ({both / sent:.1%} of it beside computing)" if sent else ""
+    return (f"Overview: {total / 1e3:.1f} ms, of which computing {computed / total:.1%}, communicating {sent / total:.1%}"
+            f"{beside}, neither {1 - either / total:.1%}")  # fmt: skip
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """What the intervals cover together."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _without_phases(averages: EventList) -> EventList:
+    return EventList([event for event in averages if event.key not in PHASE_WORDS])
+
+
+def _table(events: EventList, sort: str, rows: int) -> str:
+    return events.table(sort_by=sort, row_limit=rows, max_name_column_width=WIDTH)

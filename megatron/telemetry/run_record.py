@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""metrics.jsonl: what a run was and what each step did, one JSON object per line.
+
+Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (where the time before the first step went), `step`
+(one per iteration), `eval`, `timers` (one per log interval, where they are on), `rewind` (a spike sent the run back to this
+iteration) and `end` (exit code and reason, unless the process was killed). The file only grows.
+A resumed run appends a `run` record with the iteration it starts from: that record takes back all `step` and `eval`
+records behind that iteration which a killed run had written, and `read_history` leaves them out. A line torn by the
+kill is skipped.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Optional
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
+
+
+def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict:
+    """The record that makes a run reproducible. config: a dataclass or dict; mesh: axis -> size; more: anything else."""
+    return dict(
+        kind="run",
+        iteration=iteration,
+        time=now(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        machine=f"{platform.system()} {platform.machine()}",
+        command=sys.argv,
+        commit=source_commit(),
+        versions=library_versions(),
+        mesh=dict(mesh),
+        config=dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config,
+        **more,
+    )
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def library_versions() -> dict[str, str]:
+    found = dict(python=platform.python_version())
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)  # reads the installed metadata; imports nothing
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_commit() -> Optional[str]:
+    """Commit of the source tree, with a + when files differ from it; None outside a checkout."""
+    root = Path(__file__).parent.parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class JsonLines:
+    """Appends records to a file; every record is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        self.file = path.open("a", encoding="utf-8", buffering=1)
+        if torn:
+            self.file.write("\n")
+
+    def write(self, record: dict) -> None:
+        self.file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def _finite(value):
+    """JSON has no NaN: numbers that are not finite become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value if isinstance(value, (str, int, type(None))) else str(value)
+
+
+@dataclass
+class History:
+    """A run as its records tell it, across resumes: steps and evaluations that count, in order of iteration."""
+
+    run: dict = field(default_factory=dict)  # the newest run record
+    steps: list[dict] = field(default_factory=list)
+    evals: list[dict] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # iteration that each launch started from
+    damaged_lines: int = 0
+
+
+def read_history(path: Path) -> History:
+    """Read a metrics file. Lines that are no records are counted in `damaged_lines`."""
+    history = History()
+    with Path(path).open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                kind, iteration = record["kind"], int(record["iteration"])
+            except (ValueError, KeyError, TypeError):
+                history.damaged_lines += bool(line.strip())
+                continue
+            if kind in ("run", "rewind"):
+                _take_back(history.steps, iteration)
+                _take_back(history.evals, iteration)
+            if kind == "run":
+                history.run = record
+                history.starts.append(iteration)
+            elif kind in ("step", "eval"):
+                (history.steps if kind == "step" else history.evals).append(record)
+    return history
+
+
+def _take_back(records: list[dict], iteration: int) -> None:
+    while records and records[-1]["iteration"] > iteration:
+        records.pop()

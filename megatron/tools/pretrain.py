@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretraining whose layout nobody has to choose: the planner's search, then the training in what it found.
+
+    torchrun --nproc-per-node gpu -m megatron.pretrain --task-type GPT --max-global-batch-size 16 --num-layers 48 ...
+    python -m megatron.pretrain --task-type GPT --world-size 64 --local-world-size 8 --max-global-batch-size 16 ...
+
+On the ranks of a job it is `pretrain_gpt.py --auto-parallel`. With --world-size, outside of a job, it prints the layouts
+that such a cluster could have, as `python -m megatron.tools.plan` does, and trains nothing.
+"""
+
+import os
+from collections.abc import Mapping
+
+from megatron.errors import UsageError, run_main
+from megatron.settings import rank_env
+
+TASKS = ("GPT",)
+
+
+def main(argv: list[str], env: Mapping[str, str] = os.environ) -> None:
+    """Train, or plan. The command line is that of pretrain_gpt.py and of megatron.tools.plan, and --task-type."""
+    rank_env.adopt_slurm()
+    task, flags = split_task(argv)
+    if task.rpartition(".")[2].upper() not in TASKS:
+        raise UsageError(f"--task-type {task}: there is {', '.join(TASKS)}", do="leave it out, or say --task-type GPT")
+    names = {word.partition("=")[0].replace("_", "-") for word in flags}
+    in_job = "RANK" in env and "WORLD_SIZE" in env
+    if names & {"--world-size", "--num-gpus"} and not in_job and not names & {"--dry-run", "--preflight"}:
+        from megatron.tools import plan
+
+        return plan.main(flags)
+    import pretrain_gpt
+
+    pretrain_gpt.main(["--auto-parallel", *flags])
+
+
+def split_task(argv: list[str]) -> tuple[str, list[str]]:
+    """(the value of --task-type, the other words).
+
+    >>> split_task(["--task-type", "megatron.GPT", "--num-layers", "4"])
+    ('megatron.GPT', ['--num-layers', '4'])
+    """
+    task, rest, words = TASKS[0], [], iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != "--task-type":
+            rest.append(word)
+        elif not equals and (value := next(words, "")) == "":
+            raise UsageError("--task-type needs a value", do="--task-type GPT")
+        else:
+            task = value
+    return task, rest
+
+
+if __name__ == "__main__":
+    run_main(main)

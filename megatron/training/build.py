@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
+
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from megatron import __version__
+from megatron.checkpoint.folder import checkpoints, restore
+from megatron.checkpoint.keeper import Keeper, exchange_through
+from megatron.data import manifest
+from megatron.data.blend import parse_blend
+from megatron.data.indexed import bare_prefix
+from megatron.data.loader import Batches
+from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.errors import CheckpointError, DataError, SettingsError, StorageError
+from megatron.fused_kernels.cpu import keep_memory
+from megatron.guard import changes
+from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.watch import Watch
+from megatron.model import flops
+from megatron.mpu import collectives
+from megatron.mpu import initialize as ranks
+from megatron.mpu.initialize import DTYPES, Context, weight_format
+from megatron.optimizer.lr_schedule import Lengths, learning_rate
+from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.zero import ShardedAdamW
+from megatron.pipeline.build import build_stages, prove_complete
+from megatron.pipeline.stages import Pipeline
+from megatron.pipeline.timeline_recorder import STEP, Recorder
+from megatron.pipeline.wire import Wire, open_channels
+from megatron.settings import schema
+from megatron.settings.batch import batch_size, total_iterations, total_samples
+from megatron.settings.rules import remarks
+from megatron.telemetry.metrics import Metrics
+from megatron.telemetry.metrics import Run as Rates
+from megatron.telemetry.phases import PHASES
+from megatron.telemetry.profiler import Profiler
+from megatron.telemetry.run_record import library_versions, run_record, source_commit
+from megatron.telemetry.timers import Timers
+from megatron.tokenizer import build_tokenizer
+from megatron.training.state import Recipe, Run, State
+
+
+def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] = None) -> Run:
+    """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
+    heart = heart or Heartbeat()
+    heart.beat("join")
+    context = ranks.join(config.parallel, config.kernels)
+    watch = build_watch(config, context, heart)
+    heart.beat("model")
+    config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
+        config.precision.precision, context)))  # fmt: skip
+    say = _speaker(context)
+    if context.device.type == "cpu":
+        keep_memory()
+    tokenizer, vocab_size = build_vocabulary(config, say)
+    saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
+    refuse_other_vocabulary(all_paths(config.data), tokenizer)
+    dtype = weight_format(config.precision)
+    pipeline = build_pipeline(config, context)
+    build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
+    stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)
+    prove_complete(stages, context.mesh, exchange_over(context), config.model.num_layers,
+                   flops.parameters(config.model, vocab_size))  # fmt: skip
+    optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, config.parallel, dtype=dtype,
+                             device=context.device, seed=config.logging.seed,
+                             lasting=config.checkpoint.async_save)  # fmt: skip
+    heart.beat("load")
+    state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
+    state, record, notices = load(config, context, optimizer, state)
+    refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
+    heart.beat("index")
+    if config.data.verify_data:
+        verify_data(config.data, context, say)
+    datasets = recipe.build_datasets(
+        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
+    )
+    if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
+        raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
+    train, valid, test = build_batches(config, context, datasets, tokenizer)
+    lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
+    say(summary(config, context, recipe, vocab_size, state))
+    if len(pipeline.stages) > 1 and context.first:
+        say(f" > {pipeline.describe(micros_of(config, context))}")
+    if record and not config.checkpoint.finetune:
+        notices += check_samples(config, record, train, context)
+        say(resumed(config, record, state, lengths, context.mesh.sizes))
+        if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
+            notices.append(f"training ends at iteration {end}: nothing is left to train")
+    for notice in [*remarks(config, context.mesh.world_size), *notices]:
+        say(f"note: {notice}")
+    return Run(
+        config=config,
+        context=context,
+        vocab_size=vocab_size,
+        stages=stages,
+        pipeline=pipeline,
+        wire=wire_of(config, context, dtype, pipeline),
+        optimizer=optimizer,
+        lengths=lengths,
+        train_batches=train,
+        valid_batches=valid,
+        test_batches=test,
+        saver=saver,
+        metrics=build_metrics(config, context, vocab_size, state),
+        watch=watch,
+        state=state,
+        recorder=recorder_of(config, context, pipeline, state.iteration, say),
+        profiler=Profiler(config, context.mesh.rank, context.device, say),
+        origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
+    )
+
+
+def build_watch(config: schema.Config, context: Context, heart: Heartbeat) -> Watch:
+    """This rank's guards."""
+    mesh = context.mesh
+    heart.say_place(mesh.place)
+    return Watch(config.guard, minutes=config.batch.exit_duration_in_mins, heart=heart, rank=mesh.rank,
+                 say=_speaker(context), exchange=exchange_over(context),
+                 counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0)  # fmt: skip
+
+
+def _speaker(context: Context):
+    def say(text: str) -> None:
+        if context.first:
+            print(text, flush=True)
+
+    return say
+
+
+def exchange_over(context: Context):
+    """`exchange(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
+    return partial(collectives.gather_objects, axis=context.mesh.world)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
+    """(tokenizer or None, size of the vocabulary without padding)."""
+    settings = config.tokenizer
+    if settings.tokenizer_type is None and config.data.mock_data and settings.vocab_size:
+        return None, settings.vocab_size
+    tokenizer = build_tokenizer(settings, say)
+    if (
+        settings.vocab_size
+        and settings.vocab_size < tokenizer.vocab_size
+        and settings.tokenizer_type != "NullTokenizer"
+    ):
+        raise SettingsError(f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
+                            do="leave --vocab-size out, or give at least the tokenizer's size")  # fmt: skip
+    return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
+
+
+def all_paths(data: schema.Data) -> list[str]:
+    """Every prefix that is read, weights between them."""
+    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [word for words in lists for word in words or ()]
+
+
+def verify_data(data: schema.Data, context: Context, say) -> None:
+    """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
+    given = {f"--{name.replace('_', '-')}": getattr(data, name)
+             for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")}  # fmt: skip
+    blends = [parse_blend(words, flag) for flag, words in given.items() if words]
+    prefixes = sorted({bare_prefix(prefix) for blend in blends for prefix in blend.prefixes})
+    started, problems = time.perf_counter(), []
+    try:
+        for prefix in prefixes:
+            problems += manifest.verify(prefix, context.mesh.rank, context.mesh.world_size)
+    except DataError as missing:
+        problems.append(str(missing))
+    problems = sorted({problem for found in exchange_over(context)(problems) for problem in found})
+    if problems:
+        raise DataError(
+            "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
+        )
+    say(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
+
+
+def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
+    """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
+    iterations = total_iterations(batch, dp)
+    evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
+    each = batch.eval_iters * batch.global_batch_size
+    return total_samples(batch, dp), evaluations * each, each
+
+
+def build_batches(config: schema.Config, context: Context, datasets, tokenizer) -> list[Optional[Batches]]:
+    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
+    dp = context.mesh.dp
+    batch = config.batch
+
+    def constant(consumed: int) -> tuple[int, int]:
+        return batch.global_batch_size, batch.global_batch_size // batch.micro_batch_size // dp.size
+
+    def ramped(consumed: int) -> tuple[int, int]:
+        return batch_size(batch, dp.size, consumed)
+
+    return [
+        dataset and Batches(
+            dataset, config.data, micro_batch_size=batch.micro_batch_size, eod=tokenizer.eod if tokenizer else None,
+            dp_rank=dp.rank, dp_size=dp.size, next_step=sizes, pin_memory=context.device.type == "cuda",
+        )
+        for dataset, sizes in zip(datasets, (ramped, constant, constant))
+    ]  # fmt: skip
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def open_saver(settings: schema.Checkpoint, context: Context, say) -> Optional[Keeper]:
+    """The right to write into `--save`; None without it."""
+    if settings.save is None:
+        return None
+    mesh = context.mesh
+    exchange = exchange_over(context)
+    if settings.async_save and mesh.world_size > 1:
+        store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
+        exchange = exchange_through(store, mesh.rank, mesh.world_size, patience=SLOWEST_WRITER)
+    return Keeper(settings, rank=mesh.rank, exchange=exchange, say=say)
+
+
+SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
+
+
+def load_folder(settings: schema.Checkpoint, exchange) -> Path:
+    """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
+    folders = [Path(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
+    this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
+    newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
+    return exchange(newest)[0]
+
+
+def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
+         fresh: State) -> tuple[State, Optional[dict[str, Any]], list[str]]:  # fmt: skip
+    """Fill the optimizer's state from `--load`.
+
+    Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
+    """
+    settings = config.checkpoint
+    if settings.load is None:
+        return fresh, None, []
+    exchange = exchange_over(context)
+    weights_only = settings.finetune or settings.no_load_optim
+    compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
+    pieces = optimizer.pieces(moments=not weights_only)
+    names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
+    restored = restore(
+        load_folder(settings, exchange), pieces, names=names, step=settings.ckpt_step, allow_empty=settings.auto_resume,
+        check=lambda record: compare(config, record["config"]), rank=context.mesh.rank, exchange=exchange,
+        strictness=settings.load_strictness,
+    )  # fmt: skip
+    if restored is None:
+        return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
+    record = exchange(restored.state)[0]
+    optimizer.publish()
+    notices = [*restored.notices, f"loaded checkpoint {restored}"]
+    if settings.finetune:
+        return fresh, record, notices
+    if not weights_only:
+        if record["optimizer_steps"] is None:
+            raise CheckpointError(f"{restored.path} holds no optimizer state", do="add --no-load-optim or --finetune")
+        optimizer.step_count = record["optimizer_steps"]
+    return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+
+
+def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None:
+    """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
+
+    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
+    would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
+    """
+    if settings.save is None or (settings.load and Path(settings.load).resolve() == Path(settings.save).resolve()):
+        return
+    flags = {"--save": settings.save}
+    if settings.load is None:
+        flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
+    for flag, folder in flags.items():
+        newest = exchange(max(checkpoints(Path(folder)), default=0) if folder else 0)[0]
+        if newest > iteration:
+            raise CheckpointError(f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
+                                  f"this run starts at iteration {iteration}: its own would lie between them",
+                                  f"--load {folder} goes on from there; otherwise give another {flag}, or move them "
+                                  "away")  # fmt: skip
+
+
+def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:
+    """Where a run goes on, in a line; `now`: axis -> size of this job."""
+    rate = learning_rate(config.optimizer, lengths, state.scheduled_samples)
+    then = record.get("mesh") or {}
+    layouts = " and ".join(dict.fromkeys(f"{_layout(sizes)} {word}" for sizes, word in ((then, "then"), (now, "now"))))
+    if then == now:
+        layouts = f"{_layout(now)} then and now"
+    return (f" > resuming at iteration {state.iteration}, {state.consumed_samples:,} samples consumed, "
+            f"learning rate {rate:.6E}; layout {layouts}")  # fmt: skip
+
+
+def _layout(sizes: dict[str, int]) -> str:
+    dp = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
+
+
+def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: Context) -> list[str]:
+    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
+    wrong = [int(place) for place, halves in (record.get("samples") or {}).items()
+             if context.first and list(batches.sample_hash(int(place))) != halves]  # fmt: skip
+    return list(changes.refuse_other_samples(config, exchange_over(context)(wrong)[0]))
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def build_pipeline(config: schema.Config, context: Context) -> Pipeline:
+    """Which layers lie where, and the order of passes."""
+    return Pipeline.of(config.parallel, config.model.num_layers, micros_of(config, context))
+
+
+def micros_of(config: schema.Config, context: Context) -> int:
+    """Micro-batches of a step at the full batch size."""
+    return config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
+
+
+def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline) -> Wire:
+    """The wire between pipeline stages, for hidden states [s, b, h] (or [s/tp, b, h])."""
+    model, mesh = config.model, context.mesh
+    s = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    groups = None
+    if mesh.pp.size > 1 and dist.get_backend() == "nccl":
+        groups = open_channels(mesh, pipeline.stages)
+    shape = (s, config.batch.micro_batch_size, model.hidden_size)
+    return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
+
+
+def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline, done: int, say) -> Optional[Recorder]:
+    """What records a step for `--pipeline-timeline`; None without it. done: steps before this start."""
+    path = config.parallel.pipeline_timeline
+    if path is None:
+        return None
+    if context.first and not Path(path).absolute().parent.is_dir():
+        raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
+    if total_iterations(config.batch, context.mesh.dp.size) - done < STEP:
+        say(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
+    return Recorder(path, pipeline, context.mesh)
+
+
+def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:
+    """The log of a run, opened on the first rank."""
+    name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
+    rates = Rates(
+        total_iterations(config.batch, context.mesh.dp.size),
+        config.model.seq_length,
+        ranks=context.mesh.world_size,
+        flops_per_token=flops.model_flops(config.model, vocab_size),
+        peak_flops=peak_of(config, context, name),
+        device=context.device.type,
+    )
+    header = run_record(config, context.mesh.sizes, state.iteration, device=name,
+                        parameters=flops.parameters(config.model, vocab_size))  # fmt: skip
+    return Metrics(config.logging, rates, header=header, iteration=state.iteration, save=config.checkpoint.save,
+                   active=context.first, timers=build_timers(config.logging, context))  # fmt: skip
+
+
+def build_timers(settings: schema.Logging, context: Context) -> Optional[Timers]:
+    """The timers of `--timing-log-level`; None where it asks for none."""
+    if settings.timing_log_level == 0:
+        return None
+    world, device, more = context.mesh.world, context.device, {}
+    if device.type == "cuda":
+        more["settle"] = partial(torch.cuda.synchronize, device)
+    if settings.barrier_with_level_1_timing and world.size > 1:
+        more["barrier"] = partial(collectives.barrier, world)
+
+    def gather(seconds: list[float]) -> list[list[float]]:
+        mine = torch.tensor(seconds, dtype=torch.float64, device=device)
+        return collectives.all_gather(mine, world).view(-1, len(seconds)).tolist()
+
+    parts = {name: phase.timed for name, phase in PHASES.items()}
+    return Timers(settings.timing_log_level, parts, gather=gather, **more)
+
+
+def peak_of(config: schema.Config, context: Context, name: str) -> Optional[float]:
+    """FLOP/s that MFU compares with: given, from the vendor's data sheet, or a CPU's own best matrix product."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops * 1e12
+    if context.device.type == "cpu":
+        return ranks.measured_flops(context.device, DTYPES[config.precision.precision])
+    return flops.peak_flops(name, config.precision.precision)
+
+
+def summary(config: schema.Config, context: Context, recipe: Recipe, vocab_size: int, state: State) -> str:
+    """What is about to happen, in a few lines."""
+    mesh, batch, model = context.mesh, config.batch, config.model
+    size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)
+    count = flops.parameters(model, vocab_size)
+    return "\n".join([
+        f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
+        f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
+        f" > {recipe.name} of {count:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {vocab_size}",
+        f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
+        f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
+        f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+    ])  # fmt: skip

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretraining, top to bottom: `pretrain` builds a run and trains it; `train` is the loop; `train_step` is a step.
+
+A run is a `Recipe` (what to train) and a `Config` (how). Whatever a step depends on is a function of `State`, which a
+checkpoint keeps: data order, batch size, learning rate and dropout are all computed from the samples consumed so far.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Optional
+
+import torch
+
+from megatron.data.loader import Batches, MicroBatch
+from megatron.guard.endings import guarded
+from megatron.guard.replicas import check_replicas
+from megatron.guard.stopping import Stop
+from megatron.guard.watch import Verdict
+from megatron.mpu import collectives
+from megatron.optimizer.lr_schedule import learning_rate, weight_decay
+from megatron.pipeline.execute import execute
+from megatron.settings import schema
+from megatron.settings.batch import batch_size
+from megatron.telemetry.metrics import Step
+from megatron.telemetry.phases import Listening, phase
+from megatron.training.build import build_run
+from megatron.training.recovery import pass_over, rewind, stopped
+from megatron.training.state import Recipe, Run, State
+
+
+def pretrain(config: schema.Config, recipe: Recipe) -> None:
+    """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
+    with guarded(config.guard) as heart:
+        run = build_run(config, recipe, heart)
+        try:
+            with Listening.with_timers(run.metrics.timers):
+                train(run)
+        except BaseException as error:
+            run.close(error)
+            raise
+        run.close()
+
+
+def train(run: Run) -> None:
+    """Train from `run.state` to the end of the run, or to where the settings say to stop."""
+    batch, saved_at = run.config.batch, run.state.iteration
+    for stage in run.stages:
+        stage.train()
+    run.metrics.start(run.watch.heart.startup)
+    while run.state.iteration < run.train_iters:
+        run.profiler.before(run.state.iteration + 1)
+        step = train_step(run)
+        if run.profiler.ends(run.state.iteration):
+            with run.metrics.paused():
+                run.profiler.end(run.state.iteration)
+        if step is None:  # a spike: the run is back at an earlier step
+            continue
+        run.metrics.record(step)
+        if due(run.config.guard.check_replicas_interval, run.state):
+            check_replicas(run.optimizer, run.state.iteration)
+        if run.valid_batches and due(batch.eval_interval, run.state):
+            with run.metrics.paused():
+                evaluate(run, run.valid_batches, "validation")
+        stop = reason_to_stop(run)
+        if run.saver and (stop or run.saver.due(run.state.iteration)):
+            with run.metrics.paused():
+                run.save()
+            saved_at = run.state.iteration
+        if stop:
+            return stopped(run, stop)
+    if run.saver and saved_at < run.state.iteration:
+        run.save()
+    for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
+        if batches:
+            evaluate(run, batches, split, final=True)
+
+
+def train_step(run: Run) -> Optional[Step]:
+    """One optimizer step over one global batch. Advances `run.state` and says what happened; None where it went back."""
+    state, config, watch = run.state, run.config, run.watch
+    size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
+    if state.iteration + 1 in state.left_out:
+        return pass_over(run, size)
+    loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
+    with run.phase("data", step=state.iteration + 1):
+        batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
+    with phase("passes"):
+        sums = passes(run, batches, loss_of, watch.heart.watch)
+    with run.phase("reduce"):
+        totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
+    loss, tokens = watch.count(totals)
+    factor = unscale(tokens)
+    loss, norm = loss / max(tokens, 1), norm * factor
+    verdict = watch.judge(state.iteration + 1, state.recent, loss, norm, partial(find_cause, run, batches, loss_of),
+                          scaling=state.scaler.dynamic, rollbacks=state.rollbacks)  # fmt: skip
+    if verdict is Verdict.ROLLBACK:
+        return rewind(run)
+    rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
+    if verdict is Verdict.UPDATE:
+        decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
+        with run.phase("update"):
+            run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
+    run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
+    return Step(
+        run.state.iteration,
+        run.state.consumed_samples,
+        size,
+        {"lm loss": loss},
+        learning_rate=rate,
+        grad_norm=norm,
+        loss_scale=run.state.scaler.scale,
+        skipped=verdict is Verdict.SKIP,
+        ledger=watch.ledger,
+        extra={"spike": watch.spike.score} if watch.spike else {},
+    )
+
+
+def passes(run: Run, batches: Sequence[MicroBatch], loss_of, see) -> torch.Tensor:
+    """Forward and backward passes of a step, in the order of the schedule; this rank's [loss sum, tokens]."""
+    ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
+    record = run.recorder.record() if run.recorder else None
+    run.optimizer.expect(len(batches))
+    sums = execute(ops, run.stages, batches, run.wire, loss_of, timeline=record, see=see)
+    if record is not None:
+        run.recorder.write(record)
+    return sums
+
+
+def find_cause(run: Run, batches: Sequence[MicroBatch], loss_of) -> str:
+    """Where the first value of this step that is not finite was made, in words; all ranks together."""
+
+    def replay(see):
+        return run.optimizer.totals(passes(run, batches, loss_of, see))
+
+    with run.optimizer.present():
+        return run.watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
+
+
+def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step, on its device."""
+    return [batch.to(run.context.device) for batch in batches.step(consumed, num_micros)]
+
+
+def counted_once(run: Run, sums: torch.Tensor) -> torch.Tensor:
+    """A rank's loss and tokens, as its part of the sum over all ranks: tensor-parallel ranks have seen the same ones."""
+    return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)
+
+
+def objective(config: schema.Config, loss_scale: float, size: int, micro_batches: int):
+    """(micro-batch's loss sum, tokens) -> scalar to differentiate; and what undoes its scale, given all tokens.
+
+    `--loss-averaging token`: the mean over the unmasked tokens of the global batch. Their number is known only at the
+    end of the step, so the loss is divided by the number without masks and corrected with the gradients; without masks
+    the correction is exactly 1. `micro-batch`: the mean over micro-batches of the mean over their tokens.
+    """
+    if config.optimizer.loss_averaging == "micro-batch":
+        scale = loss_scale / micro_batches
+        return lambda loss, tokens: loss * (scale / torch.clamp(tokens, min=1)), lambda tokens: 1.0 / loss_scale
+    nominal = size * config.model.seq_length
+    return lambda loss, tokens: loss * (loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
+
+
+def clip_coefficient(norm: float, limit: float) -> float:
+    """What gradients are multiplied by so that their norm is at most `limit` (0: no limit), as in Megatron-LM."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
+    """Mean loss over `--eval-iters` global batches of a split that were not seen before; all ranks get it."""
+    started = time.perf_counter()
+    size = run.config.batch.global_batch_size
+    num_micros = size // run.config.batch.micro_batch_size // run.dp
+    for stage in run.stages:
+        stage.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.context.device)
+    consumed = run.state.consumed_valid_samples if split == "validation" else 0
+    with phase("evaluate"):
+        for _ in range(run.config.batch.eval_iters):
+            run.watch.heart.beat("evaluate")
+            ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
+            sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
+            consumed += size
+        loss, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
+    for stage in run.stages:
+        stage.train()
+    if split == "validation":
+        run.state = replace(run.state, consumed_valid_samples=consumed)
+    mean = loss / max(tokens, 1)
+    run.metrics.record_eval(run.state.iteration, run.state.consumed_samples, {"lm loss": mean}, split=split,
+                            label=f" on {split} set" if final else "", seconds=time.perf_counter() - started)  # fmt: skip
+    run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
+    return mean
+
+
+def due(interval: Optional[int], state: State) -> bool:
+    """Whether something that happens every `interval` steps happens now."""
+    return bool(interval) and state.iteration % interval == 0
+
+
+def reason_to_stop(run: Run) -> Optional[Stop]:
+    """Why training ends before its last iteration; all ranks agree."""
+    interval = run.config.batch.exit_interval
+    return Stop(f"--exit-interval {interval}", False) if due(interval, run.state) else run.watch.stop

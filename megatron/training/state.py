@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pretraining job is made of: a `Recipe` says what is trained, a `Run` is the job, its `State` is what moves."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Optional
+
+import torch
+
+from megatron.checkpoint.keeper import Keeper
+from megatron.checkpoint.store import share
+from megatron.data.loader import Batches
+from megatron.errors import CheckpointError, Preempted, exit_code
+from megatron.guard.changes import probe_places
+from megatron.guard.spikes import Recent
+from megatron.guard.watch import Verdict, Watch
+from megatron.mpu.initialize import Context, leave
+from megatron.optimizer.lr_schedule import Lengths
+from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.zero import ShardedAdamW
+from megatron.pipeline.execute import Wire
+from megatron.pipeline.stages import Pipeline
+from megatron.pipeline.timeline_recorder import Recorder
+from megatron.settings import schema
+from megatron.settings.batch import total_iterations
+from megatron.telemetry.metrics import Metrics
+from megatron.telemetry.phases import phase
+from megatron.telemetry.profiler import Profiler
+
+LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained; how it is trained is the same for every recipe.
+
+    build_model:     (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
+                     whose forward takes (hidden, MicroBatch)
+    build_datasets:  (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
+    """
+
+    name: str
+    build_model: Callable
+    build_datasets: Callable
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is. Everything a step depends on besides settings and weights; saved in every checkpoint."""
+
+    scaler: LossScaler
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0  # those whose step was not skipped: what learning rate and weight decay count
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    recent: Recent = Recent()  # what spikes are measured against
+    left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
+    rollbacks: int = 0
+
+    def after(self, samples: int, verdict: Verdict, loss: float = 0.0, norm: float = 0.0, window: int = 0) -> "State":
+        """The state after a step of this many samples, which was trained on or skipped."""
+        skipped = verdict is Verdict.SKIP
+        return replace(
+            self,
+            scaler=self.scaler.update(not math.isfinite(norm)),
+            recent=self.recent if skipped else self.recent.after(loss, norm, window),
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + samples,
+            scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
+            skipped_iterations=self.skipped_iterations + skipped,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**asdict(self), "scaler": self.scaler.state()}
+
+    def restored(self, record: dict[str, Any]) -> "State":
+        """This state's settings with a checkpoint's counts. Raises CheckpointError where they are none."""
+        try:
+            known = {**record, "scaler": self.scaler.restored(record["scaler"])}
+            if "recent" in record:  # checkpoints of earlier versions have none
+                known["recent"] = Recent.of(record["recent"])
+            left_out = tuple(sorted({*self.left_out, *record.get("left_out", ())}))
+            found = replace(self, **{**known, "left_out": left_out})
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"state.json does not say where its run was: {error!r}") from None
+        for name, value in vars(found).items():
+            if isinstance(getattr(self, name), int) and not (type(value) is int and 0 <= value < 1 << 63):
+                raise CheckpointError(f"state.json does not say where its run was: {name} {value!r}")
+        return found
+
+
+@dataclass
+class Run:
+    """A job in progress: what was built once, and `state`, which moves."""
+
+    config: schema.Config  # resolved
+    context: Context
+    vocab_size: int  # without padding
+    stages: list[torch.nn.Module]  # this rank's model chunks
+    pipeline: Pipeline
+    wire: Wire  # to the neighbouring pipeline stages
+    optimizer: ShardedAdamW
+    lengths: Lengths
+    train_batches: Batches
+    valid_batches: Optional[Batches]
+    test_batches: Optional[Batches]
+    saver: Optional[Keeper]
+    metrics: Metrics
+    watch: Watch
+    state: State
+    recorder: Optional[Recorder]
+    profiler: Profiler
+    origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+
+    @property
+    def dp(self) -> int:
+        return self.context.mesh.dp.size
+
+    @property
+    def train_iters(self) -> int:
+        return total_iterations(self.config.batch, self.dp)
+
+    def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
+        """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
+        self.watch.heart.beat(name, step)
+        return phase(name)
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state, or begin to; all ranks together. Raises as `Keeper.save` does."""
+        with self.phase("save"):
+            self._save()
+        self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
+
+    def _save(self) -> None:
+        moments = not self.config.checkpoint.no_save_optim
+        record = dict(
+            state=self.state.record(),
+            optimizer_steps=self.optimizer.step_count if moments else None,
+            config=asdict(self.config),
+            vocab_size=self.vocab_size,
+            mesh=self.context.mesh.sizes,
+            samples=self._samples(),
+            **self.origin,
+        )
+        replicate = self.context.mesh.replicate
+        pieces = self.optimizer.pieces(moments, counted=True, lasting=self.config.checkpoint.async_save)
+        pieces = share(pieces, replicate.rank, replicate.size)
+        self.saver.save(self.state.iteration, pieces, record)
+
+    def _samples(self) -> dict[str, list[int]]:
+        """Hashes of a few samples that this run has had: whoever goes on from here can tell whether it would have too."""
+        places = probe_places(self.state.consumed_samples) if self.context.first else []
+        return {str(place): list(self.train_batches.sample_hash(place)) for place in places}
+
+    def close(self, error: Optional[BaseException] = None) -> None:
+        """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        orderly = error is None or isinstance(error, Preempted)
+        if orderly:
+            self.profiler.end(self.state.iteration)
+        if self.saver:
+            self.saver.close(None if orderly else LAST_SAVE, copies=error is not None)
+        for batches in (self.train_batches, self.valid_batches, self.test_batches):
+            if batches:
+                batches.close()
+        stop = self.watch.stop.why if self.watch.stop else ""
+        why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        self.metrics.end(self.state.iteration, 0 if error is None else exit_code(error), why)
+        self.metrics.close()
+        self.watch.close()
+        if orderly:
+            leave(self.context)
+        if self.saver and error is None:  # behind the others' end: they would give this rank up, and with it its copies
+            self.saver.close_copies(lambda: self.watch.heart.beat("save"))

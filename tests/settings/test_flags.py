@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: spellings, layers of settings, answers to what is wrong, help and the generated page."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import UsageError
+from megatron.settings.dialects import megatron_lm
+from megatron.settings.help import config_text, value_text
+from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.schema import GROUPS, Model, Optimizer, setting
+from megatron.settings.spelling import settings_of, spellings_of
+from megatron.tools import flag_docs
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+NAMES = (ROOT / "tests" / "settings" / "megatron_flags.txt").read_text().split()
+
+
+def read(line: str):
+    return parse_pretrain(SHAPE + line.split())
+
+
+def refused(line: str, shape=SHAPE) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_pretrain(shape + line.split())
+    assert caught.value.code == 2
+    return str(caught.value)
+
+
+# Values and spellings -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """One field of each kind."""
+
+    count: int = setting("a count", 1, "--number", "--seven=7")
+    share: float = setting("a share", 0.5)
+    word: str = setting("a word", "x")
+    on: bool = setting("on by default", True)
+    off: bool = setting("off by default", False, "--enable-off", "--without-off=false")
+    choice: Literal["a", "B", 3] = setting("one of them", "a", "--be~=B", also=dict(bee="B"))
+    numbers: Optional[list[int]] = setting("several", None)
+    words: Optional[list[str]] = setting("several", None)
+    maybe: Optional[int] = setting("a count or nothing", None)
+
+
+@pytest.mark.parametrize(
+    "line, name, value",
+    [
+        ("--count 3", "count", 3), ("--count=3", "count", 3), ("--count 1e3", "count", 1000), ("--number 4", "count", 4),
+        ("--seven", "count", 7), ("--seven false", "count", 1), ("--share 1e-4", "share", 1e-4),
+        ("--share -0.5", "share", -0.5), ("--share -1e-4", "share", -1e-4),
+        ("--on", "on", True), ("--no-on", "on", False), ("--no-on true", "on", False), ("--no-on false", "on", True),
+        ("--on false", "on", False), ("--on=off", "on", False),
+        ("--off", "off", True), ("--off true", "off", True), ("--off False", "off", False), ("--no-off", "off", False),
+        ("--enable_off=1", "off", True), ("--off --without-off false", "off", True), ("--without-off", "off", False),
+        ("--choice 3", "choice", 3), ("--choice A", "choice", "a"), ("--choice bee", "choice", "B"),
+        ("--be", "choice", "B"), ("--be --choice a", "choice", "a"),
+        ("--numbers 1 2 3", "numbers", [1, 2, 3]), ("--words 0.5 a", "words", ["0.5", "a"]), ("--maybe 2", "maybe", 2),
+        ("--count 1 --count 2", "count", 2), ("--count 2 --number 2", "count", 2), ("", "maybe", None),
+        ("--count 1 --then --number 2", "count", 2), ("--number 1 --then --on", "count", 1),
+        ("--on --then --no-on", "on", False), ("--choice a --then --be", "choice", "B"),
+    ],
+)  # fmt: skip
+def test_a_flag_sets_its_field(line, name, value):
+    found = getattr(parse(line.split(), {"kinds": Kinds})["kinds"], name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--count x", "--count 'x' is not a whole number"),
+        ("--count 1.5", "--count '1.5' is not a whole number"),
+        ("--share nan", "--share 'nan' is not a finite number"),
+        ("--count", "--count takes one value (a whole number), got none"),
+        ("--count 1 2", "--count takes one value (a whole number), got 2: 1 2"),
+        ("--on maybe", "--on 'maybe' is neither true nor false"),
+        ("--choice c", "--choice 'c' is none of a, B, 3"),
+        ("--numbers", "--numbers needs at least one value"),
+        ("--numbers 1 b", "--numbers 'b' is not a whole number"),
+        ("--seven 8", "--seven '8' is neither true nor false"),
+        ("--coutn 3", "unknown flag --coutn; did you mean --count?"),
+        ("-count 3", "unknown flag -count; did you mean --count?"),
+        ("stray --count 3", "'stray' belongs to no flag"),
+        ("--count 1 --number 2", "--count 1 and --number 2 contradict each other (both set --count)"),
+        ("--count 3 --then --count 1 --number 2", "--count 1 and --number 2 contradict each other"),
+        ("--then stray --count 3", "'stray' belongs to no flag"),
+        ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
+        ("--word=", "--word is empty"),
+    ],
+)
+def test_a_wrong_flag_is_answered(line, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        parse(line.split(), {"kinds": Kinds}, prog="tool")
+
+
+def test_all_problems_come_at_once():
+    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --num-experts 8", shape=[])
+    for words in (
+        "6 problems",
+        "--lr 'x'",
+        "--seq-length takes one",
+        "--bf16 and --fp16",
+        "unknown flag --frobnicate",
+        "--num-experts is not supported",
+        "missing: --num-layers, --hidden-size, --num-attention-heads",
+    ):
+        assert words in text
+
+
+def test_what_is_misspelled_is_not_missing_as_well():
+    text = refused("", shape=["--num-layer", "2", "--hidden-size", "x", "--num-attention-heads", "2"])
+    assert "missing" not in text and "did you mean --num-layers" in text and "--hidden-size 'x'" in text
+
+
+# Spellings of other systems -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, group, name, value",
+    [
+        ("--mp_degree 2", "parallel", "tensor_model_parallel_size", 2),
+        ("--pp_degree 2", "parallel", "pipeline_model_parallel_size", 2),
+        ("--dp_degree 2", "parallel", "data_parallel_size", 2),
+        ("--model-parallel-size 2", "parallel", "tensor_model_parallel_size", 2),
+        ("--use-distributed-optimizer", "parallel", "sharding_stage", 1),
+        ("--use-distributed-optimizer --sharding-stage 2", "parallel", "sharding_stage", 2),
+        ("--use_sharding true", "parallel", "sharding_stage", 1),
+        ("--data-parallel-sharding-strategy optim_grads", "parallel", "sharding_stage", 2),
+        ("--use_amp true", "precision", "precision", "fp16"),
+        ("--use_amp true --bf16", "precision", "precision", "bf16"),
+        ("--use_amp false", "precision", "precision", "fp32"),
+        ("--max_lr 0.00015", "optimizer", "lr", 0.00015),
+        ("--decay_steps 320000", "optimizer", "lr_decay_iters", 320000),
+        ("--warmup .01", "optimizer", "lr_warmup_fraction", 0.01),
+        ("--grad_clip 0.5", "optimizer", "clip_grad", 0.5),
+        ("--lr-decay-style none", "optimizer", "lr_decay_style", "constant"),
+        ("--optimizer adamw", "optimizer", "optimizer", "adam"),
+        ("--calculate-per-token-loss", "optimizer", "loss_averaging", "token"),
+        ("--max_steps 5", "batch", "train_iters", 5),
+        ("--batch-size 5", "batch", "micro_batch_size", 5),
+        ("--eval_freq 5", "batch", "eval_interval", 5),
+        ("--logging_freq 5", "logging", "log_interval", 5),
+        ("--save_steps 5", "checkpoint", "save_interval", 5),
+        ("--output_dir x", "checkpoint", "save", "x"),
+        ("--device gpu", "kernels", "device", "cuda"),
+        ("--use-flash-attn true", "kernels", "attention_backend", "flash"),
+        ("--attention-backend unfused", "kernels", "attention_backend", "explicit"),
+        ("--max_seq_len 64", "model", "seq_length", 64),
+        ("--encoder-seq-length 64", "model", "seq_length", 64),
+        ("--layernorm-epsilon 1e-6", "model", "norm_epsilon", 1e-6),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--use_amp true --amp-level o1", "precision", "amp_level", "O1"),
+        (
+            "--amp-custom-black-list reduce_sum,elementwise_div",
+            "precision",
+            "amp_custom_black_list",
+            ["reduce_sum,elementwise_div"],
+        ),
+        ("--recompute-activations", "recompute", "recompute_granularity", "core_attn"),
+        ("--recompute-granularity selective", "recompute", "recompute_granularity", "core_attn"),
+        ("--use_recompute true", "recompute", "recompute_granularity", "full"),
+        ("--use_recompute true --recompute_granularity full_attn", "recompute", "recompute_granularity", "full_attn"),
+        ("--checkpoint-activations --checkpoint-num-layers 2", "recompute", "recompute_num_layers", 2),
+        ("--activations-checkpoint-method uniform", "recompute", "recompute_method", "uniform"),
+        ("--no-recompute-layers 0,1,5", "recompute", "no_recompute_layers", "0,1,5"),
+        ("--no-query-key-layer-scaling", "model", "apply_query_key_layer_scaling", False),
+        ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
+        ("--scale_qk_by_layer_num true", "model", "apply_query_key_layer_scaling", True),
+        ("--vocab_size_divisible_unit 64", "model", "make_vocab_size_divisible_by", 64),
+        ("--reduce_overlap true", "parallel", "overlap_grad_reduce", True),
+        ("--broadcast_overlap true", "parallel", "overlap_param_gather", True),
+        ("--sharding_offload true", "optimizer", "optimizer_cpu_offload", True),
+        ("--backend nccl", "parallel", "distributed_backend", "nccl"),
+        ("--accumulate_steps 4", "batch", "gradient_accumulation_steps", 4),
+        ("--local_batch_size 8", "batch", "local_batch_size", 8),
+    ],
+)
+def test_other_systems_spellings(line, group, name, value):
+    assert getattr(getattr(read(line), group), name) == value
+
+
+def test_a_long_megatron_command_line_is_understood(capsys):
+    """The flags that most of the published GPT command lines carry, together."""
+    config = parse_pretrain(
+        """--use-mcore-models --transformer-impl local --num-layers 12 --hidden-size 512 --num-attention-heads 8
+        --log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard
+        --log-memory-to-tensorboard --timing-log-level 2 --seq-length 1024 --max-position-embeddings 1024
+        --micro-batch-size 4 --global-batch-size 32 --train-iters 50 --lr-decay-iters 320000 --save ckpt --load ckpt
+        --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 --distributed-backend gloo --lr 0.00015
+        --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
+        --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --tensor-model-parallel-size 1
+        --pipeline-model-parallel-size 1 --no-gradient-accumulation-fusion --deterministic-mode --ckpt-format torch
+        --attention-softmax-in-fp32 --attention-backend unfused --data-cache-path cache --bf16 --data-path d
+        --tensorboard-dir tb --dist-ckpt-strictness log_all --use-checkpoint-opt_param-scheduler""".split()
+    )
+    assert config.precision.precision == "bf16" and config.data.split == "949,50,1"
+    notes = capsys.readouterr().err
+    assert "note: --use-mcore-models, --transformer-impl have no effect: there is one implementation" in notes
+    assert (
+        notes.count("note:") < 12 and "--log-params-norm" in notes and "--use-checkpoint-opt-param-scheduler" in notes
+    )
+
+
+# Answers for Megatron-LM's flags --------------------------------------------------------------------------------------
+
+
+def test_every_megatron_flag_is_answered():
+    spellings = spellings_of(settings_of(GROUPS))
+    silent = [n for n in NAMES if n.replace("_", "-") not in spellings and not megatron_lm.answer(n)]
+    assert len(NAMES) > 1000 and not silent
+
+
+def test_the_tables_say_one_thing_about_each_flag():
+    ignored, refused_ = megatron_lm._IGNORED, megatron_lm._REFUSED
+    settings = set(spellings_of(settings_of(GROUPS)))
+    assert not (ignored.keys() & refused_) and not settings & (ignored.keys() | refused_)
+    for table in (megatron_lm.IGNORED, megatron_lm.REFUSED):
+        names = [name for names in megatron_lm.sentences(table).values() for name in names]
+        assert len(names) == len(set(names))
+    patterns = [p for p in (*ignored, *refused_) if "*" in p]
+    theirs = [n.replace("_", "-") for n in NAMES]
+    idle = [p for p in patterns if not any(fnmatchcase(n, p) for n in theirs)]
+    assert set(idle) <= {
+        "--amp-*",
+        "--rdzv-*",
+        "--soap-*",
+        "--use-layer-wise-*",
+    }  # of other systems
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--recompute-modules mlp", "say --recompute-granularity full, full_attn or core_attn"),
+        ("--train-tokens 300000000000", "--train-samples"),
+        ("--nproc_per_node 8", "torchrun"),
+        ("--fp8-format hybrid", "use --bf16"),
+        ("--deepspeed", "DeepSpeed"),
+        ("--use_mcore_model", "did you mean --use-mcore-models"),
+        ("--bf16;", "did you mean --bf16?"),
+        ("--optimizer sgd", "'sgd' is none of adam"),
+    ],
+)
+def test_what_is_not_supported_says_what_to_do(line, words):
+    assert words in refused(line)
+
+
+def test_values_that_ask_for_nothing_pass_in_silence(capsys):
+    read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
+    assert capsys.readouterr().err == ""
+
+
+def test_only_rank_0_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    read("--transformer-impl local")
+    assert capsys.readouterr().err == ""
+
+
+# Layers: default < preset < file < command line -----------------------------------------------------------------------
+
+
+def test_layers(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  num_layers: 3\n  hidden-size: 16\nlr: 1e-4\nbf16: true\nnum_query_groups: null\n")
+    config = parse_pretrain(f"--config {file} --model-name-or-path gpt2-medium --num-layers 4".split())
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (4, 16, 16)
+    assert config.optimizer.lr == 1e-4 and config.precision.precision == "bf16"
+    assert parse_pretrain(f"--config {file} --preset gpt2 --fp16".split()).precision.precision == "fp16"
+
+
+def test_a_folder_as_model_name_is_loaded(tmp_path):
+    assert read(f"--model-name-or-path {tmp_path}").checkpoint.load == str(tmp_path)
+    assert read(f"--model-name-or-path {tmp_path} --load other").checkpoint.load == "other"
+    assert "neither a folder nor a known shape (gpt2-small" in refused("--model-name-or-path gpt7")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("num_layer: 3", ":1: unknown key num_layer; did you mean num_layers?"),
+        ("\nlr: x", ":2: lr 'x' is not a number"),
+        ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
+        ("- 1", "a list of `key: value` lines is wanted"),
+        ("a: [1\nb: 2", ":2: not YAML"),
+        ("moe_router_topk: 2", ":1: --moe-router-topk is not supported"),
+        ("bf16: true\nfp16: true", "contradict each other"),
+    ],
+)
+def test_wrong_files(tmp_path, text, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert f"{words}" in refused(f"--config {file}")
+
+
+def test_a_file_that_is_missing_or_no_text(tmp_path):
+    assert "No such file" in refused("--config nowhere.yaml")
+    assert "needs the name" in refused("--config")
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refused(f"--config {tmp_path}/run.yaml")
+
+
+def test_a_file_may_serve_several_commands(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: 3\ncount: 5\nsplit: [1, 2, 3]\nwords: a\nnumbers: 16 16 1000\n")
+    kinds = parse(["--config", str(file)], {"kinds": Kinds})["kinds"]
+    assert (kinds.count, kinds.words, kinds.numbers) == (5, ["a"], [16, 16, 1000])
+
+
+def print_config(line: str, capsys) -> str:
+    with pytest.raises(SystemExit) as left:
+        read(line + " --print-config")
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_print_config_says_who_set_what_and_reads_back(tmp_path, capsys):
+    line = (
+        "--preset gpt2-medium --max-lr 1e-4 --data-path 0.3 a 0.7 b --no-bias-gelu-fusion --use-distributed-optimizer"
+    )
+    text = print_config(line, capsys)
+    for words in (r"lr: 0.0001 +# --max-lr", r"num_layers: 2 +# --num-layers", r"seq_length: 1024 +# preset gpt2-medium",
+                  r"split: \"969,30,1\" +# default", r"sharding_stage: 1 +# --use-distributed-optimizer"):  # fmt: skip
+        assert re.search(words, text)
+    (tmp_path / "run.yaml").write_text(text)
+    again = print_config(f"--config {tmp_path}/run.yaml", capsys)
+    assert re.search(rf"lr: 0.0001 +# {tmp_path}/run.yaml:\d+", again)
+    values = [re.sub(r" +# .*", "", t) for t in (text, again)]
+    assert values[0] == values[1]
+
+
+@given(st.one_of(st.text(max_size=12), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
+def test_printed_values_are_yaml(value):
+    import yaml
+
+    loaded = yaml.safe_load(f"key: {value_text(value)}")["key"]
+    assert loaded == value or (isinstance(value, float) and float(loaded) == value)
+
+
+def test_config_text_of_every_setting():
+    assert config_text(settings_of(GROUPS), {}).count("# default") == len(settings_of(GROUPS))
+
+
+def test_extra_groups_of_a_recipe():
+    config = parse_pretrain([*SHAPE, "--count", "5"], {"kinds": Kinds})
+    assert config.extra["kinds"].count == 5 and config.model == Model(2, 8, 2)
+
+
+# Help and docs --------------------------------------------------------------------------------------------------------
+
+
+def helped(flag: str, capsys) -> str:
+    with pytest.raises(SystemExit) as left:
+        parse([flag], prog="pretrain_gpt.py", description="Pretrain a GPT.")
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_help_all_is_complete(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    short, long = helped("--help", capsys), helped("--help-all", capsys)
+    assert 20 <= len(re.findall(r"^  --", short, re.M)) <= 30 and len(short.splitlines()) < 60
+    assert all(s.flag in long for s in settings_of(GROUPS)) and "\noptimizer:\n" in long
+    assert max(map(len, (short + long).splitlines())) <= 118
+
+
+def test_docs_are_up_to_date():
+    assert (ROOT / "docs" / "flags.md").read_text() == flag_docs.page(), (
+        "run: python -m megatron.tools.flag_docs --output docs/flags.md"
+    )
+
+
+@pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--help-all"], 0), (["--lr", "x"], 2), ([*SHAPE], 3)])
+def test_answers_come_without_torch_or_numpy(argv, code):
+    """What takes time is imports: none of the heavy ones happens before the settings are known to work."""
+    program = (
+        "import sys; sys.argv[0] = 'pretrain_gpt.py'\n"
+        "import pretrain_gpt; from megatron.errors import run_main\n"
+        "heavy = lambda: print('HEAVY', {'torch', 'numpy', 'yaml', 'tokenizers'} & set(sys.modules))\n"
+        "import atexit; atexit.register(heavy)\n"
+        f"run_main(pretrain_gpt.main, {argv!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "HEAVY set()" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_lengths_in_optimizer_are_flags_too():
+    assert Optimizer().lr is None
+    assert read("--lr-warmup-samples 1e6").optimizer.lr_warmup_samples == 1_000_000

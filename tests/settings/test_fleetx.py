@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML of PaddleFleetX read as settings: sections, `_base_`, `-c` and `-o`."""
+
+import pytest
+
+from megatron.errors import UsageError
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import filled
+
+BASE = """
+Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}
+Engine:
+  max_steps: 500000
+  num_train_epochs: 1
+  accumulate_steps:
+  logging_freq: 1
+  eval_freq: 500
+  eval_iters: 10
+  test_iters:
+  mix_precision:
+    enable: True
+    dtype: "float16"
+    level: "O2"
+    scale_loss: 32768.0
+    custom_black_list: ["reduce_sum", "elementwise_div"]
+  save_load: {save_steps: 1000, save_epoch: 1, output_dir: ./output, ckpt_dir: }
+Model: {module: "GPTModule", name: "GPT", fused_linear: False, sequence_parallel: False}
+Data:
+  Train: &one
+    dataset: {name: GPTDataset, input_dir: ./data/, split: [949, 50, 1], max_seq_len: 1024}
+    sampler: {name: GPTBatchSampler, shuffle: False, drop_last: True}
+    loader: {num_workers: 1, return_list: False, collate_fn: gpt_collate_fn}
+  Eval: *one
+Optimizer:
+  name: FusedAdamW
+  beta2: 0.95
+  epsilon: 1.0e-8
+  lr: {name: CosineAnnealingWithWarmupDecay, decay_steps: 360000, warmup_rate: 0.01, max_lr: 5.0e-5, min_lr: 1.0e-5}
+  grad_clip: {name: "ClipGradByGlobalNorm", clip_norm: 0.5}
+  tensor_fusion: False
+Profiler: {enable: False, scheduler: [1, 5], profiler_log: profiler_log, detailed: False}
+"""
+OWN = """
+_base_: ./base.yaml
+Global: {local_batch_size: 8, micro_batch_size: 4}
+Model:
+  vocab_size: 50304
+  hidden_size: 4096
+  num_layers: 32
+  num_attention_heads: 32
+  ffn_hidden_size:
+  hidden_dropout_prob: 0.2
+  type_vocab_size: 16
+  use_recompute: True
+  recompute_granularity:
+  no_recompute_layers: [0, 5]
+Distributed:
+  dp_degree: 2
+  mp_degree: 4
+  pp_degree: 2
+  sharding: {sharding_degree: 16, sharding_stage: 2, sharding_offload: False, reduce_overlap: True}
+"""
+
+
+@pytest.fixture
+def read(tmp_path, capsys):
+    """`read("-o ...")`: the settings of a file that builds on another, and what was told on stderr."""
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "own.yaml").write_text(OWN)
+    return lambda line="": (parse_pretrain(["-c", str(tmp_path / "own.yaml"), *line.split()]), capsys.readouterr().err)
+
+
+def test_a_file_and_the_one_that_it_builds_on(read):
+    config, told = read()
+    m, p, b, o = config.model, config.parallel, config.batch, config.optimizer
+    assert (m.num_layers, m.hidden_size, m.hidden_dropout, m.seq_length, m.ffn_hidden_size) == (
+        32,
+        4096,
+        0.2,
+        1024,
+        None,
+    )
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size) == (4, 2, 32)
+    assert (p.sharding_stage, p.sharding_degree, p.overlap_grad_reduce, p.overlap_param_gather) == (2, 16, True, False)
+    assert (b.micro_batch_size, b.local_batch_size, b.train_iters, b.eval_interval) == (4, 8, 500000, 500)
+    assert filled(config, 256).batch.global_batch_size == 8 * 32
+    assert (o.optimizer, o.lr, o.min_lr, o.lr_decay_style, o.lr_decay_iters) == ("adam", 5e-5, 1e-5, "cosine", 360000)
+    assert (o.lr_warmup_fraction, o.adam_beta2, o.clip_grad) == (0.01, 0.95, 0.5)
+    assert (config.precision.precision, config.precision.amp_level) == ("fp16", "O2")
+    assert (config.precision.initial_loss_scale, config.precision.amp_custom_black_list) == (32768, None)
+    assert config.recompute.recompute_granularity == "full" and config.recompute.exempt_layers == {0, 5}
+    assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("./output", None, 1000)
+    assert config.data.split == "949,50,1" and config.kernels.device == "cuda" and not config.profiling.profile
+    assert "base.yaml:21: Data.Train.dataset.input_dir has no effect: say --data-path" in told
+    assert "Model.type_vocab_size" in told and "sampler" not in told
+
+
+def test_overrides(read):
+    config, _ = read("-o Model.hidden_size=1024 -o Engine.max_steps=3 Distributed.sharding.sharding_degree=1 "
+                     "-o Data.Train.dataset.split=[8,1,1] -o Engine.mix_precision.level=O1 -o Profiler.enable=True "
+                     "-o batch.eval_iters=0 --device cpu")  # fmt: skip
+    assert (config.model.hidden_size, config.batch.train_iters, config.data.split) == (1024, 3, "8,1,1")
+    assert config.parallel.sharding_stage == 0 and config.parallel.data_parallel_size == 2
+    assert config.precision.amp_custom_black_list == ["reduce_sum", "elementwise_div"]
+    assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
+    assert config.batch.eval_iters == 0 and config.kernels.device == "cpu"
+    assert read("--num-layers 8 -o Model.num_layers=4")[0].model.num_layers == 8  # the command line's own flags win
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("Model.hiden_size=3", "-o Model.hiden_size is no known key; did you mean Model.hidden_size?"),
+        ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
+        ("Quantization.enable=True", "-o Quantization.enable is not supported: compression"),
+        ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
+        ("Engine.run_mode=epoch", "'epoch' is not supported; there is: step"),
+        ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
+        ("foo", "-o foo: Section.key=value is wanted"),
+        ("model.layers=3", "unknown flag --layers"),
+    ],
+)
+def test_what_cannot_be_read(read, words, told):
+    with pytest.raises(UsageError) as error:
+        read(f"-o {words}")
+    assert told in str(error.value)
+
+
+def test_no_compression_and_keys_without_effect_pass(read):
+    read(
+        "-o Compress.Prune.enable=False -o Compress.Prune.ratio=0.1 -o Quantization.weight_bits=8 -o Engine.max_steps=-1"
+    )
+
+
+def test_json_is_read_and_python_is_not_run(tmp_path):
+    (tmp_path / "run.json").write_text('{"model": {"num_layers": 3, "hidden_size": 8}, "num_attention_heads": 2}')
+    assert parse_pretrain(["--config", str(tmp_path / "run.json")]).model.num_layers == 3
+    with pytest.raises(UsageError, match="settings in Python would have to be run"):
+        parse_pretrain(["--config", "run.py"])
+
+
+def test_a_file_that_builds_on_itself(tmp_path):
+    (tmp_path / "a.yaml").write_text("_base_: a.yaml\nModel: {num_layers: 1}\n")
+    with pytest.raises(UsageError, match="builds on itself"):
+        parse_pretrain(["-c", str(tmp_path / "a.yaml")])

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a process learns its rank: torchrun's words, or those of srun."""
+
+import pytest
+
+from megatron.settings.rank_env import Ranks, adopt_slurm, first_host, ranks
+
+STEP = dict(SLURM_STEP_ID="3", SLURM_JOB_ID="7", SLURM_STEP_NUM_TASKS="20", SLURM_STEP_TASKS_PER_NODE="8(x2),4",
+            SLURM_STEP_NODELIST="gpu-[07,12-13]", SLURM_PROCID="17", SLURM_NODEID="2", SLURM_LOCALID="1")  # fmt: skip
+
+
+def adopted(**env):
+    adopt_slurm(env)
+    return env
+
+
+def test_a_task_of_srun_for_each_rank():
+    env = adopted(**STEP)
+    assert ranks(env) == Ranks(rank=17, world_size=20, local_rank=1, local_world_size=4)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu-07", str(20000 + 7 * 16 + 3))
+    assert ranks(adopted(**STEP | dict(SLURM_NODEID="1"))).local_world_size == 8
+    assert ranks(adopted(**STEP | dict(CUDA_VISIBLE_DEVICES="5"))).local_rank == 0  # SLURM gave it one GPU
+    assert ranks(adopted(**STEP | dict(CUDA_VISIBLE_DEVICES="0,1,2,3"))).local_rank == 1
+    assert adopted(**STEP | dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="5"))["MASTER_ADDR"] == "10.0.0.1"
+    assert adopted(**STEP | dict(SLURM_RESTART_COUNT="1"))["MASTER_PORT"] != env["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        STEP | dict(RANK="2", WORLD_SIZE="4"),  # torchrun under srun
+        STEP | dict(SLURM_STEP_NUM_TASKS="1"),
+        {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"},  # the batch script itself
+    ],
+)
+def test_what_is_no_task_for_each_rank_stays_as_it_is(env):
+    assert adopted(**env) == env
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("n[1-4]", "n1"), ("a,b", "a"), ("node3", "node3"), ("x[2,5]y", "x2y"), ("c1-[001-004],d", "c1-001")],
+)
+def test_the_first_host_of_a_list(nodes, first):
+    assert first_host(nodes) == first

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that cannot work together are found, all at once, with values that would work."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import SettingsError
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import NOT_YET, RULES, check, remarks, resolve
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --mock-data --vocab-size 100 "
+    "--train-iters 10 --lr 1e-3"
+)
+
+
+def config(line: str = "", base: str = BASE):
+    return parse_pretrain(f"{base} {line}".split())
+
+
+def without(*flags: str) -> str:
+    """BASE without some of its flags."""
+    words = (" " + BASE).split(" --")[1:]
+    return " ".join(f"--{word}" for word in words if "--" + word.split()[0] not in flags)
+
+
+def test_a_working_run_is_filled_in():
+    made = resolve(config("--micro-batch-size 2"), 4)
+    assert (made.parallel.data_parallel_size, made.batch.global_batch_size) == (4, 8)
+    assert (made.model.ffn_hidden_size, made.model.kv_channels, made.model.num_query_groups) == (256, 8, 8)
+    assert (made.model.max_position_embeddings, made.optimizer.lr_decay_iters) == (32, 10)
+    assert (made.tokenizer.tokenizer_type, made.parallel.sharding_degree) == ("NullTokenizer", 4)
+    assert resolve(made, 4) == made
+
+
+def test_vocabulary_files_say_their_tokenizer():
+    base = without("--mock-data", "--vocab-size") + " --data-path d --vocab-file v --merge-file m"
+    assert resolve(config(base=base), 1).tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
+FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
+
+
+@pytest.mark.parametrize(
+    "line, world, words",
+    [
+        # ranks
+        ("--tp 2 --pp 2", 6, "6 ranks cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; "
+         "run on 4 or 8"),
+        ("--data-parallel-size 3", 4, "--data-parallel-size 3 is not what there is: 4 ranks / (1 x 1 x 1) = 4; leave the "
+         "flag out or run on 3"),
+        ("--sharding-degree 3", 4, "--sharding-degree 3 does not divide the data parallel size 4; nearest: 2 or 4"),
+        # pipelines
+        ("--pp 3", 3, "--num-layers 4 cannot be cut into 3 even stages (--pipeline-model-parallel-size 3); nearest: 3 or 6 "
+         "layers, or --pipeline-model-parallel-size 1 or 2, or --pipeline-stage-layers 1,2,1"),
+        ("--pp 2 --virtual-pp-degree 4", 2, "8 even stages (--pipeline-model-parallel-size 2 x 4 model chunks a rank)"),
+        ("--num-layers-per-virtual-pipeline-stage 1", 1, "need --pipeline-model-parallel-size of at least 2"),
+        ("--pp 2 --pipeline-stage-layers 2,1", 2, "2,1 is 3 layers, and --num-layers is 4; 2,2 would work"),
+        ("--pp 2 --pipeline-schedule zigzag", 2, "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half (or FILE.txt)"),
+        ("--pp 2 --pipeline-schedule zb-h1 --virtual-pp-degree 2", 2, "zb-h1 has one model chunk a rank, not 2"),
+        ("--pp 2 --pipeline-schedule own.txt --rampup-batch-size 2 2 8 --global-batch-size 8", 2, "drop one of them"),
+        ("--pp 2 --decoder-first-pipeline-num-layers 0", 2, "--decoder-first-pipeline-num-layers 0 must be at least 1"),
+        ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads"),
+        ("--device cpu --distributed-backend nccl", 1, "--distributed-backend nccl needs --device cuda"),
+        # not yet
+        ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
+        ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
+        ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
+        ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
+        ("--use-distributed-optimizer --param-cpu-offload", 2, "--param-cpu-offload needs --sharding-stage 3"),
+        ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),
+        ("--nvme-offload-fraction 1.5 --nvme-offload-dir .", 1, "--nvme-offload-fraction 1.5 must be at least 0"),
+        ("--nvme-offload-fraction 0.5", 1, "--nvme-offload-fraction 0.5 needs --nvme-offload-dir"),
+        ("--nvme-offload-fraction 0.7 --nvme-offload-dir . --optimizer cpu_adam --optimizer-offload-fraction 0.4", 1,
+         "at most --optimizer-offload-fraction 0.3"),
+        ("--optimizer-offload-fraction 1.5", 1, "--optimizer-offload-fraction 1.5 must be at least 0 and at most 1"),
+        # model
+        ("--num-attention-heads 7", 1, "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: "
+         "63 or 70, or 4 or 8 heads"),
+        ("--num-query-groups 3", 1, "--num-attention-heads 8 cannot be shared by --num-query-groups 3; nearest: 2 or 4"),
+        ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
+        ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
+        ("--position-embedding-type rope --rotary-percent 0.4", 1, "3 of 8 (--rotary-percent 0.4 of the width of a head)"),
+        ("--num-layers 0", 1, "--num-layers 0 must be at least 1"),
+        ("--hidden-dropout 1", 1, "--hidden-dropout 1.0 must be at least 0 and below 1"),
+        ("--attention-dropout -0.1", 1, "--attention-dropout -0.1 must be"),
+        ("--rotary-percent 1.5", 1, "--rotary-percent 1.5 must be above 0 and at most 1"),
+        # vocabulary
+        ("--tokenizer-type GPT2BPETokenizer", 1, "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"),
+        ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
+        ("--vocab-size 0", 1, "--vocab-size 0 must be at least 1"),
+        # data
+        ("--data-path d", 1, "--mock-data reads no files, and files are given (--data-path)"),
+        # batch and length
+        ("--global-batch-size 10 --micro-batch-size 4", 1, "nearest: 8, 12"),
+        ("--train-samples 100", 1, "--train-iters 10 and --train-samples 100"),
+        ("--rampup-batch-size 1 1 10 --global-batch-size 4", 1, "needs --train-samples"),
+        ("--train-iters -1", 1, "--train-iters -1 must be at least 0"),
+        ("--eval-interval 0", 1, "--eval-interval 0 must be at least 1"),
+        ("--micro-batch-size 0", 1, "--micro-batch-size 0 must be at least 1"),
+        ("--exit-duration-in-mins 0", 1, "--exit-duration-in-mins 0.0 must be above 0"),
+        # learning rate
+        ("--min-lr 1", 1, "--min-lr 1 must lie between 0 and --lr 0.001"),
+        ("--lr 0", 1, "--lr 0.0 must be above 0"),
+        ("--lr-warmup-iters 20", 1, "warm-up of 20 iters is not shorter than the decay length of 10 iters"),
+        ("--lr-warmup-fraction 2", 1, "--lr-warmup-fraction 2 must lie in [0, 1)"),
+        ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
+        ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
+        ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
+        ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", 1, "--min-loss-scale 4 is above --initial-loss-scale 2"),
+        ("--bf16 --amp-level O1 --torch-compile", 1, "--amp-level O1 casts op by op, which --torch-compile does not see"),
+        ("--label-smoothing 1", 1, "--label-smoothing 1.0 must be at least 0 and below 1"),
+        # recomputation
+        ("--recompute-num-layers 2", 1, "go with --recompute-granularity full, not with none"),
+        ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),
+        ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
+        ("--recompute-granularity full --recompute-num-layers 0", 1, "--recompute-num-layers 0 must be at least 1"),
+        ("--use-recompute --no-recompute-layers 1,4", 1, "--no-recompute-layers 1,4 must be numbers of layers from 0 to 3"),
+        ("--use-recompute --no-recompute-layers one", 1, "--no-recompute-layers one must be numbers"),
+        # checkpoints and logs
+        ("--save-interval 5", 1, "--save-interval needs --save"),
+        ("--finetune", 1, "--finetune needs --load"),
+        ("--ckpt-step 5", 1, "--ckpt-step needs --load"),
+        ("--auto-resume", 1, "--auto-resume needs --load"),
+        ("--keep-last 0 --save x", 1, "--keep-last 0 must be at least 1"),
+        ("--finetune --auto-resume --load x", 1, "drop one of them"),
+        ("--on-spike rollback", 1, "--on-spike rollback needs --save and --save-interval"),
+        ("--override seed", 1, "--override seed needs --load"),
+        ("--spike-threshold 0", 1, "--spike-threshold 0.0 must be above 0"),
+        ("--spike-window 31", 1, "--spike-window 31 must be at least 32"),
+        ("--wandb-exp-name x", 1, "--wandb-exp-name needs --wandb-project"),
+        ("--log-interval 0", 1, "--log-interval 0 must be at least 1"),
+    ],
+)  # fmt: skip
+def test_one_violation_gives_one_sentence(line, world, words):
+    found = check(config(line), world)
+    assert any(words in text for text in found), found
+    layouts = ("--tp", "--pp", "--rampup")
+    assert len(found) == 1 or line.startswith(layouts), found
+    with pytest.raises(SettingsError) as caught:
+        resolve(config(line), world)
+    assert caught.value.code == 3 and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("", "no data is given"),
+        ("--data-path d --train-data-path t", "--data-path goes with --split, and --train-data-path without"),
+        ("--valid-data-path t", "--valid-data-path without --train-data-path"),
+        ("--data-path d --split 1,x", "--split 1,x must be up to three numbers"),
+        ("--data-path d --split 1,2,3,4", "--split 1,2,3,4 must be up to three numbers"),
+        ("--data-path d --split 0,1,1", "--split 0,1,1 leaves nothing to train on"),
+        ("--data-path 0 a 1 b", "--data-path: weight 0 of a; weights are above zero"),
+        ("--data-path 0.5 a x b", "--data-path: 'x' stands where a weight should"),
+        ("--data-path 0.5 a 0.5", "--data-path 0.5 a 0.5: these are neither pairs of weight and prefix"),
+        ("--data-path a 0.5", "--data-path a 0.5: these are neither pairs of weight and prefix nor prefixes alone"),
+        ("--train-data-path nan a", "--train-data-path: weight nan of a"),
+    ],
+)
+def test_data_paths(line, words):
+    [found] = check(config(line, base=FILES), 1)
+    assert words in found
+
+
+def test_a_blend_in_quotes_is_recognised():
+    settings = parse_pretrain(FILES.split() + ["--data-path", "0.5 a 0.5 b"])
+    assert "leave out the quotes" in check(settings, 1)[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--data-path d", "--data-path 0.5 a 0.5 b", "--data-path a b c", "--data-path a b", "--train-data-path a",
+     "--data-path d --split 100,0,0", "--data-path d --split 8/2"],
+)  # fmt: skip
+def test_data_paths_that_work(line):
+    assert check(config(line, base=FILES), 1) == []
+
+
+def test_what_is_missing_is_named():
+    assert "no vocabulary is given; --vocab-size N" in check(config(base=without("--vocab-size")), 1)[0]
+    assert "the length of training is missing" in check(config(base=without("--train-iters")), 1)[0]
+    assert "--lr is missing" in check(config(base=without("--lr")), 1)[0]
+
+
+def test_all_violations_come_at_once():
+    line = "--num-attention-heads 7 --hidden-dropout 2 --save-interval 5 --global-batch-size 3 --micro-batch-size 2"
+    with pytest.raises(SettingsError, match="4 settings cannot work") as caught:
+        resolve(config(line), 1)
+    assert all(flag in str(caught.value) for flag in ("--hidden-size", "--hidden-dropout", "--save", "--global-batch"))
+
+
+def test_every_rule_speaks_in_flags():
+    """Each sentence of a rule names a flag, and none fails on the settings of a plain run."""
+    from megatron.settings.rules import _record
+
+    s = _record(config("--num-query-groups 2 --data-parallel-size 1 --sharding-degree 1"), 1)
+    assert len(RULES) + len(NOT_YET) > 25
+    for rule in RULES + NOT_YET:
+        assert not rule.broken(s)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            flag: st.integers(0 if flag == "--micro-batch-size" else -1, 9)  # whose -1 is refused before
+            for flag in (
+                "--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--seq-length", "--tp",
+                "--pp", "--cp", "--micro-batch-size", "--global-batch-size", "--train-iters", "--lr-warmup-iters",
+                "--max-position-embeddings", "--sharding-degree", "--data-parallel-size", "--kv-channels", "--clip-grad",
+            )
+        },
+    ),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_any_numbers_are_answered_or_work(values, world):
+    """No combination of sizes makes the rules themselves fail, and what passes can be filled in."""
+    settings = config(" ".join(f"{flag} {value}" for flag, value in values.items()))
+    if not check(settings, world):
+        made = resolve(settings, world)
+        assert made.batch.global_batch_size % (made.batch.micro_batch_size * made.parallel.data_parallel_size) == 0
+        assert check(made, world) == []
+
+
+def test_remarks():
+    assert remarks(config("--save x --eval-interval 5"), 1) == []
+    found = "\n".join(remarks(config("--fp16 --device cpu --rotary-percent 0.5"), 1))
+    assert (
+        "90 times as slow" in found and "nothing of this training will be kept" in found and "--rotary-percent" in found
+    )
+    assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--profile`: the chosen steps of the chosen ranks, as a trace and as tables."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+import pretrain_gpt
+from megatron.errors import SettingsError
+from megatron.telemetry.profiler import overview
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
+    "--micro-batch-size 2 --global-batch-size 4 --eval-iters 0 --device cpu --num-workers 0 --train-iters 5 --profile "
+)
+
+
+def _names(trace):
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event.get("ph") == "X"]
+
+
+def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
+    flags = f"{TINY} --tensor-model-parallel-size 2 --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 "
+    run_ranks(2, lambda rank: pretrain_gpt.main([*flags.split(), "--profile-dir", str(tmp_path)]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_1.trace.json.gz", "rank_1.txt"]
+    names = _names(tmp_path / "rank_1.trace.json.gz")
+    steps, micro_batches = 2, 2
+    assert names.count("update weights") == names.count("reduce gradients") == steps
+    assert names.count("forward") == names.count("backward") == steps * micro_batches
+    tables = (tmp_path / "rank_1.txt").read_text()
+    assert tables.startswith("iterations 2 to 3 of rank 1")
+    shares = re.search(
+        r"Overview: [\d.]+ ms, of which computing ([\d.]+)%, communicating ([\d.]+)% \(.*neither ([\d.]+)%", tables
+    )
+    computing, communicating, neither = (float(share) for share in shares.groups())
+    assert 100 - 0.2 <= computing + communicating + neither <= 200
+    communication = tables.partition("\nCommunication")[2].partition("\nMemory")[0]
+    assert "c10d::allreduce_" in communication and "aten::" not in communication
+    assert "aten::" in tables.partition("\nMemory")[2]
+
+
+def test_times_that_overlap_count_once():
+    told = overview((100.0, 1100.0), [(100, 200), (150, 300), (400, 500)], [(250, 450), (900, 1000)])
+    assert (
+        told
+        == "Overview: 1.0 ms, of which computing 30.0%, communicating 30.0% (33.3% of it beside computing), neither 50.0%"
+    )
+    assert overview((0.0, 1000.0), [(0, 1000)], []).endswith("computing 100.0%, communicating 0.0%, neither 0.0%")
+
+
+def test_a_run_that_ends_early_still_writes(tmp_path, capsys):
+    pretrain_gpt.main([*TINY.split(), *f"--profile-step-start 5 --save {tmp_path} --profile-detailed".split()])
+    assert "profile of iterations 5 to 5" in capsys.readouterr().out
+    assert _names(tmp_path / "profile" / "rank_0.trace.json.gz").count("update weights") == 1
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ("--profile-step-start 5 --profile-step-end 5", "leave nothing to profile"),
+    ("--profile-step-start 100 --profile-step-end 110", "leave nothing to profile of iterations 1 to"),
+    ("--profile-ranks 0 3", "this job has the ranks 0 to 0"),
+])  # fmt: skip
+def test_refused(wrong, said):
+    with pytest.raises(SettingsError, match=said):
+        pretrain_gpt.main([*TINY.split(), *wrong.split()])
