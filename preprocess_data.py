@@ -44,8 +44,19 @@ class Preprocess:
     debug: bool = setting("tracebacks with error messages", False)
 
 
-COMMON = ("input", "output_prefix", "json_keys", "append_eod", "workers", "tokenizer_type", "vocab_file", "merge_file",
-          "tokenizer_model", "split_sentences", "on_bad_line")  # fmt: skip
+COMMON = (
+    "input",
+    "output_prefix",
+    "json_keys",
+    "append_eod",
+    "workers",
+    "tokenizer_type",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "split_sentences",
+    "on_bad_line",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -133,8 +144,10 @@ def print_totals(totals, seconds: float) -> None:
         print(f"  Average tokens per document: {tokens / documents:.2f}")
         print(f"  Average tokens per sentence: {tokens / sequences:.2f}")
     if totals.rejected:
-        print(f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
-              f"{totals.first_reason}")  # fmt: skip
+        print(
+            f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
+            f"{totals.first_reason}"
+        )
     print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
 
 

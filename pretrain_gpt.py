@@ -73,17 +73,36 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
     from megatron.fused_kernels.autocast import autocast_of
     from megatron.model.gpt.module import GPT
 
-    return GPT(config.model, mesh, vocab_size, layers=layers, first=first, last=last,
-               sequence_parallel=config.parallel.sequence_parallel, kernels=config.kernels, recompute=config.recompute,
-               autocast=autocast_of(config.precision), seed=config.logging.seed, dtype=dtype, device=device)  # fmt: skip
+    return GPT(
+        config.model,
+        mesh,
+        vocab_size,
+        layers=layers,
+        first=first,
+        last=last,
+        sequence_parallel=config.parallel.sequence_parallel,
+        kernels=config.kernels,
+        recompute=config.recompute,
+        autocast=autocast_of(config.precision),
+        seed=config.logging.seed,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, say):
     """Training, validation and test samples of seq_length + 1 tokens each."""
     from megatron.data.gpt_dataset import build_datasets
 
-    return build_datasets(config.data, config.model.seq_length, sizes, config.logging.seed,
-                          eod=tokenizer.eod if tokenizer else None, vocab_size=vocab_size, say=say)  # fmt: skip
+    return build_datasets(
+        config.data,
+        config.model.seq_length,
+        sizes,
+        config.logging.seed,
+        eod=tokenizer.eod if tokenizer else None,
+        vocab_size=vocab_size,
+        say=say,
+    )
 
 
 if __name__ == "__main__":

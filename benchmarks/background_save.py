@@ -67,8 +67,10 @@ def measure(
         assert os.waitpid(child, 0)[1] == 0
         return stall, took, time.perf_counter() - start
     said = {}
-    keeper = Keeper(schema.Checkpoint(save=str(folder), async_save=way == "thread"),
-                    say=lambda text: said.setdefault("saved" in text, time.perf_counter()))  # fmt: skip
+    keeper = Keeper(
+        schema.Checkpoint(save=str(folder), async_save=way == "thread"),
+        say=lambda text: said.setdefault("saved" in text, time.perf_counter()),
+    )
     keeper._snapshot = snapshot  # memory that is there, as for every save but the first
     start = time.perf_counter()
     stall = keeper.save(1, pieces, {})
@@ -96,8 +98,10 @@ def main() -> None:
                 alone = train(steps, tensors, a)
                 stall, took, durable = measure(way, Path(folder), steps, pieces, snapshot, a)
                 rows[way].append((stall, took - alone, durable))
-    print(f"{arguments.mib} MiB, {steps} steps, {os.cpu_count()} cores, {torch.get_num_threads()} threads, medians of "
-          f"{arguments.repeats}")  # fmt: skip
+    print(
+        f"{arguments.mib} MiB, {steps} steps, {os.cpu_count()} cores, {torch.get_num_threads()} threads, medians of "
+        f"{arguments.repeats}"
+    )
     print(f"{'written':<20} {'stall ms':>9} {'lost ms':>9} {'durable s':>10} {'MB/s':>7}")
     for way, found in rows.items():
         stall, lost, durable = map(statistics.median, zip(*found))

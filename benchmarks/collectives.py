@@ -19,8 +19,12 @@ from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 
 UNITS = (4, 2, 2, 2, 2)  # twelfths of the buffer: a table, and layers
-PAIRS = [("reduce-scatter", "gloo reduce-scatter"), ("reduce-scatter", "gloo all-to-all and sum"),
-         ("all-gather", "gloo all-gather"), ("both of ours", "gloo all-reduce")]  # fmt: skip
+PAIRS = [
+    ("reduce-scatter", "gloo reduce-scatter"),
+    ("reduce-scatter", "gloo all-to-all and sum"),
+    ("all-gather", "gloo all-gather"),
+    ("both of ours", "gloo all-reduce"),
+]
 
 
 def main() -> None:

@@ -47,8 +47,11 @@ def main() -> None:
                 continue
             rows.append(row)
             mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-            print(f"{name:>6} {mode:>9} {micro:>5} {row['ms']:8.1f} {row['tokens_per_second']:9.0f} "
-                  f"{row['tflops']:8.1f} {mfu:>6} {row['peak_gib']:8.1f}", flush=True)  # fmt: skip
+            print(
+                f"{name:>6} {mode:>9} {micro:>5} {row['ms']:8.1f} {row['tokens_per_second']:9.0f} "
+                f"{row['tflops']:8.1f} {mfu:>6} {row['peak_gib']:8.1f}",
+                flush=True,
+            )
     if asked.output:
         Path(asked.output).write_text(json.dumps(rows, indent=1))
 
@@ -86,10 +89,17 @@ def measure(name: str, micro: int, mode: str, steps: int, warmup: int) -> dict:
     rate = tokens * flops.model_flops(config.model, run.vocab_size)
     peak = flops.peak_flops(torch.cuda.get_device_name(), "bf16")
     return dict(
-        model=name, mode=mode, micro_batch=micro, ms=seconds * 1e3, tokens_per_second=tokens, tflops=rate / 1e12,
-        mfu=peak and rate / peak, peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-        device=torch.cuda.get_device_name(), torch=torch.__version__,
-    )  # fmt: skip
+        model=name,
+        mode=mode,
+        micro_batch=micro,
+        ms=seconds * 1e3,
+        tokens_per_second=tokens,
+        tflops=rate / 1e12,
+        mfu=peak and rate / peak,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+    )
 
 
 if __name__ == "__main__":

@@ -44,8 +44,14 @@ class Contender(NamedTuple):
         if not self.peer:
             batch = ["--global-batch-size", str(16 // self.copies)]
             program = ["pretrain_gpt.py", *MODEL.split(), *batch, "--precision", precision]
-        return [sys.executable, *(launch if self.processes > 1 else []), *program, *self.flags.split(),
-                "--train-iters", str(steps)]  # fmt: skip
+        return [
+            sys.executable,
+            *(launch if self.processes > 1 else []),
+            *program,
+            *self.flags.split(),
+            "--train-iters",
+            str(steps),
+        ]
 
 
 LAYOUTS = {
@@ -103,7 +109,7 @@ def step_time(contender: Contender, precision: str, steps: int) -> float:
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": threads},
-            )  # fmt: skip
+            )
             for file in files
         ]
         if any([run.wait() for run in runs]):

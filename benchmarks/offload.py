@@ -41,10 +41,19 @@ VOCABULARY = 1024
 
 def build(way: str, arguments: argparse.Namespace) -> tuple[GPT, ShardedAdamW]:
     """The model, and its optimizer with state in the way's place."""
-    model = Model(num_layers=arguments.layers, hidden_size=arguments.hidden, num_attention_heads=arguments.hidden // 64,
-                  seq_length=arguments.tokens, hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
-    settings = Optimizer(optimizer_cpu_offload=way == "host", nvme_offload_dir=arguments.dir,
-                         nvme_offload_fraction=float(way in ("disk", "page-cache")))  # fmt: skip
+    model = Model(
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=arguments.hidden // 64,
+        seq_length=arguments.tokens,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    settings = Optimizer(
+        optimizer_cpu_offload=way == "host",
+        nvme_offload_dir=arguments.dir,
+        nvme_offload_fraction=float(way in ("disk", "page-cache")),
+    )
     if way == "page-cache":
         Scratch._go_direct = lambda self: False
     gpt = GPT(model, Mesh(), VOCABULARY, dtype=torch.bfloat16, device="meta")
@@ -133,18 +142,24 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     found = measure(arguments)
     first = found[arguments.ways[0]]
-    print(f"{first['parameters']:,} parameters, bf16, {arguments.tokens} tokens a step, {arguments.device}, "
-          f"{os.environ['OMP_NUM_THREADS']} threads, torch {torch.__version__}")  # fmt: skip
-    print(f"{'':12} {'step':>8} {'ratio':>6} {'update':>8} {'ratio':>6} {'most resident':>14} {'of it mapped':>13} "
-          f"{'page cache':>11} {'on disk':>9}   loss")  # fmt: skip
+    print(
+        f"{first['parameters']:,} parameters, bf16, {arguments.tokens} tokens a step, {arguments.device}, "
+        f"{os.environ['OMP_NUM_THREADS']} threads, torch {torch.__version__}"
+    )
+    print(
+        f"{'':12} {'step':>8} {'ratio':>6} {'update':>8} {'ratio':>6} {'most resident':>14} {'of it mapped':>13} "
+        f"{'page cache':>11} {'on disk':>9}   loss"
+    )
     for way, seen in found.items():
         for kind in ("steps", "updates"):
             rounds = [own / base for own, base in zip(seen[kind], first[kind])]
             seen[f"{kind}_ratio"] = statistics.median(rounds)
-        print(f"{way:12} {statistics.median(seen['steps']):7.3f}s {seen['steps_ratio']:6.2f} "
-              f"{statistics.median(seen['updates']):7.3f}s {seen['updates_ratio']:6.2f} {seen['VmHWM'] >> 20:10,} MiB "
-              f"{seen['RssFile'] >> 20:9,} MiB {seen['page_cache'] >> 20:7,} MiB {seen['files'] >> 20:5,} MiB   "
-              f"{seen['loss']:.6f}")  # fmt: skip
+        print(
+            f"{way:12} {statistics.median(seen['steps']):7.3f}s {seen['steps_ratio']:6.2f} "
+            f"{statistics.median(seen['updates']):7.3f}s {seen['updates_ratio']:6.2f} {seen['VmHWM'] >> 20:10,} MiB "
+            f"{seen['RssFile'] >> 20:9,} MiB {seen['page_cache'] >> 20:7,} MiB {seen['files'] >> 20:5,} MiB   "
+            f"{seen['loss']:.6f}"
+        )
     print(json.dumps(found))
 
 

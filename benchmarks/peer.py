@@ -29,8 +29,19 @@ def main() -> None:
     parser.add_argument("--metrics-file", required=True)
     asked = parser.parse_args()
     torch.manual_seed(1)
-    shape = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=8, use_cache=False,
-                       bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    shape = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model = GPT2LMHeadModel(shape).train()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -49,16 +49,19 @@ def main() -> None:
     )
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    model = Model(num_layers=4, hidden_size=256, num_attention_heads=8, seq_length=256, hidden_dropout=0.0,
-                  attention_dropout=0.0)  # fmt: skip
+    model = Model(
+        num_layers=4, hidden_size=256, num_attention_heads=8, seq_length=256, hidden_dropout=0.0, attention_dropout=0.0
+    )
     pipelines = {
         name: Pipeline.of(Parallel(pipeline_model_parallel_size=asked.pp, pipeline_schedule=name), 4, asked.micros)
         for name in asked.schedules
     }
     results = run_ranks(asked.pp, measure, model, pipelines, asked.micros, asked.rounds, timeout=600)
     message = statistics.median(seconds for seconds, _ in results)
-    print(f"{asked.pp} ranks, {asked.micros} micro-batches of {ROWS} x 256 tokens, 5 M parameters; a message takes "
-          f"{message * 1e3:.2f} ms")  # fmt: skip
+    print(
+        f"{asked.pp} ranks, {asked.micros} micro-batches of {ROWS} x 256 tokens, 5 M parameters; a message takes "
+        f"{message * 1e3:.2f} ms"
+    )
     print(f"{'schedule':>12}{'measured':>12}{'predicted':>12}{'ratio':>8}{'bubble':>9}")
     for name, pipeline in pipelines.items():
         steps = [max(seconds) for seconds in zip(*(found[name][0] for _, found in results))]
@@ -69,8 +72,10 @@ def main() -> None:
         plan = [[op for op, _, _ in rounds[0]] for rounds in noted]
         times = simulate(plan, pipeline.stages, timeline.cost, wire=message)
         predicted, measured = max(end for _, end in times.values()), statistics.median(steps)
-        print(f"{name:>12}{measured * 1e3:9.1f} ms{predicted * 1e3:9.1f} ms{measured / predicted:8.3f}"
-              f"{bubble_of(times, asked.pp):9.1%}")  # fmt: skip
+        print(
+            f"{name:>12}{measured * 1e3:9.1f} ms{predicted * 1e3:9.1f} ms{measured / predicted:8.3f}"
+            f"{bubble_of(times, asked.pp):9.1%}"
+        )
         if asked.timeline:
             Timeline(name, pipeline.stages, [rounds[-1] for rounds in noted]).write(asked.timeline)
 

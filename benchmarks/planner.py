@@ -37,7 +37,7 @@ CASES = {  # name -> ranks, flags
     "5 M, tp 2, sequence parallel": (2, f"{SMALL} {PLAIN} --micro-batch-size 8 --tp 2 --sequence-parallel"),
     "5 M, pp 2": (2, f"{SMALL} {PLAIN} --micro-batch-size 2 --pp 2"),
     "5 M, pp 2, zb-h1": (2, f"{SMALL} {PLAIN} --micro-batch-size 2 --pp 2 --pipeline-schedule zb-h1"),
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -29,8 +29,19 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def launch(supervised: bool, steps: int, folder: Path) -> tuple[float, float]:
     """(seconds of the median step, the supervisor's CPU seconds a second) of one launch."""
     metrics = folder / "metrics.jsonl"
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(ROOT / "pretrain_gpt.py"),
-               *JOB.split(), "--train-iters", str(steps), "--metrics-file", str(metrics)]  # fmt: skip
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(ROOT / "pretrain_gpt.py"),
+        *JOB.split(),
+        "--train-iters",
+        str(steps),
+        "--metrics-file",
+        str(metrics),
+    ]
     if supervised:
         command = ["-m", "megatron.tools.supervise", "--log-dir", str(folder), "--", sys.executable, *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -74,16 +85,20 @@ def main() -> None:
         shares += [share] if kind else []
         print(f"{'supervised' if kind else 'bare':<10} {seconds * 1e3:8.2f} ms a step", flush=True)
     step = statistics.median(bare)
-    print(f"supervised / bare: {statistics.median(supervised) / step:.4f} (medians of {arguments.repeats}); bare among "
-          f"themselves: {min(bare) / step:.4f} to {max(bare) / step:.4f}")  # fmt: skip
+    print(
+        f"supervised / bare: {statistics.median(supervised) / step:.4f} (medians of {arguments.repeats}); bare among "
+        f"themselves: {min(bare) / step:.4f} to {max(bare) / step:.4f}"
+    )
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=where) as folder:
         heart = Heartbeat(folder)
         beat, enter = cost(lambda: heart.beat("F", op="F0")), cost(lambda: heart.enter("dp group 1"))
         heart.close()
     beats = 3 + 2 * 4  # data, reduce, update; a forward and a backward pass for each of 4 micro-batches
-    print(f"a beat {beat * 1e6:.1f} us, a collective's group {enter * 1e6:.1f} us: {beats} beats and 2 groups are "
-          f"{(beats * beat + 2 * enter) / step:.3%} of a step")  # fmt: skip
+    print(
+        f"a beat {beat * 1e6:.1f} us, a collective's group {enter * 1e6:.1f} us: {beats} beats and 2 groups are "
+        f"{(beats * beat + 2 * enter) / step:.3%} of a step"
+    )
     print(f"the supervisor uses {statistics.median(shares):.2%} of a core, its start included")
 
 

@@ -26,15 +26,27 @@ from megatron.settings.schema import Kernels, Model, Optimizer
 
 # name: layers, hidden, heads, sequence, micro-batch, vocabulary
 SIZES = {"5m": (4, 256, 8, 256, 16, 8192), "124m": (12, 768, 12, 1024, 1, 50257)}
-PAIRS = [("ours-bf16", "hf-bf16-compiled"), ("ours-bf16-compiled", "hf-bf16-compiled"), ("ours-bf16", "hf-bf16"),
-         ("ours-fp32", "hf-fp32"), ("ours-fp32", "hf-fp32-compiled"), ("ours-bf16-compiled", "ours-bf16")]  # fmt: skip
+PAIRS = [
+    ("ours-bf16", "hf-bf16-compiled"),
+    ("ours-bf16-compiled", "hf-bf16-compiled"),
+    ("ours-bf16", "hf-bf16"),
+    ("ours-fp32", "hf-fp32"),
+    ("ours-fp32", "hf-fp32-compiled"),
+    ("ours-bf16-compiled", "ours-bf16"),
+]
 
 
 def ours(size: str, dtype: torch.dtype, compiled: bool):
     """A step function of the suite's own model and optimizer."""
     layers, hidden, heads, s, b, v = SIZES[size]
-    model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=s, hidden_dropout=0.0,
-                  attention_dropout=0.0)  # fmt: skip
+    model = Model(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=s,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     mesh = Mesh()
     gpt = GPT(model, mesh, v, kernels=Kernels(torch_compile=compiled), dtype=dtype, device="meta")
     optimizer = ShardedAdamW(gpt, mesh, Optimizer(), dtype=dtype, device="cpu", seed=1)
@@ -55,8 +67,17 @@ def hugging_face(size: str, autocast: bool, compiled: bool):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, hidden, heads, s, b, v = SIZES[size]
-    config = GPT2Config(vocab_size=v, n_positions=s, n_embd=hidden, n_layer=layers, n_head=heads, use_cache=False,
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=v,
+        n_positions=s,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model = GPT2LMHeadModel(config).train()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True)
@@ -130,8 +151,17 @@ def report(size: str, times: dict[str, list[float]], kept: bool) -> None:
             low, high = rounds[len(rounds) // 4], rounds[-1 - len(rounds) // 4]
             ratios[f"{mine} / {peer}"] = statistics.median(rounds)
             print(f"{mine:20s} is {statistics.median(rounds):.2f} x {peer} (quartiles {low:.2f} to {high:.2f})")
-    print(json.dumps(dict(size=size, threads=torch.get_num_threads(), torch=torch.__version__, ratios=ratios,
-                          tokens_per_second={name: s * b / median for name, median in medians.items()})))  # fmt: skip
+    print(
+        json.dumps(
+            dict(
+                size=size,
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                ratios=ratios,
+                tokens_per_second={name: s * b / median for name, median in medians.items()},
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -105,13 +105,16 @@ def explain(error: BaseException) -> Failure | None:
         do = _REMEDIES.get(error.errno, "check the path; --debug shows what it is for")
         return StorageError(f"{where}{error.strerror or error}", do=do)
     if _is_out_of_memory(error):
-        return Failure("out of memory", str(error).strip().splitlines()[0][:200] if str(error).strip() else None,
-                       "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use "
-                       "more ranks")  # fmt: skip
+        return Failure(
+            "out of memory",
+            str(error).strip().splitlines()[0][:200] if str(error).strip() else None,
+            "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use more ranks",
+        )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
-        return Failure(f"the package {error.name.partition('.')[0]} is missing in {sys.executable}",
-                       do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r "
-                       "requirements.txt")  # fmt: skip
+        return Failure(
+            f"the package {error.name.partition('.')[0]} is missing in {sys.executable}",
+            do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r requirements.txt",
+        )
     return None
 
 

@@ -32,8 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples each time, and no word about how long one took: a busy machine is no finding.
 # `pytest --hypothesis-profile default` looks for new ones.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None,
-                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])  # fmt: skip
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("repeatable")
 
 

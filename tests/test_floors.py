@@ -119,9 +119,14 @@ def has_torch(names) -> bool:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_imports_come_from_lower_floors(name):
-    wrong = [f"{name} imports {other}" for other in imports(name) & PATHS.keys()
-             if package(other) != package(name) and floor(other) >= floor(name) and other != "megatron"
-             and (name, other) not in KNOWN]  # fmt: skip
+    wrong = [
+        f"{name} imports {other}"
+        for other in imports(name) & PATHS.keys()
+        if package(other) != package(name)
+        and floor(other) >= floor(name)
+        and other != "megatron"
+        and (name, other) not in KNOWN
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -167,7 +172,12 @@ def test_some_commands_never_import_torch(name):
 )
 def test_answers_without_torch_and_quickly(command, code, tmp_path):
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
-    done = subprocess.run([sys.executable, ROOT / "pretrain_gpt.py", *command.split()], capture_output=True, text=True,
-                          env=dict(PYTHONPATH=f"{tmp_path}:{ROOT}", PATH=""), timeout=200)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, ROOT / "pretrain_gpt.py", *command.split()],
+        capture_output=True,
+        text=True,
+        env=dict(PYTHONPATH=f"{tmp_path}:{ROOT}", PATH=""),
+        timeout=200,
+    )
     assert done.returncode == code, done.stderr
     assert "torch was imported" not in done.stderr

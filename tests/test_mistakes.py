@@ -45,10 +45,21 @@ COMMANDS = {
     "pretrain_gpt": pretrain_gpt.main,
     "preprocess_data": preprocess_data.main,
     "merge_datasets": merge_datasets.main,
-    **{tool.__name__.rpartition(".")[2]: tool.main
-       for tool in (checkpoint, dump_samples, evaluate, generate, get_sample_data, report, supervise, train_tokenizer,
-                    verify_layout)},
-}  # fmt: skip
+    **{
+        tool.__name__.rpartition(".")[2]: tool.main
+        for tool in (
+            checkpoint,
+            dump_samples,
+            evaluate,
+            generate,
+            get_sample_data,
+            report,
+            supervise,
+            train_tokenizer,
+            verify_layout,
+        )
+    },
+}
 
 USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),

@@ -33,8 +33,14 @@ class Copies:
     where: a folder, or a command with `{}` in it. keep_last and retain_interval as in `Saver`, for a folder.
     """
 
-    def __init__(self, where: str, *, keep_last: Optional[int] = None, retain_interval: Optional[int] = None,
-                 say: Callable[[str], None] = print):  # fmt: skip
+    def __init__(
+        self,
+        where: str,
+        *,
+        keep_last: Optional[int] = None,
+        retain_interval: Optional[int] = None,
+        say: Callable[[str], None] = print,
+    ):
         self.where, self.keep = where, (keep_last, retain_interval)
         self.say = say
         # What is being copied: retention leaves it for so long, else a slow copy would never end.

@@ -90,8 +90,10 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: Optional[bo
         if allow_empty:
             return Choice(())
         if (folder / "config.json").exists():
-            raise CheckpointError(f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-                                  do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT")  # fmt: skip
+            raise CheckpointError(
+                f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+                do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
+            )
         why = None if folder.is_dir() else "there is no such folder"
         do = "check the path" if allow_empty is None else "check --load, or start anew with --auto-resume"
         raise CheckpointError(f"{folder} holds no checkpoint", why, do)
@@ -223,9 +225,16 @@ class Saver:
     `prune`) let it go: after the new one was read back and found good.
     """
 
-    def __init__(self, folder: Path, *, keep_last: Optional[int] = None, retain_interval: Optional[int] = None,
-                 rank: int = 0, exchange: Exchange = alone,
-                 in_use: Callable[[], Optional[Path]] = lambda: None):  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: Optional[int] = None,
+        retain_interval: Optional[int] = None,
+        rank: int = 0,
+        exchange: Exchange = alone,
+        in_use: Callable[[], Optional[Path]] = lambda: None,
+    ):
         """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
@@ -275,8 +284,9 @@ class Saver:
             raise
         return final
 
-    def write(self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *,
-              parts: Parts = at_once) -> Path:  # fmt: skip
+    def write(
+        self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *, parts: Parts = at_once
+    ) -> Path:
         """Write a checkpoint of several files from this process alone, one after the other; for tools.
 
         shards: the pieces of each file; `parts` as in `store.write_shard`.
@@ -332,8 +342,11 @@ def read_back(path: Path, writer: int) -> None:
     except (OSError, Damaged) as problem:
         problems = [str(problem)]
     if problems:
-        raise StorageError(f"{path} was written and reads back differently", "\n  ".join(problems[:8]),
-                           "check the disk; older checkpoints were kept")  # fmt: skip
+        raise StorageError(
+            f"{path} was written and reads back differently",
+            "\n  ".join(problems[:8]),
+            "check the disk; older checkpoints were kept",
+        )
 
 
 def clean(folder: Path) -> None:

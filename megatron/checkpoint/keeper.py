@@ -47,8 +47,14 @@ class Outcome(NamedTuple):
 class Keeper:
     """Writes the checkpoints of a run as `--save` and its relatives say. All ranks call each method together."""
 
-    def __init__(self, settings: schema.Checkpoint, *, rank: int = 0, exchange: Exchange = alone,
-                 say: Callable[[str], None] = print):  # fmt: skip
+    def __init__(
+        self,
+        settings: schema.Checkpoint,
+        *,
+        rank: int = 0,
+        exchange: Exchange = alone,
+        say: Callable[[str], None] = print,
+    ):
         """exchange: for a save in the background one that a thread may use beside training's collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
@@ -58,8 +64,9 @@ class Keeper:
         self._copies: Optional[Copies] = None
         self._saver = self._open(settings.save)
         if settings.save_copy and rank == 0:
-            self._copies = Copies(settings.save_copy, keep_last=settings.keep_last,
-                                  retain_interval=settings.save_retain_interval, say=say)  # fmt: skip
+            self._copies = Copies(
+                settings.save_copy, keep_last=settings.keep_last, retain_interval=settings.save_retain_interval, say=say
+            )
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
         self._outcome: Optional[Outcome] = None
@@ -155,9 +162,14 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _open(self, folder: str) -> Saver:
-        return Saver(Path(folder), keep_last=self.settings.keep_last, retain_interval=self.settings.save_retain_interval,
-                     rank=self.rank, exchange=self.exchange,
-                     in_use=lambda: self._copies.present if self._copies else None)  # fmt: skip
+        return Saver(
+            Path(folder),
+            keep_last=self.settings.keep_last,
+            retain_interval=self.settings.save_retain_interval,
+            rank=self.rank,
+            exchange=self.exchange,
+            in_use=lambda: self._copies.present if self._copies else None,
+        )
 
     def _plan(self, iteration: int, stall: float) -> None:
         """With `--save-interval auto`: when the next save pays, the same on all ranks."""
@@ -171,8 +183,10 @@ class Keeper:
         steps = max(1, round(seconds / max(a_step, 1e-6)))
         self._due_at, self._trained_from = iteration + steps, (iteration, time.perf_counter())
         cost = lost_share(seconds, stall, hours * 3600)
-        self.say(f"  next checkpoint in {steps} steps = {seconds:.0f} s: a save stalls {stall:.3f} s, an interruption "
-                 f"is expected every {hours:g} h, both together cost {cost:.2%}")  # fmt: skip
+        self.say(
+            f"  next checkpoint in {steps} steps = {seconds:.0f} s: a save stalls {stall:.3f} s, an interruption "
+            f"is expected every {hours:g} h, both together cost {cost:.2%}"
+        )
 
     def _work(self, iteration: int, pieces: list[Piece], state: dict[str, Any], background: bool) -> None:
         """One save with all its tries; leaves its outcome for `_judge`."""
@@ -233,8 +247,10 @@ class Keeper:
             return
         self._failures.append(outcome)
         count, limit = len(self._failures), self.settings.max_failed_saves
-        self.say(f"WARNING: CHECKPOINT AT ITERATION {outcome.iteration} IS LOST: save {count} in a row that failed; "
-                 f"training ends at {limit} (--max-failed-saves)")  # fmt: skip
+        self.say(
+            f"WARNING: CHECKPOINT AT ITERATION {outcome.iteration} IS LOST: save {count} in a row that failed; "
+            f"training ends at {limit} (--max-failed-saves)"
+        )
         if count >= limit:
             failure = outcome.failure
             what = f"{count} saves in a row failed, the last: {failure.what}" if count > 1 else failure.what

@@ -104,8 +104,14 @@ class Reader:
             self._run(copies)
             yield part
 
-    def load(self, pieces: Iterable[Piece], *, names: Optional[Collection[str]] = None, cast: bool = False,
-             strictness: Strictness = "strict") -> list[str]:  # fmt: skip
+    def load(
+        self,
+        pieces: Iterable[Piece],
+        *,
+        names: Optional[Collection[str]] = None,
+        cast: bool = False,
+        strictness: Strictness = "strict",
+    ) -> list[str]:
         """Fill the memory of all pieces. Nothing is touched unless all of them are there with shape and dtype.
 
         names:       all logical names of the job, over all ranks; given them, other tensors in the checkpoint are an error
@@ -179,9 +185,11 @@ class Reader:
         lines = [*different.values(), *missing.values(), *sorted(extra.values())]
         if lines:
             counts = f"{len(different)} tensors differ, {len(missing)} are missing, {len(extra)} are unknown"
-            raise CheckpointError(f"{self.folder} does not fit this model: {counts}", _listed(lines, "\n  "),
-                                  "give the model settings that are in its state.json, or another --load (or see "
-                                  "--load-strictness)")  # fmt: skip
+            raise CheckpointError(
+                f"{self.folder} does not fit this model: {counts}",
+                _listed(lines, "\n  "),
+                "give the model settings that are in its state.json, or another --load (or see --load-strictness)",
+            )
         return notices
 
     def _plan(self, name: str, box: Box, out: torch.Tensor) -> list[_Copy]:
@@ -210,8 +218,12 @@ class Reader:
         step = self.index.block // dtype.itemsize
         inside = overlap.relative_to(stored.box)
         target = out[overlap.relative_to(wanted).slices()]  # a view, 0-d tensors included
-        direct = (inside.extent == stored.box.extent and target.is_contiguous()
-                  and target.dtype == dtype and target.device.type == "cpu")  # fmt: skip
+        direct = (
+            inside.extent == stored.box.extent
+            and target.is_contiguous()
+            and target.dtype == dtype
+            and target.device.type == "cpu"
+        )
         for number, start in enumerate(range(0, stored.box.size, step)):
             runs = flat_to_boxes(stored.box.extent, start, min(start + step, stored.box.size))
             if not any(map(inside.intersection, runs)):
@@ -236,8 +248,10 @@ class Reader:
         with self._lock:
             self.bytes_read += len(data)
         if checksum(data) != stored.checksums[number]:
-            raise Damaged(f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
-                          "have the checksum that they were written with")  # fmt: skip
+            raise Damaged(
+                f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
+                "have the checksum that they were written with"
+            )
 
     def _locate(self, name: str, stored: Stored) -> int:
         """First byte of a stored box in its file; Damaged unless the file's header agrees with the index."""

@@ -25,24 +25,25 @@ import torch
 
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
 from megatron.errors import CheckpointError
-from megatron.storage.durable import (
-    checksum,
-    read_sealed,
-    require_space,
-    seal,
-    storage,
-    sync_folder,
-    write_synced,
-)
+from megatron.storage.durable import checksum, read_sealed, require_space, seal, storage, sync_folder, write_synced
 
 FORMAT, VERSION = "boxes in safetensors", 1
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -162,8 +163,10 @@ def _header(pieces: list[Piece]) -> tuple[bytes, int]:
         assert _key(piece) not in entries, f"{_key(piece)} is written twice by one writer"
         end = at + piece.tensor.numel() * piece.tensor.element_size()
         entries[_key(piece)] = {
-            "dtype": CODES[piece.tensor.dtype], "shape": piece.tensor.shape, "data_offsets": [at, end],
-        }  # fmt: skip
+            "dtype": CODES[piece.tensor.dtype],
+            "shape": piece.tensor.shape,
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % 64)  # data starts at a multiple of 64 bytes
@@ -225,8 +228,9 @@ def merge(parts: Iterable[dict]) -> dict:
         for name, entry in part["tensors"].items():
             known = tensors.setdefault(name, {**entry, "boxes": []})
             if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-                raise CheckpointError(f"{name}: writers disagree: {known['dtype']} {known['shape']} and "
-                                      f"{entry['dtype']} {entry['shape']}")  # fmt: skip
+                raise CheckpointError(
+                    f"{name}: writers disagree: {known['dtype']} {known['shape']} and {entry['dtype']} {entry['shape']}"
+                )
             known["boxes"] += entry["boxes"]
     for name, entry in tensors.items():
         flaw = find_flaw(entry["shape"], [Box(tuple(offset), tuple(extent)) for offset, extent, *_ in entry["boxes"]])

@@ -43,8 +43,13 @@ class Progress:
     total_input: int
 
 
-def preprocess(settings, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None,
-               report: Callable[[Progress], None] = lambda progress: None, block_size: int = BLOCK) -> Totals:  # fmt: skip
+def preprocess(
+    settings,
+    tokenizer: Tokenizer,
+    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[Progress], None] = lambda progress: None,
+    block_size: int = BLOCK,
+) -> Totals:
     """Run the whole job. `settings` is `preprocess_data.Preprocess`; `report` is called a few times a second.
 
     Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.

@@ -60,8 +60,15 @@ class _Bin:
 class BlockEncoder:
     """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: list[str], dtype: np.dtype, append_eod: bool,
-                 split: Callable[[str], list[str]] | None = None, partitions: int = 1):  # fmt: skip
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        keys: list[str],
+        dtype: np.dtype,
+        append_eod: bool,
+        split: Callable[[str], list[str]] | None = None,
+        partitions: int = 1,
+    ):
         self._tokenizer, self._encode = tokenizer, tokenizer.encoder
         self._memory_limit = None
         self._keys, self._dtype, self._split, self._partitions = keys, dtype, split, partitions

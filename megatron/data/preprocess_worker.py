@@ -156,8 +156,16 @@ class Feed:
 class Worker:
     """One process: take a block, encode it, put it into the lane's files when its turn comes."""
 
-    def __init__(self, index: int, source_of_blocks, encoder: BlockEncoder, shared: Shared, workspace: Workspace,
-                 partitions: int, stop_on_bad_line: bool):  # fmt: skip
+    def __init__(
+        self,
+        index: int,
+        source_of_blocks,
+        encoder: BlockEncoder,
+        shared: Shared,
+        workspace: Workspace,
+        partitions: int,
+        stop_on_bad_line: bool,
+    ):
         self.blocks, self.encode, self.shared, self.workspace = source_of_blocks, encoder, shared, workspace
         self.partitions, self.stop_on_bad_line = partitions, stop_on_bad_line
         self.progress = shared.progress[index]

@@ -10,10 +10,27 @@ from collections.abc import Callable
 from megatron.errors import DataError
 
 ISO_CODES = dict(
-    czech="cs", danish="da", dutch="nl", english="en", estonian="et", finnish="fi", french="fr", german="de",
-    greek="el", italian="it", norwegian="no", polish="pl", portuguese="pt", russian="ru", slovene="sl", spanish="es",
-    swedish="sv", turkish="tr", malayalam="ml", chinese="zh",
-)  # fmt: skip
+    czech="cs",
+    danish="da",
+    dutch="nl",
+    english="en",
+    estonian="et",
+    finnish="fi",
+    french="fr",
+    german="de",
+    greek="el",
+    italian="it",
+    norwegian="no",
+    polish="pl",
+    portuguese="pt",
+    russian="ru",
+    slovene="sl",
+    spanish="es",
+    swedish="sv",
+    turkish="tr",
+    malayalam="ml",
+    chinese="zh",
+)
 PIECE = 1_000_000  # characters that Megatron-LM splits at a time, so that one huge document does not take for ever
 
 

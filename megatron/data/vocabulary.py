@@ -39,15 +39,18 @@ def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -
     """
     if tokenizer is None or tokenizer.name == "NullTokenizer":
         return
-    own = dict(type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-               fingerprint=tokenizer.fingerprint)  # fmt: skip
+    own = dict(
+        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
+    )
     for prefix in map(bare_prefix, paths):
         made = identity_of(prefix)
         if not made or made.get("type") == "NullTokenizer":
             continue
         compared = ("fingerprint",) if made.get("type") == own["type"] else ("vocab_size", "eod")
         if any(made.get(name) != own[name] for name in compared):
-            raise DataError(f"{prefix} was made with another vocabulary",
-                            f"the data: {name_of(made)}; now: {name_of(own)}",
-                            "give the tokenizer that the data was preprocessed with, or preprocess it again; "
-                            f"{prefix}.stats.json says so: remove it if it is wrong")  # fmt: skip
+            raise DataError(
+                f"{prefix} was made with another vocabulary",
+                f"the data: {name_of(made)}; now: {name_of(own)}",
+                "give the tokenizer that the data was preprocessed with, or preprocess it again; "
+                f"{prefix}.stats.json says so: remove it if it is wrong",
+            )

@@ -17,8 +17,17 @@ from megatron.data.manifest import write_manifest
 from megatron.errors import Locked, StorageError
 from megatron.storage.durable import sync_folder
 
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG,
-                errno.ENOENT, errno.ENOTDIR)  # fmt: skip
+NOT_WRITABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+)
 
 
 class Workspace:

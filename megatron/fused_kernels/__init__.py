@@ -85,51 +85,72 @@ EXPLICIT_KEYS = 4096  # beyond this the stored weights of explicit attention cos
 TABLE: dict[str, list[Implementation]] = {
     "attention": [
         Implementation(
-            "flash-attn", attention.flash_attn, "the fastest attention on many NVIDIA GPUs",
+            "flash-attn",
+            attention.flash_attn,
+            "the fastest attention on many NVIDIA GPUs",
             lambda case: case.device == "cuda" and case.dtype in (torch.bfloat16, torch.float16) and case.plain,
-            _package("flash_attn", NO_CUDA), "flash",
+            _package("flash_attn", NO_CUDA),
+            "flash",
         ),
         Implementation(  # like flash-attn it keeps scores in fp32, which scaled_softmax asks for
-            "sdpa (CUDA)", attention.sdpa, "torch's flash, cuDNN or memory-efficient attention: no stored scores",
-            lambda case: case.device == "cuda" and not case.dropout, NO_CUDA, "sdpa",
+            "sdpa (CUDA)",
+            attention.sdpa,
+            "torch's flash, cuDNN or memory-efficient attention: no stored scores",
+            lambda case: case.device == "cuda" and not case.dropout,
+            NO_CUDA,
+            "sdpa",
         ),
         Implementation(
-            "block-causal", attention.block_causal, "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout",
-            lambda case: case.whole and not case.scaled_softmax
-            and (case.device != "cpu" or case.dropout or case.keys <= EXPLICIT_KEYS), "", "explicit",
+            "block-causal",
+            attention.block_causal,
+            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout",
+            lambda case: (
+                case.whole
+                and not case.scaled_softmax
+                and (case.device != "cpu" or case.dropout or case.keys <= EXPLICIT_KEYS)
+            ),
+            "",
+            "explicit",
         ),
         Implementation(
-            "sdpa (CPU)", attention.sdpa, "long sequences without stored scores",
-            lambda case: case.device == "cpu" and case.whole and not (case.dropout or case.scaled_softmax), "", "sdpa",
+            "sdpa (CPU)",
+            attention.sdpa,
+            "long sequences without stored scores",
+            lambda case: case.device == "cpu" and case.whole and not (case.dropout or case.scaled_softmax),
+            "",
+            "sdpa",
         ),
         Implementation(
-            "reference", reference.attention, "covers everything: caches, scaled scores in fp16",
-            backend="explicit",
+            "reference", reference.attention, "covers everything: caches, scaled scores in fp16", backend="explicit"
         ),
     ],
     "matmul": [
         Implementation(
-            "oneDNN in fp32", matmul.onednn, "about 2 x as fast as MKL on AMD CPUs",
+            "oneDNN in fp32",
+            matmul.onednn,
+            "about 2 x as fast as MKL on AMD CPUs",
             lambda case: _on("cpu", torch.float32)(case) and not torch.compiler.is_compiling(),  # its own products
             _onednn(),
         ),
         Implementation("torch", reference.matmul, "cuBLAS on GPUs; on CPUs oneDNN in bf16, MKL in fp32"),
     ],
     "layer_norm": [
+        Implementation("apex", norms.apex_layer_norm, "a fused backward pass", _on("cuda"), _package("apex", NO_CUDA)),
         Implementation(
-            "apex", norms.apex_layer_norm, "a fused backward pass", _on("cuda"), _package("apex", NO_CUDA)
-        ),
-        Implementation(
-            "sums as products", norms.exact_layer_norm, "gradients of weights that are exact in bf16, too",
+            "sums as products",
+            norms.exact_layer_norm,
+            "gradients of weights that are exact in bf16, too",
             lambda case: case.device == "cpu" and case.dtype != torch.float32 and not torch.compiler.is_compiling(),
         ),
         Implementation("torch", reference.layer_norm, "torch's own kernel"),
     ],
     "rms_norm": [
         Implementation(
-            "sums as products", norms.rms_norm, "a backward pass on CPUs 2.5 x as fast as torch's",
+            "sums as products",
+            norms.rms_norm,
+            "a backward pass on CPUs 2.5 x as fast as torch's",
             lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
         ),
         Implementation("torch", reference.rms_norm, "torch's own kernel"),
     ],
-}  # fmt: skip
+}

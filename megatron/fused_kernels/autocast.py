@@ -65,8 +65,10 @@ class Autocast(TorchFunctionMode):
         super().__init__()
         black, white = _names("black", black), _names("white", white)
         if black & white:
-            raise SettingsError(f"{', '.join(sorted(black & white))}: in --amp-custom-black-list and in "
-                                "--amp-custom-white-list; drop one of them")  # fmt: skip
+            raise SettingsError(
+                f"{', '.join(sorted(black & white))}: in --amp-custom-black-list and in "
+                "--amp-custom-white-list; drop one of them"
+            )
         formats = dict.fromkeys(HALF, half) | dict.fromkeys(FULL, torch.float32)
         formats |= dict.fromkeys(black, torch.float32) | dict.fromkeys(white, half)
         self.formats = formats | {f"__r{name}__": wanted for name, wanted in formats.items()}  # 2 / x is `__rdiv__`
@@ -104,7 +106,9 @@ def _names(which: str, words: Iterable[str]) -> set[str]:
         for name in names:
             if name not in OURS and not any(callable(getattr(place, name, None)) for place in (torch, F, torch.Tensor)):
                 close = difflib.get_close_matches(name, [*HALF, *FULL, *dir(torch.Tensor), *dir(F)], 1)
-                raise SettingsError(f"--amp-custom-{which}-list: torch has no op '{name}'"
-                                    + (f"; did you mean {close[0]}?" if close else ""))  # fmt: skip
+                raise SettingsError(
+                    f"--amp-custom-{which}-list: torch has no op '{name}'"
+                    + (f"; did you mean {close[0]}?" if close else "")
+                )
         found.update(names)
     return found

@@ -12,9 +12,17 @@ import torch.nn.functional as F
 from megatron.fused_kernels.dropout import Keep
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float,
-              allowed: torch.Tensor | None = None, score_divisor: float = 1.0, softmax_in_fp32: bool = False,
-              dropout: Keep | None = None) -> torch.Tensor:  # fmt: skip
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    allowed: torch.Tensor | None = None,
+    score_divisor: float = 1.0,
+    softmax_in_fp32: bool = False,
+    dropout: Keep | None = None,
+) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
     Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each

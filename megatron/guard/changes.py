@@ -14,22 +14,54 @@ from megatron.errors import SettingsError, UsageError
 from megatron.settings.schema import Config
 
 SHAPE = (  # another model altogether: also weights alone (--finetune) must agree on these
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "num_query_groups",
-    "position_embedding_type", "normalization", "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "untie_embeddings_and_output_weights",
     "qk_layernorm",
-)  # fmt: skip
+)
 DANGEROUS = dict(
-    model=(*SHAPE, "seq_length", "max_position_embeddings", "rotary_base", "rotary_percent", "norm_epsilon",
-           "bias_gelu_fusion"),
+    model=(
+        *SHAPE,
+        "seq_length",
+        "max_position_embeddings",
+        "rotary_base",
+        "rotary_percent",
+        "norm_epsilon",
+        "bias_gelu_fusion",
+    ),
     tokenizer=("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "tiktoken_pattern"),
-    data=("data_path", "train_data_path", "split", "mock_data", "dataloader_type", "reset_position_ids",
-          "reset_attention_mask", "eod_mask_loss"),
+    data=(
+        "data_path",
+        "train_data_path",
+        "split",
+        "mock_data",
+        "dataloader_type",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+    ),
     logging=("seed",),
-)  # fmt: skip
+)
 TOLD = ("model", "data", "batch", "optimizer", "precision", "guard")  # groups whose other changes are told
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
-IRRELEVANT = ("override", "heartbeat_dir", "num_workers", "data_cache_path", "exit_interval", "exit_duration_in_mins",
-              "kill_switch_file", "exit_signal_handler")  # fmt: skip
+IRRELEVANT = (
+    "override",
+    "heartbeat_dir",
+    "num_workers",
+    "data_cache_path",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "kill_switch_file",
+    "exit_signal_handler",
+)
 
 
 class Change(NamedTuple):
@@ -65,8 +97,10 @@ def overridden(text: str | None) -> set[str]:
     names = {word.strip().lstrip("-").replace("-", "_") for word in (text or "").split(",")} - {""}
     known = {name for group in DANGEROUS.values() for name in group} | {ORDER.replace("-", "_")}
     for name in sorted(names - known):
-        raise UsageError(f"--override {name}: this setting needs none, or there is none of that name",
-                         do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)))  # fmt: skip
+        raise UsageError(
+            f"--override {name}: this setting needs none, or there is none of that name",
+            do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)),
+        )
     return names
 
 
@@ -74,8 +108,11 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
     allowed = overridden(config.guard.override)
     found = [change for change in changes(saved, asdict(config)) if change.name in SHAPE and change.name not in allowed]
-    _refuse(found, "the checkpoint is of another model than the settings", "give the checkpoint's settings, or another "
-            "--load")  # fmt: skip
+    _refuse(
+        found,
+        "the checkpoint is of another model than the settings",
+        "give the checkpoint's settings, or another --load",
+    )
 
 
 def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
@@ -84,8 +121,11 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     allowed = overridden(config.guard.override)
     found = [change for change in changes(saved, asdict(config)) if change.dangerous and change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(found)])
-    _refuse(found, "the checkpoint is of a run whose results depend on other settings",
-            f"give the checkpoint's settings, or --override {names} to go on with these")  # fmt: skip
+    _refuse(
+        found,
+        "the checkpoint is of a run whose results depend on other settings",
+        f"give the checkpoint's settings, or --override {names} to go on with these",
+    )
 
 
 def _with_other_samples(found: list[Change]) -> list[str]:

@@ -41,8 +41,10 @@ def script_at(words: list[str]) -> int:
             and (word.endswith(".sh"))
         ):
             return number
-    raise SettingsError(f"no training script (pretrain_*.py, scripts/pretrain_*.sh) in: {' '.join(words)}",
-                        do="supervise ... -- torchrun ... pretrain_gpt.py ...")  # fmt: skip
+    raise SettingsError(
+        f"no training script (pretrain_*.py, scripts/pretrain_*.sh) in: {' '.join(words)}",
+        do="supervise ... -- torchrun ... pretrain_gpt.py ...",
+    )
 
 
 def value_of(words: list[str], *flags: str) -> Optional[str]:
@@ -115,8 +117,10 @@ def with_ranks(words: list[str], ranks: int) -> list[str]:
     one_each = nodes * each == (_number(value_of(words, *SLURM_TASKS)) or _number(os.environ.get("SLURM_NTASKS")))
     launched = value_of(words, *RANKS) is not None
     if not launched and (not of_slurm(words) or ranks % each and not one_each):
-        raise SettingsError(f"the command does not say how many processes it starts: {' '.join(words)}",
-                            do="torchrun --nproc-per-node N ...")  # fmt: skip
+        raise SettingsError(
+            f"the command does not say how many processes it starts: {' '.join(words)}",
+            do="torchrun --nproc-per-node N ...",
+        )
     each = min(each, ranks)
     nodes = ranks // each
     if launched:
@@ -191,17 +195,25 @@ def is_foreign(words: list[str]) -> bool:
     if script.with_name("_launch.sh").exists() and re.search(r"/_launch\.sh|^exec bash ", text, re.MULTILINE):
         return False
     if not re.search(r"\$[@*]|\$\{[@*]", text):
-        raise SettingsError(f"{script} does not hand its arguments on to the training",
-                            "the supervisor adds --heartbeat-dir, --exit-signal-handler and --load",
-                            'put "$@" behind the last flag of its training command')  # fmt: skip
+        raise SettingsError(
+            f"{script} does not hand its arguments on to the training",
+            "the supervisor adds --heartbeat-dir, --exit-signal-handler and --load",
+            'put "$@" behind the last flag of its training command',
+        )
     return True
 
 
 @cache
 def _said_by(*words: str) -> list[str]:
     try:
-        told = subprocess.run(["bash", *words], env={**os.environ, "PRINT": "1", "SUPERVISE": ""}, text=True,
-                              capture_output=True, timeout=60, check=False)  # fmt: skip
+        told = subprocess.run(
+            ["bash", *words],
+            env={**os.environ, "PRINT": "1", "SUPERVISE": ""},
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise SettingsError(f"{words[0]} does not say what it runs", "it was asked with PRINT=1, for 60 s") from None
     if told.returncode:
@@ -211,8 +223,11 @@ def _said_by(*words: str) -> list[str]:
 
 def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
     """The iteration of the newest complete checkpoint of a folder. Whether it is whole is seen when it is loaded."""
-    found = [int(match[1]) for path in Path(folder or "/nonexistent").glob("iter_*")
-             if (match := CHECKPOINT.fullmatch(path.name)) and (path / "index.json").exists()]  # fmt: skip
+    found = [
+        int(match[1])
+        for path in Path(folder or "/nonexistent").glob("iter_*")
+        if (match := CHECKPOINT.fullmatch(path.name)) and (path / "index.json").exists()
+    ]
     return max(found, default=None)
 
 

@@ -45,5 +45,6 @@ def peer_lost(error: BaseException) -> PeerLost | None:
     text = str(error)
     if not NETWORK.search(text):
         return None
-    return PeerLost("another rank is gone or silent", text.splitlines()[0][:200],
-                    "see what the rank that ended first has said")  # fmt: skip
+    return PeerLost(
+        "another rank is gone or silent", text.splitlines()[0][:200], "see what the rank that ended first has said"
+    )

@@ -49,8 +49,10 @@ def spy(beats: list[Beat]) -> dict[int, Stacks]:
     """Rank -> stacks that py-spy reads from outside; nothing where it is not installed, or not allowed to."""
     if shutil.which(SPY[0]) is None:
         return {}
-    spies = {beat.rank: subprocess.Popen([*SPY, str(beat.pid)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-             for beat in beats}  # fmt: skip
+    spies = {
+        beat.rank: subprocess.Popen([*SPY, str(beat.pid)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        for beat in beats
+    }
     deadline, found = time.monotonic() + SPYING, {}
     for rank, process in spies.items():
         try:
@@ -79,8 +81,11 @@ def written(beats: list[Beat], folder: Path) -> dict[int, Stacks]:
             break  # all have written, and what was begun has ended
         before = now
         time.sleep(0.1)
-    return {rank: parse(_path(folder, rank).read_bytes()[size:].decode("utf-8", "replace"))
-            for rank, size in sizes.items() if _size(folder, rank) > size}  # fmt: skip
+    return {
+        rank: parse(_path(folder, rank).read_bytes()[size:].decode("utf-8", "replace"))
+        for rank, size in sizes.items()
+        if _size(folder, rank) > size
+    }
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -87,8 +87,10 @@ class Report:
         for attempt in self.attempts:
             first, last = attempt["first_step"], attempt["last_step"]
             span = f"steps {first} to {last}" if 0 < first <= last else "no step"
-            lines.append(f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
-                         f"{attempt['cause']}")  # fmt: skip
+            lines.append(
+                f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
+                f"{attempt['cause']}"
+            )
         return "\n".join(lines)
 
     def _startup(self) -> str:
@@ -124,8 +126,20 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
     records = [{**asdict(attempt), "wall": round(attempt.wall, 3)} for attempt in attempts]
     starting = {name: round(seconds, 3) for name, seconds in starting.items()}
     first_steps = round(sum(attempt.first_step_seconds for attempt in attempts), 3)
-    return Report(outcome, code, round(wall, 3), round(productive, 3), lost, starting, first_steps,
-                  max(0, len(attempts) - 1), steps, repeated, checkpoints, records)  # fmt: skip
+    return Report(
+        outcome,
+        code,
+        round(wall, 3),
+        round(productive, 3),
+        lost,
+        starting,
+        first_steps,
+        max(0, len(attempts) - 1),
+        steps,
+        repeated,
+        checkpoints,
+        records,
+    )
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:

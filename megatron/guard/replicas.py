@@ -46,10 +46,12 @@ def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
         return
     lines = sorted({line for lines in collectives.gather_objects(different, mesh.world) for line in lines})
     more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-    raise NumericsError(f"iteration {iteration}: ranks that hold the same parameters hold different bits",
-                        "\n  ".join(lines[:8] + more),
-                        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
-                        "named, and at the last change of the code")  # fmt: skip
+    raise NumericsError(
+        f"iteration {iteration}: ranks that hold the same parameters hold different bits",
+        "\n  ".join(lines[:8] + more),
+        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
+        "named, and at the last change of the code",
+    )
 
 
 def checksums(optimizer: ShardedAdamW) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:

@@ -32,8 +32,10 @@ class Spike(NamedTuple):
     seen: int
 
     def __str__(self) -> str:
-        return (f"{self.what} {self.value:.4g} is {self.score:.1f} deviations above the median {self.median:.4g} "
-                f"of the last {self.seen} steps")  # fmt: skip
+        return (
+            f"{self.what} {self.value:.4g} is {self.score:.1f} deviations above the median {self.median:.4g} "
+            f"of the last {self.seen} steps"
+        )
 
 
 @dataclass(frozen=True)

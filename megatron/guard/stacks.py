@@ -16,16 +16,30 @@ from typing import NamedTuple, Optional
 from megatron.guard.heartbeat import Beat
 
 PHASES = dict(
-    start="starting", join="joining the other ranks", model="building the model", load="loading the checkpoint",
-    index="preparing the data", data="in the data loader", F="in a forward pass",
-    B="in a backward pass", I="in a backward pass", W="in a backward pass (weights)", reduce="reducing gradients",
-    update="in the optimizer's update", evaluate="evaluating", save="saving a checkpoint",
+    start="starting",
+    join="joining the other ranks",
+    model="building the model",
+    load="loading the checkpoint",
+    index="preparing the data",
+    data="in the data loader",
+    F="in a forward pass",
+    B="in a backward pass",
+    I="in a backward pass",
+    W="in a backward pass (weights)",
+    reduce="reducing gradients",
+    update="in the optimizer's update",
+    evaluate="evaluating",
+    save="saving a checkpoint",
     replay="repeating a step to find a value that is not finite",
-)  # fmt: skip
+)
 STATES = {
-    "T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger", "D": "sleeps in the kernel (disk or device)",
-    "Z": "is dead", "": "is gone", "?": "does not answer: stopped, frozen, or its machine is cut off",
-}  # fmt: skip
+    "T": "is stopped by a signal (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "sleeps in the kernel (disk or device)",
+    "Z": "is dead",
+    "": "is gone",
+    "?": "does not answer: stopped, frozen, or its machine is cut off",
+}
 COLLECTIVES = """all_reduce all_gather all_gather_single all_gather_into_tensor all_gather_object reduce_scatter
     reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend gather scatter
     monitored_barrier new_group init_process_group""".split()
@@ -116,9 +130,13 @@ def parse_spied(text: str) -> tuple[tuple[Frame, ...], ...]:
     """Stacks from `py-spy dump --json`: main thread first. Raises ValueError for anything else."""
     threads = json.loads(text)
     try:
-        stacks = [(thread["os_thread_id"] != thread["pid"],
-                   tuple(Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in thread["frames"]))
-                  for thread in threads]  # fmt: skip
+        stacks = [
+            (
+                thread["os_thread_id"] != thread["pid"],
+                tuple(Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in thread["frames"]),
+            )
+            for thread in threads
+        ]
     except (TypeError, KeyError) as error:
         raise ValueError(f"not what py-spy writes: {error!r}") from None
     return tuple(stack for _, stack in sorted(stacks, key=lambda entry: entry[0]) if stack)
@@ -151,8 +169,14 @@ def explain(ranks: Sequence[Standstill]) -> list[str]:
     lines = [_sentence(waiting, group) for (waiting, *_), group in sorted(groups.items(), key=_culprits_first)]
     if all(waiting for waiting, *_ in groups):
         several = len({(key[1].partition(" of ")[0], key[2]) for key in groups}) > 1
-        lines.append("every rank waits for another" + (", in different places: they have come apart" if several
-                     else ": the network between them, or a rank of another machine"))  # fmt: skip
+        lines.append(
+            "every rank waits for another"
+            + (
+                ", in different places: they have come apart"
+                if several
+                else ": the network between them, or a rank of another machine"
+            )
+        )
     return lines
 
 

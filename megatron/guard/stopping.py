@@ -33,8 +33,14 @@ class StopRequests:
     minutes:      the longest time that the run may take, counted from `started` (seconds of time.time)
     """
 
-    def __init__(self, *, signals: bool = False, kill_switch: Optional[str] = None, minutes: Optional[float] = None,
-                 started: Optional[float] = None):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        signals: bool = False,
+        kill_switch: Optional[str] = None,
+        minutes: Optional[float] = None,
+        started: Optional[float] = None,
+    ):
         self.kill_switch, self.minutes = kill_switch and Path(kill_switch), minutes
         self.started = time.time() if started is None else started
         self.caught, self._looked, self._seen = 0, -LOOK, False

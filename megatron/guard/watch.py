@@ -42,13 +42,25 @@ class Watch:
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
     """
 
-    def __init__(self, settings: schema.Guard, *, minutes: Optional[float] = None, heart: Optional[Heartbeat] = None,
-                 rank: int = 0, say: Callable[[str], None] = lambda text: None,
-                 exchange: Callable[[Any], list] = lambda value: [value], counts: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        settings: schema.Guard,
+        *,
+        minutes: Optional[float] = None,
+        heart: Optional[Heartbeat] = None,
+        rank: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+        exchange: Callable[[Any], list] = lambda value: [value],
+        counts: bool = True,
+    ):
         self.settings, self.heart, self.rank = settings, heart or Heartbeat(), rank
         self.say, self.exchange, self.counts = say, exchange, counts
-        self.requests = StopRequests(signals=settings.exit_signal_handler, kill_switch=settings.kill_switch_file,
-                                     minutes=minutes, started=time.time())  # fmt: skip
+        self.requests = StopRequests(
+            signals=settings.exit_signal_handler,
+            kill_switch=settings.kill_switch_file,
+            minutes=minutes,
+            started=time.time(),
+        )
         self.stop: Optional[Stop] = None  # agreed by all ranks at the last step
         self.ledger = ""  # of the last step
         self.spike: Optional[Spike] = None  # of the last step
@@ -70,8 +82,17 @@ class Watch:
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
-    def judge(self, step: int, recent: Recent, loss: float, norm: float, explain: Callable[[], str], *,
-              scaling: bool, rollbacks: int = 0) -> Verdict:  # fmt: skip
+    def judge(
+        self,
+        step: int,
+        recent: Recent,
+        loss: float,
+        norm: float,
+        explain: Callable[[], str],
+        *,
+        scaling: bool,
+        rollbacks: int = 0,
+    ) -> Verdict:
         """Whether the update of a step may be made; every rank comes to the same verdict, having the same numbers.
 
         scaling: the loss scale is dynamic, so an overflow is expected now and then
@@ -91,8 +112,11 @@ class Watch:
             self._count_skip(step, str(self.spike))
             return Verdict.SKIP
         if rollbacks >= self.settings.max_rollbacks:
-            raise NumericsError(f"iteration {step}: {self.spike}", f"{rollbacks} rollbacks have not helped "
-                                "(--max-rollbacks)", "lower --lr, or look at the data that was left out")  # fmt: skip
+            raise NumericsError(
+                f"iteration {step}: {self.spike}",
+                f"{rollbacks} rollbacks have not helped (--max-rollbacks)",
+                "lower --lr, or look at the data that was left out",
+            )
         return Verdict.ROLLBACK
 
     def _not_finite(self, step: int, loss: float, norm: float, where: str) -> Verdict:
@@ -100,15 +124,22 @@ class Watch:
         if self.settings.on_nan == "skip":
             self._count_skip(step, f"{what[what.index(':') + 2 :]}; {where}")
             return Verdict.SKIP
-        raise NumericsError(what, where, "no update was made and the last checkpoint is untouched; lower --lr, raise "
-                            "--lr-warmup-iters, use --bf16 instead of --fp16, or --on-nan skip")  # fmt: skip
+        raise NumericsError(
+            what,
+            where,
+            "no update was made and the last checkpoint is untouched; lower --lr, raise "
+            "--lr-warmup-iters, use --bf16 instead of --fp16, or --on-nan skip",
+        )
 
     def _count_skip(self, step: int, why: str) -> None:
         self.in_a_row += 1
         self.say(f"warning: iteration {step} is skipped: {why}")
         if self.in_a_row >= IN_A_ROW:
-            raise NumericsError(f"iteration {step}: {IN_A_ROW} steps in a row had to be skipped", why,
-                                "the weights are beyond repair by skipping: go back to an older checkpoint")  # fmt: skip
+            raise NumericsError(
+                f"iteration {step}: {IN_A_ROW} steps in a row had to be skipped",
+                why,
+                "the weights are beyond repair by skipping: go back to an older checkpoint",
+            )
 
     def find_culprit(self, stages, batches, replay: Callable[[Callable], Any], describe: Callable[[int], str]) -> str:
         """Repeat a step on all ranks with every module watched; in words, who made the first value that is not finite.
@@ -124,8 +155,10 @@ class Watch:
         told = mine and (mine, [describe(place) for place in mine.samples])
         answers = sorted((answer for answer in self.exchange(told) if answer), key=lambda answer: answer[0])
         if not answers:
-            return ("the same step, repeated, is finite: its arithmetic is not repeatable on this machine "
-                    "(memory, device, or a kernel that is not deterministic)")  # fmt: skip
+            return (
+                "the same step, repeated, is finite: its arithmetic is not repeatable on this machine "
+                "(memory, device, or a kernel that is not deterministic)"
+            )
         first: Finding = answers[0][0]
         samples = "".join(f"\n    {text}" for text in answers[0][1][:8])
         others = len({found.rank for found, _ in answers if found.kind == first.kind}) - 1

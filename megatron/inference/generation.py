@@ -130,8 +130,9 @@ def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 0.0) -> torch.Tens
     if 0 < top_p < 1:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
         before = values.softmax(dim=-1).cumsum(dim=-1) - values.softmax(dim=-1)  # probability of all likelier ones
-        logits = logits.masked_fill(torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p),
-                                    float("-inf"))  # fmt: skip
+        logits = logits.masked_fill(
+            torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p), float("-inf")
+        )
     return logits
 
 

@@ -82,12 +82,17 @@ def open_tokenizer(loaded: Loaded, given: Optional[schema.Tokenizer] = None, say
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(settings, name)
         if path and not Path(path).exists():
-            raise DataError(f"{path}: no such file", "the training run had its vocabulary there",
-                            f"say where it is now: --{name.replace('_', '-')}, or run in the same folder")  # fmt: skip
+            raise DataError(
+                f"{path}: no such file",
+                "the training run had its vocabulary there",
+                f"say where it is now: --{name.replace('_', '-')}, or run in the same folder",
+            )
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
     tokenizer = build_tokenizer(settings, say)
     if tokenizer.vocab_size > loaded.vocab_size:
-        raise SettingsError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
-                            do="give the tokenizer that the model was trained with")  # fmt: skip
+        raise SettingsError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
+            do="give the tokenizer that the model was trained with",
+        )
     return tokenizer

@@ -57,8 +57,18 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 class Attention(nn.Module):
     """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
 
-    def __init__(self, model: Model, layer: int, tp: Axis, output_std: float, *, seed: int, kernels: Kernels,
-                 again: bool = False, **common):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        layer: int,
+        tp: Axis,
+        output_std: float,
+        *,
+        seed: int,
+        kernels: Kernels,
+        again: bool = False,
+        **common,
+    ):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
         self.groups = model.query_groups // tp.size
@@ -105,15 +115,25 @@ class Attention(nn.Module):
 def scaled_dot_product_attention(query, key, value, layer: Attention, context: Context) -> torch.Tensor:
     """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
     case = Case(
-        query.device.type, query.dtype, query.shape[0], key.shape[0], masked=context.allowed is not None,
+        query.device.type,
+        query.dtype,
+        query.shape[0],
+        key.shape[0],
+        masked=context.allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
         scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
-    )  # fmt: skip
+    )
     dropout = None
     if case.dropout:
         (s, b, g, q, _), t = query.shape, key.shape[0]
         dropout = layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
     return choose("attention", case, layer.backend).run(
-        query, key, value, scale=layer.head_dim**-0.5, allowed=context.allowed, score_divisor=layer.score_divisor,
-        softmax_in_fp32=layer.softmax_in_fp32, dropout=dropout,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        scale=layer.head_dim**-0.5,
+        allowed=context.allowed,
+        score_divisor=layer.score_divisor,
+        softmax_in_fp32=layer.softmax_in_fp32,
+        dropout=dropout,
+    )

@@ -22,8 +22,19 @@ class Block(nn.Module):
     the caller.
     """
 
-    def __init__(self, model: Model, layer: int, tp: Axis, *, seed: int, kernels: Kernels, sequence_parallel: bool,
-                 again: str = "", dtype: torch.dtype, device):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        layer: int,
+        tp: Axis,
+        *,
+        seed: int,
+        kernels: Kernels,
+        sequence_parallel: bool,
+        again: str = "",
+        dtype: torch.dtype,
+        device,
+    ):
         super().__init__()
         self.attention_again = again == "full_attn"
         common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
@@ -32,8 +43,9 @@ class Block(nn.Module):
         norm, partial = NORMS[model.normalization], ("tp",) if sequence_parallel else ()
         axis = tp if sequence_parallel else None
         self.attention_norm = norm(model.hidden_size, model.norm_epsilon, partial, dtype=dtype, device=device)
-        self.attention = Attention(model, layer, tp, output_std, seed=seed, kernels=kernels,
-                                   again=again == "core_attn", **common)  # fmt: skip
+        self.attention = Attention(
+            model, layer, tp, output_std, seed=seed, kernels=kernels, again=again == "core_attn", **common
+        )
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis)
         self.mlp_norm = norm(model.hidden_size, model.norm_epsilon, partial, dtype=dtype, device=device)
         self.mlp = MLP(model, tp, output_std, **common)

@@ -36,9 +36,18 @@ BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their produc
 
 
 @op
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
-                         mask: Optional[torch.Tensor] = None, label_smoothing: float = 0.0, chunk: Optional[int] = None,
-                         later: Optional[WeightGradients] = None) -> torch.Tensor:  # fmt: skip
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    mask: Optional[torch.Tensor] = None,
+    label_smoothing: float = 0.0,
+    chunk: Optional[int] = None,
+    later: Optional[WeightGradients] = None,
+) -> torch.Tensor:
     """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the

@@ -45,8 +45,11 @@ def join(parallel: schema.Parallel, kernels: schema.Kernels) -> Context:
     if not joined:  # by the program that this is a part of
         rank, world = dist.get_rank(), dist.get_world_size()
     if not 0 <= rank < world:
-        raise SettingsError(f"RANK={rank} is not one of WORLD_SIZE={world} ranks", "both are in the environment",
-                            "let torchrun set them, or unset them for a single process")  # fmt: skip
+        raise SettingsError(
+            f"RANK={rank} is not one of WORLD_SIZE={world} ranks",
+            "both are in the environment",
+            "let torchrun set them, or unset them for a single process",
+        )
     device = pick_device(kernels.device, here.local_rank)
     if device.type == "cpu":
         _share_cores(here.local_world_size or 1)
@@ -54,12 +57,16 @@ def join(parallel: schema.Parallel, kernels: schema.Kernels) -> Context:
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout,
-                                    device_id=device if backend == "nccl" else None)  # fmt: skip
+            dist.init_process_group(
+                backend, rank=rank, world_size=world, timeout=timeout, device_id=device if backend == "nccl" else None
+            )
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise PeerLost(f"rank {rank} of {world} could not join the job at {where}", str(error).splitlines()[0],
-                           "start all ranks with torchrun; is the port free and reachable?") from error  # fmt: skip
+            raise PeerLost(
+                f"rank {rank} of {world} could not join the job at {where}",
+                str(error).splitlines()[0],
+                "start all ranks with torchrun; is the port free and reachable?",
+            ) from error
     return Context(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
 
 
@@ -74,14 +81,19 @@ def leave(context: Context) -> None:
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """`auto` is CUDA where there is one. Each rank of a node takes the device of its local number."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device cuda: this torch sees no CUDA device", f"torch {torch.__version__}",
-                            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
+        raise SettingsError(
+            "--device cuda: this torch sees no CUDA device",
+            f"torch {torch.__version__}",
+            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES",
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise SettingsError(f"local rank {local_rank} has no CUDA device of its own: there are {count}",
-                            do=f"start at most {count} processes on this node (--nproc-per-node {count})")  # fmt: skip
+        raise SettingsError(
+            f"local rank {local_rank} has no CUDA device of its own: there are {count}",
+            do=f"start at most {count} processes on this node (--nproc-per-node {count})",
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -100,8 +112,9 @@ def pick_precision(wanted: str, context: Context) -> str:
     """
     if wanted != "auto":
         return wanted
-    return collectives.broadcast_object(measured_precision(context.device) if context.first else None,
-                                        context.mesh.world)  # fmt: skip
+    return collectives.broadcast_object(
+        measured_precision(context.device) if context.first else None, context.mesh.world
+    )
 
 
 def measured_precision(device: torch.device) -> str:

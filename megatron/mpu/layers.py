@@ -29,8 +29,13 @@ def matmul(x: torch.Tensor):
 
 
 @op
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-           later: WeightGradients | None = None, gather: Axis | None = None) -> torch.Tensor:  # fmt: skip
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    later: WeightGradients | None = None,
+    gather: Axis | None = None,
+) -> torch.Tensor:
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
 
     later: where the product for the weight's gradient may wait. gather: x is this rank's piece along dim 0 of what is
@@ -113,8 +118,19 @@ class ColumnParallelLinear(nn.Module):
 
     weight_gradients: WeightGradients | None = None  # set by `deferred.attach` for pipelines with W passes
 
-    def __init__(self, inputs: int, rows: tuple[int, ...], tp: Axis, *, cut: int = 0, std: float, bias: bool = True,
-                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+    def __init__(
+        self,
+        inputs: int,
+        rows: tuple[int, ...],
+        tp: Axis,
+        *,
+        cut: int = 0,
+        std: float,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        dtype=None,
+        device=None,
+    ):
         super().__init__()
         self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
         local = [n // tp.size if dim == cut else n for dim, n in enumerate(rows)]
@@ -135,8 +151,18 @@ class RowParallelLinear(nn.Module):
 
     weight_gradients: WeightGradients | None = None
 
-    def __init__(self, inputs: int, outputs: int, tp: Axis, *, std: float, bias: bool = True,
-                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        tp: Axis,
+        *,
+        std: float,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        dtype=None,
+        device=None,
+    ):
         super().__init__()
         self.tp, self.leave = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
         self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size, dtype=dtype, device=device))
@@ -157,8 +183,18 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds."""
 
-    def __init__(self, vocab_size: int, hidden: int, tp: Axis, *, std: float, divisible_by: int = 128,
-                 sequence_parallel: bool = False, dtype=None, device=None):  # fmt: skip
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        tp: Axis,
+        *,
+        std: float,
+        divisible_by: int = 128,
+        sequence_parallel: bool = False,
+        dtype=None,
+        device=None,
+    ):
         super().__init__()
         self.tp, self.vocab_size = tp, vocab_size
         self.leave = mappings.scatter_sequence if sequence_parallel else mappings.reduce_from

@@ -58,8 +58,18 @@ class Mesh:
     timeout: after which a group gives up a silent rank (default: torch's, which is not that of the whole job's group)
     """
 
-    def __init__(self, rank: int = 0, *, tp=1, cp=1, pp=1, replicate=1, shard=1, create_groups: Optional[bool] = None,
-                 timeout: Optional[timedelta] = None):  # fmt: skip
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        tp=1,
+        cp=1,
+        pp=1,
+        replicate=1,
+        shard=1,
+        create_groups: Optional[bool] = None,
+        timeout: Optional[timedelta] = None,
+    ):
         self.timeout = timeout
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
@@ -129,8 +139,11 @@ class Mesh:
 
 def sizes_of(parallel, world_size: int) -> dict[str, int]:
     """Sizes of the axes of a job with these settings (`config.Parallel`) on `world_size` ranks."""
-    tp, pp, cp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                  parallel.context_parallel_size)  # fmt: skip
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
     dp = world_size // (tp * pp * cp)
     shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
     return dict(tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard)

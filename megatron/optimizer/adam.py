@@ -74,8 +74,14 @@ class AdamState(OwnedState):
         update(flats, self.ranges, step_count, lr, weight_decay, settings)
 
 
-def update(flats: Sequence[torch.Tensor], ranges: Ranges, step_count: int, lr: float, weight_decay: float,
-           settings: schema.Optimizer) -> None:  # fmt: skip
+def update(
+    flats: Sequence[torch.Tensor],
+    ranges: Ranges,
+    step_count: int,
+    lr: float,
+    weight_decay: float,
+    settings: schema.Optimizer,
+) -> None:
     """AdamW on stretches of flat main weights, gradients and both moments, which all lie on one device."""
     for decay, stretches in ranges.items():
         adamw(

@@ -40,8 +40,15 @@ class DiskState(OwnedState):
     Raises StorageError when the folder does not take the file.
     """
 
-    def __init__(self, owned: Sequence[Owned], reduced: torch.Tensor, folder: str, *,
-                 memory: Optional[torch.Tensor] = None, copies: int = 1):  # fmt: skip
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        reduced: torch.Tensor,
+        folder: str,
+        *,
+        memory: Optional[torch.Tensor] = None,
+        copies: int = 1,
+    ):
         super().__init__(owned)
         self.memory, self.offload = memory, memory is None
         self.names = MOMENTS if memory is not None else ("main", *MOMENTS)
@@ -83,8 +90,15 @@ class DiskState(OwnedState):
         self._next = 1 - self._current
 
     @torch.no_grad()
-    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: schema.Optimizer,
-             targets: Targets = ()):  # fmt: skip
+    def step(
+        self,
+        reduced: torch.Tensor,
+        step_count: int,
+        lr: float,
+        weight_decay: float,
+        settings: schema.Optimizer,
+        targets: Targets = (),
+    ):
         """One update from the shard's gradients, as `AdamState.step`; new main weights go to `targets` on the way.
 
         Raises StorageError when the disk fails.

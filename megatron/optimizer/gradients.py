@@ -70,8 +70,16 @@ class Gradients:
     arrived:  called with a unit and how many gradients each of its parameters has had at least, unless `keep`
     """
 
-    def __init__(self, owned: Sequence[Owned], mesh: Mesh, *, device, keep: bool, ahead: bool,
-                 arrived: Callable[[Unit, int], None] = lambda unit, count: None):  # fmt: skip
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        mesh: Mesh,
+        *,
+        device,
+        keep: bool,
+        ahead: bool,
+        arrived: Callable[[Unit, int], None] = lambda unit, count: None,
+    ):
         self.mesh, self.device, self.keep, self.ahead, self.arrived = mesh, device, keep, ahead, arrived
         self.tallies = [Tally(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]
         self.whole = None

@@ -101,6 +101,10 @@ def _told(what: str, folder: Path):
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         free = f", {shutil.disk_usage(folder).free:,} bytes are free" if full else ""
-        raise StorageError(what, f"{error.strerror or error}{free}",
-                           "free some space there, lower --nvme-offload-fraction, or give another --nvme-offload-dir"
-                           if full else "give a folder of a local disk that this user may write") from error  # fmt: skip
+        raise StorageError(
+            what,
+            f"{error.strerror or error}{free}",
+            "free some space there, lower --nvme-offload-fraction, or give another --nvme-offload-dir"
+            if full
+            else "give a folder of a local disk that this user may write",
+        ) from error

@@ -19,9 +19,17 @@ from megatron.optimizer.zero import ShardedAdamW
 from megatron.settings import schema
 
 
-def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Optional[schema.Optimizer] = None,
-                 parallel: Optional[schema.Parallel] = None, *, dtype=torch.float32, device="cpu", seed: int = 1234,
-                 init_std: float = 0.02) -> tuple[torch.nn.Module, ShardedAdamW]:  # fmt: skip
+def sharded_init(
+    build: Callable[[], torch.nn.Module],
+    mesh: Mesh,
+    settings: Optional[schema.Optimizer] = None,
+    parallel: Optional[schema.Parallel] = None,
+    *,
+    dtype=torch.float32,
+    device="cpu",
+    seed: int = 1234,
+    init_std: float = 0.02,
+) -> tuple[torch.nn.Module, ShardedAdamW]:
     """A model whose parameters, gradients and optimizer state are divided among the ranks of `mesh.shard`.
 
     build:     makes the model; it runs with the meta device as default, so that its parameters take no memory
@@ -41,9 +49,11 @@ def sharded_init(build: Callable[[], torch.nn.Module], mesh: Mesh, settings: Opt
         model = build()
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
-        raise SettingsError(f"buffers of the model have no values: {', '.join(lost[:8])}",
-                            "the model is built on the meta device",
-                            "give them a device where they are made: torch.arange(n, device=...)")  # fmt: skip
+        raise SettingsError(
+            f"buffers of the model have no values: {', '.join(lost[:8])}",
+            "the model is built on the meta device",
+            "give them a device where they are made: torch.arange(n, device=...)",
+        )
     for module in model.modules():
         if not hasattr(module, "placements"):
             own = module.named_parameters(recurse=False)

@@ -43,8 +43,17 @@ class Weights:
     piece_of: unit -> this rank's shard of it, in `dtype` on `device`
     """
 
-    def __init__(self, units: Sequence[Unit], shard: Axis, piece_of: Callable[[Unit], torch.Tensor], *, dtype, device,
-                 keep: bool, ahead: bool):  # fmt: skip
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        shard: Axis,
+        piece_of: Callable[[Unit], torch.Tensor],
+        *,
+        dtype,
+        device,
+        keep: bool,
+        ahead: bool,
+    ):
         self.shard, self.piece_of, self.keep, self.ahead = shard, piece_of, keep, ahead
         self.whole = None
         if keep:

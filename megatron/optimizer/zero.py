@@ -56,18 +56,41 @@ class ShardedAdamW:
     Raises StorageError when there is no place for state that is to be in files.
     """
 
-    def __init__(self, model: Chunks, mesh: Mesh, settings: schema.Optimizer, parallel: schema.Parallel | None = None, *,
-                 dtype, device, seed: int, lasting: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        model: Chunks,
+        mesh: Mesh,
+        settings: schema.Optimizer,
+        parallel: schema.Parallel | None = None,
+        *,
+        dtype,
+        device,
+        seed: int,
+        lasting: bool = False,
+    ):
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.step_count = settings, 0
         self.units = lay_out(model, mesh.shard.size)
         self.owned = owned_ranges(self.units, mesh.shard.rank, mesh.shard.size)
-        self.weights = Weights(self.units, mesh.shard, self._piece, dtype=dtype, device=device, keep=keep.parameters,
-                               ahead=parallel.overlap_param_gather)  # fmt: skip
-        self.gradients = Gradients(self.owned, mesh, device=device, keep=keep.gradients,
-                                   ahead=parallel.overlap_grad_reduce, arrived=self.weights.arrived)  # fmt: skip
+        self.weights = Weights(
+            self.units,
+            mesh.shard,
+            self._piece,
+            dtype=dtype,
+            device=device,
+            keep=keep.parameters,
+            ahead=parallel.overlap_param_gather,
+        )
+        self.gradients = Gradients(
+            self.owned,
+            mesh,
+            device=device,
+            keep=keep.gradients,
+            ahead=parallel.overlap_grad_reduce,
+            arrived=self.weights.arrived,
+        )
         self.states = self._states(copies=1 + lasting)
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}

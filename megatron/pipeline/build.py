@@ -20,8 +20,10 @@ def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh
     the ends are on two ranks, each has a copy and half of its gradient.
     """
     last = len(pipeline.stages) - 1
-    stages = [build(layers=pipeline.layers[stage], first=stage == 0, last=stage == last)
-              for stage in pipeline.stages_of(mesh.pp.rank)]  # fmt: skip
+    stages = [
+        build(layers=pipeline.layers[stage], first=stage == 0, last=stage == last)
+        for stage in pipeline.stages_of(mesh.pp.rank)
+    ]
     tables = [stage.embedding for stage in stages if stage.first or stage.last] if tied and last else []
     if len(tables) == 2:
         tables[1].word = tables[0].word
@@ -50,5 +52,8 @@ def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, num_
     if count != parameters:
         wrong.append(f"{count:,} parameters instead of {parameters:,}")
     if wrong:
-        raise SettingsError("the ranks do not hold the model that the settings describe", "; ".join(wrong),
-                            "this is a mistake of this program: please report it with the command line")  # fmt: skip
+        raise SettingsError(
+            "the ranks do not hold the model that the settings describe",
+            "; ".join(wrong),
+            "this is a mistake of this program: please report it with the command line",
+        )

@@ -29,8 +29,12 @@ class Check:
 
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 4, "--pp")
     micro: int = setting("micro-batches of a step", 8, "--micros", "--num-micro-batches")
-    chunks: Optional[int] = setting("model chunks a rank (default: the schedule's own number)", None,
-                                    "--virtual-pp-degree", "--num-virtual-stages-per-pipeline-rank")  # fmt: skip
+    chunks: Optional[int] = setting(
+        "model chunks a rank (default: the schedule's own number)",
+        None,
+        "--virtual-pp-degree",
+        "--num-virtual-stages-per-pipeline-rank",
+    )
     schedule: Optional[str] = setting(
         f"one of {', '.join(TRAINING)}, or FILE.txt (default: compare all)", None, "--pipeline-schedule"
     )
@@ -112,15 +116,20 @@ def _measured(path: str) -> dict[str, Times]:
     """A run's step beside the simulation of the same plan with the run's own times of each op."""
     found = read_timeline(path)
     simulated, measured = simulate(found.plan, found.stages, found.cost), found.times
-    spans = {name: max(end for _, end in times.values()) for name, times in
-             (("measured", measured), ("simulated", simulated))}  # fmt: skip
+    spans = {
+        name: max(end for _, end in times.values())
+        for name, times in (("measured", measured), ("simulated", simulated))
+    }
     print(f"{found.schedule}: {len(found.plan)} ranks, {_size(found.plan)[1]} micro-batches")
     for name, times in (("measured", measured), ("simulated", simulated)):
         print(f"{name:>12}: {spans[name] * 1000:9.2f} ms, bubble {bubble_of(times, len(found.plan)):.1%}")
     print(f"{'ratio':>12}: {spans['measured'] / spans['simulated']:9.3f}")
     for rank in range(len(found.plan)):
-        costs = {f"{kind}{f'.{chunk}' * (chunk > 0)}": found.costs[where, kind, chunk]
-                 for where, kind, chunk in sorted(found.costs) if where == rank}  # fmt: skip
+        costs = {
+            f"{kind}{f'.{chunk}' * (chunk > 0)}": found.costs[where, kind, chunk]
+            for where, kind, chunk in sorted(found.costs)
+            if where == rank
+        }
         print(f"{'rank':>10} {rank}: " + ", ".join(f"{name} {1000 * cost:.2f} ms" for name, cost in costs.items()))
     return {"simulated from the measured time of each op": simulated, "measured": measured}
 

@@ -62,8 +62,9 @@ def svg(panels: dict[str, Times]) -> str:
         parts.append(f'<text x="{LEFT}" y="{y - 8}" class="title">{escape(title)}</text>')
         for rank in sorted({rank for rank, _ in times}):
             parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-            parts += [_rectangle(op, LEFT + start * scale, y, (end - start) * scale)
-                      for op, start, end in _row(times, rank)]  # fmt: skip
+            parts += [
+                _rectangle(op, LEFT + start * scale, y, (end - start) * scale) for op, start, end in _row(times, rank)
+            ]
             y += ROW
         y += 36
     legend = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights")

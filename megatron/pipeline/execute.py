@@ -69,8 +69,10 @@ class _Work:
 
     def __init__(self, stages, batches, wire: Wire, objective, split: bool):
         self.chunks, self.batches, self.wire, self.objective = stages, batches, wire, objective
-        self.places = [_neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
-                       for chunk in range(len(stages))]  # fmt: skip
+        self.places = [
+            _neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
+            for chunk in range(len(stages))
+        ]
         self.live: dict[tuple[int, int], tuple] = {}  # (micro, chunk) -> input, edge of the output
         self.deferred = attach(stages) if split else None
         self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> what I has left for W

@@ -90,6 +90,9 @@ def _ops(words: list[str], where: str) -> list[Op]:
         raise SettingsError(f"{where}: {error}", do=DO) from error
     for word, op in zip(words, ops):
         if max(op.micro, op.chunk) >= len(ops):  # a slip of the keyboard; billions of them would take for ever to miss
-            raise SettingsError(f"{where}: {word} cannot be: micro-batches and chunks count from 0, without gaps, and "
-                                f"the line has {len(ops)} ops", do=DO)  # fmt: skip
+            raise SettingsError(
+                f"{where}: {word} cannot be: micro-batches and chunks count from 0, without gaps, and "
+                f"the line has {len(ops)} ops",
+                do=DO,
+            )
     return ops

@@ -131,8 +131,10 @@ def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
         many = "one model chunk" if high == 1 else f"{high} model chunks"
         found.append(f"schedule {name} has {many} a rank, not {chunks}")
     elif chunks < low:
-        found.append(f"schedule {name} needs at least {low} model chunks a rank "
-                     "(--num-virtual-stages-per-pipeline-rank 2), not 1; with one, 1f1b is the schedule")  # fmt: skip
+        found.append(
+            f"schedule {name} needs at least {low} model chunks a rank "
+            "(--num-virtual-stages-per-pipeline-rank 2), not 1; with one, 1f1b is the schedule"
+        )
     elif pp == 1 and high is None and chunks > 1 and name != "forward-only":
         found.append("several model chunks a rank need --pipeline-model-parallel-size of at least 2")
     return found
@@ -257,8 +259,10 @@ def _packed(pp: int, micros: int, limit: int) -> tuple[tuple[Op, ...], ...]:
         return all(finished.get(need, tick + 1) <= tick for need in needs(op, rank, stages))
 
     while any(count["W", chunk] < micros for count in done for chunk in (0, 1)):
-        ready = [[op for kind, chunk in _EAGER if can(rank, op := Op(kind, done[rank][kind, chunk], chunk))][:1]
-                 for rank in range(pp)]  # fmt: skip
+        ready = [
+            [op for kind, chunk in _EAGER if can(rank, op := Op(kind, done[rank][kind, chunk], chunk))][:1]
+            for rank in range(pp)
+        ]
         tick += 1
         for rank, ops in enumerate(ready):
             for op in ops:

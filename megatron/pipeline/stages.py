@@ -75,8 +75,10 @@ class Pipeline:
         plan = [self.ops(rank, micros) for rank in range(self.pp)]
         found = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
-        return (f"pipeline {self.name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
-                f"{max(found.live) / self.chunks:g} of {micros} micro-batches")  # fmt: skip
+        return (
+            f"pipeline {self.name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
+            f"{max(found.live) / self.chunks:g} of {micros} micro-batches"
+        )
 
     def layers_of(self, rank: int) -> list[range]:
         """Layers of each chunk of a rank."""
@@ -88,8 +90,10 @@ def _check_own(own: OwnSchedule, parallel: Parallel, num_layers: int, micros: Op
     if len(own.plan) != pp:
         found.append(f"it has {len(own.plan)} lines of ops, and --pipeline-model-parallel-size is {pp}")
     if micros is not None and own.micros != micros:
-        found.append(f"it is for {own.micros} micro-batches, and a step has {micros} (--global-batch-size / "
-                     "--micro-batch-size / data parallel size)")  # fmt: skip
+        found.append(
+            f"it is for {own.micros} micro-batches, and a step has {micros} (--global-batch-size / "
+            "--micro-batch-size / data parallel size)"
+        )
     found += _uneven(parallel, num_layers, own.chunks)
     if found:
         raise SettingsError(f"--pipeline-schedule {own.path} is not for this run: {'; '.join(found)}")
@@ -124,22 +128,30 @@ def problems(parallel: Parallel, num_layers: int) -> list[str]:
 def _problems_of_file(p: Parallel) -> list[str]:
     """What can be said of a file without opening it."""
     if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
-        return [f"--pipeline-schedule {p.pipeline_schedule} says itself how many model chunks a rank has; leave out "
-                "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"]  # fmt: skip
+        return [
+            f"--pipeline-schedule {p.pipeline_schedule} says itself how many model chunks a rank has; leave out "
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+        ]
     return _conflicts(p)
 
 
 def _conflicts(p: Parallel) -> list[str]:
     """Settings that say the same thing twice."""
     found = []
-    ends = {"--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers,
-            "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers}  # fmt: skip
-    weights = {"--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
-               "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split}  # fmt: skip
+    ends = {
+        "--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers,
+    }
+    weights = {
+        "--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split,
+    }
     ends, weights = ([flag for flag, value in flags.items() if value] for flags in (ends, weights))
     if p.num_virtual_stages_per_pipeline_rank and p.num_layers_per_virtual_pipeline_stage:
-        found.append("--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same "
-                     "thing; give one of them")  # fmt: skip
+        found.append(
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same "
+            "thing; give one of them"
+        )
     if p.pipeline_stage_layers and (ends or weights or p.num_layers_per_virtual_pipeline_stage):
         others = [
             *ends,
@@ -152,8 +164,10 @@ def _conflicts(p: Parallel) -> list[str]:
             f"{', '.join(ends)} and {', '.join(weights)} are two ways to even out the stages; give one of them"
         )
     elif ends and p.num_layers_per_virtual_pipeline_stage:
-        found.append(f"{', '.join(ends)} with several model chunks a rank needs --num-virtual-stages-per-pipeline-rank "
-                     "instead of --num-layers-per-virtual-pipeline-stage")  # fmt: skip
+        found.append(
+            f"{', '.join(ends)} with several model chunks a rank needs --num-virtual-stages-per-pipeline-rank "
+            "instead of --num-layers-per-virtual-pipeline-stage"
+        )
     if ends and p.pipeline_model_parallel_size == 1:
         found.append(f"{', '.join(ends)} needs --pipeline-model-parallel-size above 1")
     return found
@@ -172,14 +186,19 @@ def _uneven(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     if size and weight != number * size:
         good = [n for n in range(1, weight) if weight % (pp * n) == 0]
         fits = f"{_or(good)} would work" if good else f"--num-layers {_near(num_layers, pp, first + last)} would work"
-        return [f"--num-layers-per-virtual-pipeline-stage {size} does not cut {num_layers} layers evenly for "
-                f"--pipeline-model-parallel-size {pp}; {fits}"]  # fmt: skip
+        return [
+            f"--num-layers-per-virtual-pipeline-stage {size} does not cut {num_layers} layers evenly for "
+            f"--pipeline-model-parallel-size {pp}; {fits}"
+        ]
     if weight % number or weight < number:
         counted = " and ".join(["the embedding"] * first + ["the loss"] * last)
-        return [f"--num-layers {num_layers}{f' with {counted}' if counted else ''} cannot be cut into {number} even "
-                f"stages (--pipeline-model-parallel-size {pp}{f' x {chunks} model chunks a rank' if chunks > 1 else ''})"
-                f"; nearest: {_near(num_layers, number, first + last)} layers"
-                + _or_sizes(weight, pp, chunks) + _or_list(num_layers, number)]  # fmt: skip
+        return [
+            f"--num-layers {num_layers}{f' with {counted}' if counted else ''} cannot be cut into {number} even "
+            f"stages (--pipeline-model-parallel-size {pp}{f' x {chunks} model chunks a rank' if chunks > 1 else ''})"
+            f"; nearest: {_near(num_layers, number, first + last)} layers"
+            + _or_sizes(weight, pp, chunks)
+            + _or_list(num_layers, number)
+        ]
     return []
 
 
@@ -206,9 +225,11 @@ def _wrong_ends(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     pp = p.pipeline_model_parallel_size
     given = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
     middle, ranks = num_layers - sum(given), pp - len(given)
-    told = " and ".join(f"--decoder-{end}-pipeline-num-layers {n}" for end, n in
-                        (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
-                        if n)  # fmt: skip
+    told = " and ".join(
+        f"--decoder-{end}-pipeline-num-layers {n}"
+        for end, n in (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
+        if n
+    )
     odd = [n for n in given if n % chunks]
     if odd:
         return [

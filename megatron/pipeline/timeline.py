@@ -38,8 +38,9 @@ class Timeline:
         first = min(start for record in self.ranks for _, start, _ in record)
         return {
             (rank, op): (start - first, end - first)
-            for rank, record in enumerate(self.ranks) for op, start, end in record
-        }  # fmt: skip
+            for rank, record in enumerate(self.ranks)
+            for op, start, end in record
+        }
 
     def cost(self, rank: int, op: Op) -> float:
         """Seconds of an op: the median over micro-batches of its kind on that rank and chunk."""
@@ -56,8 +57,10 @@ class Timeline:
 
     def write(self, path: str) -> None:
         """As JSON, one line for each rank."""
-        rows = [json.dumps([[str(op), round(start, 7), round(end, 7)] for op, start, end in record])
-                for record in self.ranks]  # fmt: skip
+        rows = [
+            json.dumps([[str(op), round(start, 7), round(end, 7)] for op, start, end in record])
+            for record in self.ranks
+        ]
         head = json.dumps(dict(schedule=self.schedule, stages=self.stages))[:-1]
         text = head + ', "ranks": [\n' + ",\n".join(rows) + "\n]}\n"
         Path(path).write_text(text, encoding="utf-8")
@@ -77,5 +80,6 @@ def read_timeline(path: str) -> Timeline:
     except OSError as error:
         raise DataError(f"cannot read {path}", error.strerror) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no timeline of a pipeline", str(error),
-                        "--pipeline-timeline FILE of a training run writes one") from error  # fmt: skip
+        raise DataError(
+            f"{path} is no timeline of a pipeline", str(error), "--pipeline-timeline FILE of a training run writes one"
+        ) from error

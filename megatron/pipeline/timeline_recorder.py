@@ -43,8 +43,13 @@ class Recorder:
             return
         # Ranks of one machine share a clock. Those of several only know that they left the barrier together.
         one = len({host for host, _, _ in rows}) == 1
-        ranks = [[(op, start - (rows[0][1] if one else begun), end - (rows[0][1] if one else begun))
-                  for op, start, end in noted] for _, begun, noted in rows]  # fmt: skip
+        ranks = [
+            [
+                (op, start - (rows[0][1] if one else begun), end - (rows[0][1] if one else begun))
+                for op, start, end in noted
+            ]
+            for _, begun, noted in rows
+        ]
         try:
             Timeline(self.pipeline.name, self.pipeline.stages, ranks).write(self.path)
         except OSError as error:

@@ -26,8 +26,16 @@ class Wire:
     groups:         (kind, from, to) -> the process group of that channel (`open_channels`); None: all in the axis' own
     """
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *,
-                 stages: Optional[Stages] = None, groups: Optional[dict] = None):  # fmt: skip
+    def __init__(
+        self,
+        axis: Axis,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stages: Optional[Stages] = None,
+        groups: Optional[dict] = None,
+    ):
         self.axis, self.shape, self.dtype, self.device, self.stages = axis, shape, dtype, device, stages
         self._groups = groups or {}
         self._local: dict[tuple[str, int, int], torch.Tensor] = {}  # (kind, micro, stage that reads) -> message

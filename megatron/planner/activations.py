@@ -98,9 +98,13 @@ def workspace(job: Job, layout: Layout) -> int:
     if job.attention_kernel != "flash":
         attention = 2 * layout.micro * m.num_attention_heads // layout.tp * m.seq_length**2 * e
     whole = sum(layer_kept(job, layout).values())
-    parts = dict(full=whole * (layout.recompute.recompute_num_layers or 1) if layout.recompute.recompute_method != "block"
-                 else whole,
-                 full_attn=whole - _mlp_half(job, layout), core_attn=_core(job, layout.tp, layout.micro)[0])  # fmt: skip
+    parts = dict(
+        full=whole * (layout.recompute.recompute_num_layers or 1)
+        if layout.recompute.recompute_method != "block"
+        else whole,
+        full_attn=whole - _mlp_half(job, layout),
+        core_attn=_core(job, layout.tp, layout.micro)[0],
+    )
     return max(mlp, attention) + (parts[again] if again else 0)
 
 
@@ -143,13 +147,15 @@ def _layer(job: Job, tp: int, sp: bool, micro: int) -> Bytes:
     width, ffn = m.num_attention_heads * m.head_dim // tp, m.ffn_size // tp
     norms = 2 * _half_norm(job, tp, sp, micro)
     masks = 2 * rest * h if m.hidden_dropout > 0 else 0
-    return Bytes({
-        "norms": norms,
-        "attention": (rest * h + n * width) * e,  # inputs of its two linear layers
-        "attention core": _core(job, tp, micro)[0],
-        "mlp": (rest * h + n * ffn * (4 if m.swiglu else 2)) * e,  # those, and that of GeLU
-        "dropout masks": masks,
-    })  # fmt: skip
+    return Bytes(
+        {
+            "norms": norms,
+            "attention": (rest * h + n * width) * e,  # inputs of its two linear layers
+            "attention core": _core(job, tp, micro)[0],
+            "mlp": (rest * h + n * ffn * (4 if m.swiglu else 2)) * e,  # those, and that of GeLU
+            "dropout masks": masks,
+        }
+    )
 
 
 def _mlp_half(job: Job, layout: Layout) -> int:

@@ -36,8 +36,14 @@ def states(parameters: float, memory: float) -> str:
         size = parameters * each
         least, power = least_devices(size, memory)
         rows.append([what, each, f"{size / 1e9:,.1f}", f"{size / 2**30:,.1f}", f"{least:,}", f"{power:,}"])
-    head = [f"{parameters / 1e9:,.3f} billion parameters", "bytes each", "GB", "GiB", f"devices of {memory / 1e9:g} GB",
-            "power of two"]  # fmt: skip
+    head = [
+        f"{parameters / 1e9:,.3f} billion parameters",
+        "bytes each",
+        "GB",
+        "GiB",
+        f"devices of {memory / 1e9:g} GB",
+        "power of two",
+    ]
     return table(rows, head)
 
 

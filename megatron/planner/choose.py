@@ -58,14 +58,20 @@ def find_micro_batch(config: schema.Config) -> Outcome:
     global_batch = _global_batch(config)
     own = layout.pipeline(config.model.num_layers).own  # a schedule in a file is for one number of micro-batches
     each = (config.batch.global_batch_size or config.planner.max_global_batch_size) // layout.dp
-    only = tuple(replace(layout, micro=size) for size in divisors(each)
-                 if not batch.problems(replace(config.batch, micro_batch_size=size), layout.dp)
-                 and (own is None or each // size == own.micros))  # fmt: skip
+    only = tuple(
+        replace(layout, micro=size)
+        for size in divisors(each)
+        if not batch.problems(replace(config.batch, micro_batch_size=size), layout.dp)
+        and (own is None or each // size == own.micros)
+    )
     if not only:
         number = config.batch.gradient_accumulation_steps or (own.micros if own else 1)
-        raise SettingsError(f"--micro-batch-size auto: no size of it makes {number} micro-batch{'es' * (number > 1)} of "
-                            f"{each} samples for each of {layout.dp} data parallel ranks", do="change the global batch, or "
-                            "leave out --gradient-accumulation-steps or a --pipeline-schedule of your own")  # fmt: skip
+        raise SettingsError(
+            f"--micro-batch-size auto: no size of it makes {number} micro-batch{'es' * (number > 1)} of "
+            f"{each} samples for each of {layout.dp} data parallel ranks",
+            do="change the global batch, or "
+            "leave out --gradient-accumulation-steps or a --pipeline-schedule of your own",
+        )
     return _searched(settings, cluster, source, Space(**global_batch, only=only))
 
 
@@ -86,16 +92,20 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
     if job.device == "cuda" and job.precision == "fp32" and "bf16" in speeds and "fp32" in speeds:
         yield f"fp32, the default: products are {speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
     if job.device == "cuda" and job.model.attention_dropout:
-        yield (f"attention with dropout ({job.model.attention_dropout:g}) keeps its weights; with --attention-dropout 0 a "
-               "flash kernel needs less memory and time")  # fmt: skip
+        yield (
+            f"attention with dropout ({job.model.attention_dropout:g}) keeps its weights; with --attention-dropout 0 a "
+            "flash kernel needs less memory and time"
+        )
 
 
 def space_of(config: schema.Config, cluster: Cluster) -> Space:
     """What settings leave open: a parallel setting that is not at its default is kept."""
     p, b, default = config.parallel, config.batch, schema.Parallel()
     if b.rampup_batch_size:
-        raise SettingsError("--rampup-batch-size changes the batch while training, and a layout is searched for one size",
-                            do="search for the full size, then add the flag to the command line")  # fmt: skip
+        raise SettingsError(
+            "--rampup-batch-size changes the batch while training, and a layout is searched for one size",
+            do="search for the full size, then add the flag to the command line",
+        )
 
     def given(name: str):
         value = getattr(p, name)
@@ -128,8 +138,11 @@ def nothing_fits(outcome: Outcome) -> SettingsError:
     """The error for a search without a plan: by how much it failed, and what would help."""
     found, cluster = outcome.found, outcome.cluster
     if not found.rejected:
-        return SettingsError(f"no layout of {cluster.world_size} ranks is possible", "; ".join(found.impossible[:5]),
-                             "choose another number of ranks or another batch")  # fmt: skip
+        return SettingsError(
+            f"no layout of {cluster.world_size} ranks is possible",
+            "; ".join(found.impossible[:5]),
+            "choose another number of ranks or another batch",
+        )
     each = 18 if outcome.job.element == 2 else 16
     least, power = least_devices(each * outcome.parameters * 1.1, cluster.device.memory_bytes * 0.85)
     closest = found.rejected[0]
@@ -139,15 +152,20 @@ def nothing_fits(outcome: Outcome) -> SettingsError:
         f"{closest.layout.recompute.recompute_granularity or 'nothing'}, is {closest.why()}",
         f"state alone, {each} bytes a parameter, needs about {max(least, cluster.world_size + 1)} such devices "
         f"({max(power, 2 * cluster.world_size)} as a power of two); or a smaller model, or shorter sequences",
-    )  # fmt: skip
+    )
 
 
 def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[str]:
     """What the rules of a training say against a plan; data and length of training are not its business."""
     data = schema.Data(mock_data=True)
     tokenizer = schema.Tokenizer(tokenizer_type="NullTokenizer", vocab_size=plan.job.vocab_size)
-    settings = replace(plan.layout.applied(config, plan.job.global_batch), data=data, tokenizer=tokenizer,
-                       checkpoint=schema.Checkpoint(), optimizer=replace(schema.Optimizer(), lr=1.0))  # fmt: skip
+    settings = replace(
+        plan.layout.applied(config, plan.job.global_batch),
+        data=data,
+        tokenizer=tokenizer,
+        checkpoint=schema.Checkpoint(),
+        optimizer=replace(schema.Optimizer(), lr=1.0),
+    )
     if settings.batch.train_iters is None and settings.batch.train_samples is None:
         settings = replace(settings, batch=replace(settings.batch, train_iters=1))
     return rules.check(settings, cluster.world_size)
@@ -165,9 +183,11 @@ def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Ou
     if not found.plans:
         raise nothing_fits(outcome)
     best = found.plans[0]
-    say(f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
+    say(
+        f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
         f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
-        f"in {outcome.seconds:.1f} s")  # fmt: skip
+        f"in {outcome.seconds:.1f} s"
+    )
     say(plans(found, cluster, 5))
     say(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}")
     say(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
@@ -182,10 +202,12 @@ def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan],
         [sentence] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
         raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {sentence}")
     best = found.plans[0]
-    say(f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest, "
+    say(
+        f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest, "
         f"{best.step.tokens_per_second(best.job):,.0f} tokens/s, of what divides {best.job.global_batch // best.layout.dp} "
         f"samples a rank and fits {best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, "
-        f"{outcome.source})")  # fmt: skip
+        f"{outcome.source})"
+    )
     say(f"  {sizes(found)}")
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
 

@@ -48,8 +48,19 @@ def launcher(cluster: Cluster) -> list[str]:
         return ["python"]
     if nodes == 1:
         return ["torchrun", "--nproc-per-node", str(cluster.local_size)]
-    return ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(cluster.local_size),
-            "--node-rank", "$NODE_RANK", "--master-addr", "$MASTER_ADDR", "--master-port", "$MASTER_PORT"]  # fmt: skip
+    return [
+        "torchrun",
+        "--nnodes",
+        str(nodes),
+        "--nproc-per-node",
+        str(cluster.local_size),
+        "--node-rank",
+        "$NODE_RANK",
+        "--master-addr",
+        "$MASTER_ADDR",
+        "--master-port",
+        "$MASTER_PORT",
+    ]
 
 
 def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
@@ -79,7 +90,7 @@ def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
         f"# {cluster.world_size} x {cluster.device.name} on {nodes} node{'s' * (nodes > 1)}: {plan.layout.short()}",
         f"# expected: {duration(plan.step.seconds)} a step, {tokens:,.0f} tokens/s, {plan.bytes / 2**30:.1f} GiB on the "
         "fullest rank (written by megatron.tools.plan)",
-    ]  # fmt: skip
+    ]
     if nodes > 1:
         head.append("# On every node: NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT of the first node.")
         head.append(': "${NODE_RANK:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:=29500}"')

@@ -81,15 +81,28 @@ class Device:
 
 # Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are those of `flops.PEAK_TFLOPS`.
 TABLE = {
-    "V100-16GB": (16, 900, 130, 10), "V100-32GB": (32, 900, 130, 10),
-    "A100-40GB": (40, 1555, 250, 20), "A100-80GB": (80, 2039, 250, 20), "A800-80GB": (80, 2039, 170, 20),
-    "H100-80GB": (80, 3350, 370, 42), "H800-80GB": (80, 3350, 170, 42), "H200-141GB": (141, 4800, 370, 42),
-    "GH200-96GB": (96, 4000, 370, 42), "B200-180GB": (180, 8000, 740, 42), "H20-96GB": (96, 4000, 370, 42),
-    "A40-48GB": (48, 696, 25, 10), "A30-24GB": (24, 933, 25, 10), "A10-24GB": (24, 600, 20, 10),
-    "L40S-48GB": (48, 864, 25, 10), "L4-24GB": (24, 300, 20, 5), "T4-16GB": (16, 300, 10, 3),
-    "RTX 4090-24GB": (24, 1008, 20, 3), "RTX 3090-24GB": (24, 936, 20, 3), "RTX 5090-32GB": (32, 1792, 40, 3),
+    "V100-16GB": (16, 900, 130, 10),
+    "V100-32GB": (32, 900, 130, 10),
+    "A100-40GB": (40, 1555, 250, 20),
+    "A100-80GB": (80, 2039, 250, 20),
+    "A800-80GB": (80, 2039, 170, 20),
+    "H100-80GB": (80, 3350, 370, 42),
+    "H800-80GB": (80, 3350, 170, 42),
+    "H200-141GB": (141, 4800, 370, 42),
+    "GH200-96GB": (96, 4000, 370, 42),
+    "B200-180GB": (180, 8000, 740, 42),
+    "H20-96GB": (96, 4000, 370, 42),
+    "A40-48GB": (48, 696, 25, 10),
+    "A30-24GB": (24, 933, 25, 10),
+    "A10-24GB": (24, 600, 20, 10),
+    "L40S-48GB": (48, 864, 25, 10),
+    "L4-24GB": (24, 300, 20, 5),
+    "T4-16GB": (16, 300, 10, 3),
+    "RTX 4090-24GB": (24, 1008, 20, 3),
+    "RTX 3090-24GB": (24, 936, 20, 3),
+    "RTX 5090-32GB": (32, 1792, 40, 3),
     "MI300X-192GB": (192, 5300, 300, 42),
-}  # fmt: skip
+}
 
 REACHED = dict(linear=0.8, attention=0.45)  # of the peak
 
@@ -114,8 +127,11 @@ def find(name: str) -> Device:
     if len({key.rpartition("-")[0] for key in fits}) > 1:
         raise UsageError(f"--device-name {name} could be {', '.join(fits)}", do="say more of its name")
     if not fits:
-        raise UsageError(f"--device-name {name} is not in the table", f"known: {', '.join(TABLE)}",
-                         "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE")  # fmt: skip
+        raise UsageError(
+            f"--device-name {name} is not in the table",
+            f"known: {', '.join(TABLE)}",
+            "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE",
+        )
     return _of_table(fits[-1])
 
 
@@ -123,19 +139,35 @@ def _of_table(name: str) -> Device:
     memory, bandwidth, inner, outer = TABLE[name]
     peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items()}
     return Device(
-        name, "cuda", memory * GIB / 1e9, {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
+        name,
+        "cuda",
+        memory * GIB / 1e9,
+        {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
         {kind: REACHED["attention"] * peak for kind, peak in peaks.items()},
-        bandwidth=0.8e9 * bandwidth, inner=0.8e9 * inner, outer=0.9e9 * outer,
-    )  # fmt: skip
+        bandwidth=0.8e9 * bandwidth,
+        inner=0.8e9 * inner,
+        outer=0.9e9 * outer,
+    )
 
 
 def cpu(cores: int = 1, memory_gb: float = 8.0) -> Device:
     """A rank on some cores of a CPU, before anybody has measured it."""
     return Device(
-        "cpu", "cpu", memory_gb, dict(fp32=90e9 * cores, bf16=180e9 * cores, fp16=1e9 * cores),
-        dict(fp32=40e9 * cores, bf16=60e9 * cores, fp16=1e9 * cores), rows=24.0, bandwidth=12e9, inner=0.7e9, outer=0.7e9,
-        latency=4e-4, launch=8e-6, host=12e9, context_gb=0.35, communication_gb=0.0,
-    )  # fmt: skip
+        "cpu",
+        "cpu",
+        memory_gb,
+        dict(fp32=90e9 * cores, bf16=180e9 * cores, fp16=1e9 * cores),
+        dict(fp32=40e9 * cores, bf16=60e9 * cores, fp16=1e9 * cores),
+        rows=24.0,
+        bandwidth=12e9,
+        inner=0.7e9,
+        outer=0.7e9,
+        latency=4e-4,
+        launch=8e-6,
+        host=12e9,
+        context_gb=0.35,
+        communication_gb=0.0,
+    )
 
 
 def choose(
@@ -163,14 +195,18 @@ def read(path: str) -> Device:
         raise DataError(f"cannot read the calibration {path}", error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path} is no calibration", why,
-                        "python -m megatron.tools.plan --calibrate FILE writes one") from error  # fmt: skip
+        raise DataError(
+            f"{path} is no calibration", why, "python -m megatron.tools.plan --calibrate FILE writes one"
+        ) from error
 
 
 def _check(device: Device) -> None:
     """Raise ValueError for what no measurement can have found, so that nothing is divided by it later."""
-    speeds = {f"{name} of {kind}": speed for name in ("flops", "attention")
-              for kind, speed in (getattr(device, name) or {"any precision": None}).items()}  # fmt: skip
+    speeds = {
+        f"{name} of {kind}": speed
+        for name in ("flops", "attention")
+        for kind, speed in (getattr(device, name) or {"any precision": None}).items()
+    }
     sizes = {name: getattr(device, name) for name in ("memory_gb", "bandwidth", "unfused", "inner", "outer", "host")}
     times = {name: getattr(device, name) for name in ("rows", "latency", "launch", "context_gb", "communication_gb")}
     for name, value in (speeds | sizes | times).items():

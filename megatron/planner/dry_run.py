@@ -75,16 +75,21 @@ def _changed(config: schema.Config) -> list[str]:
     lines = []
     for name, group in schema.GROUPS.items():
         own = getattr(config, name)
-        told = [f"{s.name}={s.word(getattr(own, s.name))}" for s in settings_of({name: group})
-                if getattr(own, s.name) not in (s.default, None)]  # fmt: skip
+        told = [
+            f"{s.name}={s.word(getattr(own, s.name))}"
+            for s in settings_of({name: group})
+            if getattr(own, s.name) not in (s.default, None)
+        ]
         lines += [f"  {name}: {', '.join(told)}"] if told and name not in ("planner",) else []
     return ["settings that are not defaults:", *lines]
 
 
 def _topology(layout: Layout, cluster: Cluster) -> str:
     sizes = dict(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, cp=1, tp=layout.tp)
-    lines = [f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
-             f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x tensor {layout.tp}"]  # fmt: skip
+    lines = [
+        f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
+        f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x tensor {layout.tp}"
+    ]
     for name in ("tp", "dp", "pp"):
         groups = ranks_along(sizes, JOINED.get(name, (name,)))
         if len(groups[0]) > 1:
@@ -103,8 +108,16 @@ def _stages(job: Job, layout: Layout, needed, cluster: Cluster) -> str:
         ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
         count = sum(unit.exact for unit in rank_units(job, layout, rank))
         total = needed[rank].total
-        rows.append([rank, " ".join(own), ", ".join(ends) or "-", f"{count:,}", f"{total / 2**30:.2f}",
-                     f"{total / cluster.device.memory_bytes:.0%}"])  # fmt: skip
+        rows.append(
+            [
+                rank,
+                " ".join(own),
+                ", ".join(ends) or "-",
+                f"{count:,}",
+                f"{total / 2**30:.2f}",
+                f"{total / cluster.device.memory_bytes:.0%}",
+            ]
+        )
     if len(rows) > 20:
         rows = [*rows[:8], ["..."] + [""] * 5, *rows[-4:]]
     return text.table(
@@ -131,8 +144,10 @@ def _schedule(job: Job, layout: Layout) -> str:
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     samples = batch.total_samples(config.batch, layout.dp)
     wanted = samples * job.model.seq_length
-    yield (f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
-           "billion tokens")  # fmt: skip
+    yield (
+        f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
+        "billion tokens"
+    )
     given = prefixes(config.data.train_data_path or config.data.data_path or [])
     if not given:
         yield "  synthetic samples" if config.data.mock_data else "  no data is given"
@@ -171,8 +186,10 @@ def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) ->
     most = max(on_disk(job, layout, rank, copies) for rank in range(layout.pp))
     node = most * min(cluster.local_size, cluster.world_size)
     twice = ", twice because of --async-save" if copies > 1 else ""
-    return (f"optimizer state in files{twice}: at most {text.gib(most)} of a rank, {text.gib(node)} of a node, in "
-            f"{config.optimizer.nvme_offload_dir}")  # fmt: skip
+    return (
+        f"optimizer state in files{twice}: at most {text.gib(most)} of a rank, {text.gib(node)} of a node, in "
+        f"{config.optimizer.nvme_offload_dir}"
+    )
 
 
 def _time(config: schema.Config, plan: Plan, cluster: Cluster) -> Iterator[str]:

@@ -45,11 +45,15 @@ class Job:
         """The job that settings describe."""
         precision = config.precision.precision
         return cls(
-            config.model, vocab_size, batch.full_size(config.batch, dp),
+            config.model,
+            vocab_size,
+            batch.full_size(config.batch, dp),
             ("bf16" if device == "cuda" else "fp32") if precision == "auto" else precision,
-            device, config.kernels.attention_backend, config.data.reset_attention_mask,
+            device,
+            config.kernels.attention_backend,
+            config.data.reset_attention_mask,
             config.precision.amp_level == "O1",
-        )  # fmt: skip
+        )
 
     @property
     def element(self) -> int:
@@ -114,11 +118,23 @@ class Layout:
         shard = 1 if p.sharding_stage == 0 else p.sharding_degree or dp
         o = config.optimizer
         return cls(
-            tp, pp, dp, config.batch.micro_batch_size, chunks, p.pipeline_schedule, p.sharding_stage, shard,
-            p.sequence_parallel and tp > 1, config.recompute, p.pipeline_stage_layers,
-            o.host_share, o.nvme_offload_fraction, o.param_cpu_offload,
-            p.overlap_grad_reduce, p,
-        )  # fmt: skip
+            tp,
+            pp,
+            dp,
+            config.batch.micro_batch_size,
+            chunks,
+            p.pipeline_schedule,
+            p.sharding_stage,
+            shard,
+            p.sequence_parallel and tp > 1,
+            config.recompute,
+            p.pipeline_stage_layers,
+            o.host_share,
+            o.nvme_offload_fraction,
+            o.param_cpu_offload,
+            p.overlap_grad_reduce,
+            p,
+        )
 
     @property
     def world_size(self) -> int:
@@ -141,25 +157,38 @@ class Layout:
     def _parallel(self) -> Parallel:
         told = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
         return Parallel(
-            tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
-            sequence_parallel=self.sp, pipeline_schedule=self.schedule,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sp,
+            pipeline_schedule=self.schedule,
             num_virtual_stages_per_pipeline_rank=self.chunks if told else None,
-            pipeline_stage_layers=self.stage_layers, sharding_stage=self.zero,
+            pipeline_stage_layers=self.stage_layers,
+            sharding_stage=self.zero,
             sharding_degree=self.shard if self.zero and self.shard != self.dp else None,
-            overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap and self.zero > 0,
-        )  # fmt: skip
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap and self.zero > 0,
+        )
 
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
         """Settings of a run with this layout in place of their own."""
         given, own = self._parallel(), config.parallel
-        parallel = replace(given, distributed_backend=own.distributed_backend,
-                           distributed_timeout_minutes=own.distributed_timeout_minutes,
-                           pipeline_timeline=own.pipeline_timeline)  # fmt: skip
-        sizes = replace(config.batch, micro_batch_size=self.micro,
-                        global_batch_size=global_batch or config.batch.global_batch_size)  # fmt: skip
-        optimizer = replace(config.optimizer, optimizer="adam", optimizer_cpu_offload=self.offload > 0,
-                            param_cpu_offload=self.param_offload, optimizer_offload_fraction=self.offload or 1.0,
-                            nvme_offload_fraction=self.disk)  # fmt: skip
+        parallel = replace(
+            given,
+            distributed_backend=own.distributed_backend,
+            distributed_timeout_minutes=own.distributed_timeout_minutes,
+            pipeline_timeline=own.pipeline_timeline,
+        )
+        sizes = replace(
+            config.batch, micro_batch_size=self.micro, global_batch_size=global_batch or config.batch.global_batch_size
+        )
+        optimizer = replace(
+            config.optimizer,
+            optimizer="adam",
+            optimizer_cpu_offload=self.offload > 0,
+            param_cpu_offload=self.param_offload,
+            optimizer_offload_fraction=self.offload or 1.0,
+            nvme_offload_fraction=self.disk,
+        )
         return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute, optimizer=optimizer)
 
     def flags(self) -> list[str]:

@@ -43,8 +43,11 @@ def _most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> t
             waiting[op.chunk] += op.kind == "I"
         seen.add((tuple(alive), tuple(waiting)))
     flat = {(*held, *late): (held, late) for held, late in seen}
-    return tuple(value for key, value in flat.items()
-                 if not any(other != key and all(a >= b for a, b in zip(other, key)) for other in flat))  # fmt: skip
+    return tuple(
+        value
+        for key, value in flat.items()
+        if not any(other != key and all(a >= b for a, b in zip(other, key)) for other in flat)
+    )
 
 
 def ops_of(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> Sequence[Op]:

@@ -62,8 +62,14 @@ class Layout:
         return self.pp * (2 if self.schedule in ("zb-v", "v-half") else self.vp)
 
 
-SCHEDULE_TOKENS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zbh1": "zb-h1", "zbv": "zb-v",
-                   "vhalf": "v-half"}  # fmt: skip
+SCHEDULE_TOKENS = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "zbh1": "zb-h1",
+    "zbv": "zb-v",
+    "vhalf": "v-half",
+}
 ZERO_STAGES = (0, 1, 2, 3)
 TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
@@ -74,8 +80,9 @@ def parse_layout(text: str) -> Layout:
     while at < len(text):
         match = TOKENS.match(text, at)
         if not match:
-            raise ValueError(f"'{text[at:]}' in layout '{text}' is none of tpN ppN vpN dpN zeroN sp, "
-                             + " ".join(SCHEDULE_TOKENS))  # fmt: skip
+            raise ValueError(
+                f"'{text[at:]}' in layout '{text}' is none of tpN ppN vpN dpN zeroN sp, " + " ".join(SCHEDULE_TOKENS)
+            )
         name, number, sequence, schedule = match.groups()
         key, value = (name, int(number)) if name else ("sp", True) if sequence else ("schedule", schedule)
         if match[0] != "-":
@@ -93,8 +100,9 @@ def layout_of(config: schema.Config, world_size: int) -> Layout:
     p = config.parallel
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     vp = chunks_of(p, config.model.num_layers)
-    layout = Layout("", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule,
-                    own=True)  # fmt: skip
+    layout = Layout(
+        "", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule, own=True
+    )
     parts = [f"{name}{value}" for name in ("tp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
     parts += ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
     return replace(layout, text="-".join(parts) or "one process")
@@ -118,7 +126,7 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
         guard=without_traces(config.guard),
         profiling=Profiling(),
         logging=schema.Logging(log_interval=10**9, seed=config.logging.seed, debug=config.logging.debug),
-    )  # fmt: skip
+    )
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
 
 

@@ -24,8 +24,10 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SettingsError("--picture needs the package matplotlib", str(error), "pip install matplotlib") from None
-    names = [f"{number}  {plan.layout.short()}, micro {plan.layout.micro}, recompute {recomputed(plan)}"
-             for number, plan in enumerate(plans, 1)]  # fmt: skip
+    names = [
+        f"{number}  {plan.layout.short()}, micro {plan.layout.micro}, recompute {recomputed(plan)}"
+        for number, plan in enumerate(plans, 1)
+    ]
     filled = [ledger(plan.job, plan.layout, cluster.device, plan.rank).device for plan in plans]
     figure = Figure(figsize=(2 * PANEL, 1.6 + BAR * (len(plans) + 3)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)

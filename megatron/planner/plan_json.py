@@ -27,10 +27,12 @@ def record(config: Config, outcome: Outcome, top: int, rejected: int, command: s
         seconds=round(outcome.seconds, 3),
         command=command,
         plans=[_plan(config, plan, outcome) for plan in found.plans[:top]],
-        rejected=[dict(layout=r.layout.short(), flags=r.layout.flags(), bytes_over=r.over, rank=r.rank, why=r.why())
-                  for r in found.rejected[:rejected]],
+        rejected=[
+            dict(layout=r.layout.short(), flags=r.layout.flags(), bytes_over=r.over, rank=r.rank, why=r.why())
+            for r in found.rejected[:rejected]
+        ],
         impossible=found.impossible,
-    )  # fmt: skip
+    )
 
 
 def _plan(config: Config, plan: Plan, outcome: Outcome) -> dict:
@@ -46,7 +48,9 @@ def _plan(config: Config, plan: Plan, outcome: Outcome) -> dict:
         tokens_per_second=plan.step.tokens_per_second(job),
         tflops_per_rank=plan.step.tflops_per_rank(outcome.cluster.world_size),
         bytes=plan.bytes,
-        memory=[asdict(ledger(job, layout, device, rank)) | dict(total=ledger(job, layout, device, rank).total)
-                for rank in range(layout.pp)],
+        memory=[
+            asdict(ledger(job, layout, device, rank)) | dict(total=ledger(job, layout, device, rank).total)
+            for rank in range(layout.pp)
+        ],
         traffic=[asdict(transfer) for transfer in transfers(job, layout, 0)],
-    )  # fmt: skip
+    )

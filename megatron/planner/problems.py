@@ -196,8 +196,10 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
         return []
     rank = max(over, key=needed.__getitem__)
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
-    return [f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
-            f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; {_remedies(job, layout, cluster)}"]  # fmt: skip
+    return [
+        f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
+        f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; {_remedies(job, layout, cluster)}"
+    ]
 
 
 def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:

@@ -20,9 +20,13 @@ from megatron.settings.schema import Config
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SPLITS = (
-    "--pipeline-schedule", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
-    "--pipeline-stage-layers", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-)  # fmt: skip
+    "--pipeline-schedule",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-stage-layers",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
 
 
 def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]:
@@ -35,8 +39,10 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
         raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
     nodes, each = shape_of(words)
     if nodes > 1 and not of_slurm(words):
-        raise SettingsError(f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
-                            do="supervise the job from one place: supervise ... -- srun ... torchrun ...")  # fmt: skip
+        raise SettingsError(
+            f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
+            do="supervise the job from one place: supervise ... -- srun ... torchrun ...",
+        )
     size = _resolved(config, now).batch.global_batch_size
     if config.planner.parallel_plan:  # it is for as many ranks as there were
         words = [*without(words, "--parallel-plan"), *Layout.of(_resolved(config, now), now).flags()]
@@ -60,17 +66,26 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
             if fits(then, ranks, need):
                 return ranks, with_ranks(changed, ranks)
             p = then.parallel
-            why.append(f"tp {p.tensor_model_parallel_size} pp {p.pipeline_model_parallel_size} on {ranks} ranks would need "
-                       f"{needed(then, ranks) / 1e9:.0f} GB of each")  # fmt: skip
-    raise SettingsError(f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}", "; ".join(why[:4]),
-                        "see --min-world-size, --global-batch-size and --micro-batch-size")  # fmt: skip
+            why.append(
+                f"tp {p.tensor_model_parallel_size} pp {p.pipeline_model_parallel_size} on {ranks} ranks would need "
+                f"{needed(then, ranks) / 1e9:.0f} GB of each"
+            )
+    raise SettingsError(
+        f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}",
+        "; ".join(why[:4]),
+        "see --min-world-size, --global-batch-size and --micro-batch-size",
+    )
 
 
 def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]]:
     """The command with smaller tensor and pipeline parallel sizes that divide this many ranks, the largest first."""
     p = config.parallel
-    pairs = [(tp, pp) for tp in range(1, p.tensor_model_parallel_size + 1)
-             for pp in range(1, p.pipeline_model_parallel_size + 1) if ranks % (tp * pp) == 0]  # fmt: skip
+    pairs = [
+        (tp, pp)
+        for tp in range(1, p.tensor_model_parallel_size + 1)
+        for pp in range(1, p.pipeline_model_parallel_size + 1)
+        if ranks % (tp * pp) == 0
+    ]
     for tp, pp in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0])):
         changed = words if pp == p.pipeline_model_parallel_size else without(words, *SPLITS)
         yield with_flag(with_flag(changed, TP, str(tp)), PP, str(pp))

@@ -171,8 +171,15 @@ def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> lis
         if tp > cluster.local_size and not space.tp:
             found.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
             break
-        bad = [f"{value} {name}" for name, value in (("heads", m.num_attention_heads), ("key-value heads", m.query_groups),
-                                                     ("ffn", m.ffn_size)) if value % tp]  # fmt: skip
+        bad = [
+            f"{value} {name}"
+            for name, value in (
+                ("heads", m.num_attention_heads),
+                ("key-value heads", m.query_groups),
+                ("ffn", m.ffn_size),
+            )
+            if value % tp
+        ]
         if bad or cluster.world_size % tp:
             found.impossible.append(
                 f"tp {tp}: {' and '.join(bad) or f'{cluster.world_size} ranks'} cannot be divided by it"
@@ -258,8 +265,14 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
     for choice in _state_choices(base.dp, space):
         layout = _shared(base, *choice, cluster.device)
         held = [memory.resident(job, layout, rank) for rank in ranks]
-        found.append((choice, [sum(own.values()) for own, _ in held], max(sum(away.values()) for _, away in held),
-                      speed.once(job, layout, cluster)))  # fmt: skip
+        found.append(
+            (
+                choice,
+                [sum(own.values()) for own, _ in held],
+                max(sum(away.values()) for _, away in held),
+                speed.once(job, layout, cluster),
+            )
+        )
     return found
 
 

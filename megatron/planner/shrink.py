@@ -81,15 +81,27 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
     elif pipeline.own:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
         lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the twin runs {schedule}")
-    for axis, words in (("replicate", "copies of sets of shards (--sharding-degree below the data parallel size)"
-                         if shard > 1 else "data parallelism"), ("shard", "data parallelism"),
-                        ("tp", "tensor parallelism")):  # fmt: skip
+    for axis, words in (
+        (
+            "replicate",
+            "copies of sets of shards (--sharding-degree below the data parallel size)"
+            if shard > 1
+            else "data parallelism",
+        ),
+        ("shard", "data parallelism"),
+        ("tp", "tensor parallelism"),
+    ):
         if math.prod(few.values()) > limit and few[axis] > 1:
             few[axis] = 1
             lost.append(f"{words}: the twin would need more than {limit} ranks")
     chunks = pipeline.chunks if pipeline.own else min(pipeline.chunks, 2)
-    sizes = Sizes(few["tp"], few["pp"], few["shard"] * few["replicate"], few["pp"] * chunks,
-                  min(2, max(map(len, pipeline.layers))))  # fmt: skip
+    sizes = Sizes(
+        few["tp"],
+        few["pp"],
+        few["shard"] * few["replicate"],
+        few["pp"] * chunks,
+        min(2, max(map(len, pipeline.layers))),
+    )
     parallel, num_layers = _stages(p, pipeline, sizes, chunks)
     parallel = replace(
         parallel,
@@ -105,8 +117,9 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
     small = narrowed(config, sizes, micros=_micros(micros, pipeline, sizes.pp), steps=steps)
     model = replace(small.model, num_layers=num_layers)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
-    return Twin(replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()),
-                tuple(lost))  # fmt: skip
+    return Twin(
+        replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
+    )
 
 
 def twins_of(config: Config, world_size: int, steps: int = 3) -> list[Twin]:
@@ -130,25 +143,38 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
         optimizer=_optimizer(config.optimizer, batch, steps),
         recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
         tokenizer=Tokenizer(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
-        data=replace(config.data, mock_data=True, num_workers=0, verify_data=False, split=Data.split,
-                     data_cache_path=None, **dict.fromkeys(PATHS)),
+        data=replace(
+            config.data,
+            mock_data=True,
+            num_workers=0,
+            verify_data=False,
+            split=Data.split,
+            data_cache_path=None,
+            **dict.fromkeys(PATHS),
+        ),
         precision=gentle(config.precision),
-        kernels=replace(config.kernels, device="cpu", torch_compile=False,
-                        cross_entropy_chunk=config.kernels.cross_entropy_chunk and 8),
+        kernels=replace(
+            config.kernels,
+            device="cpu",
+            torch_compile=False,
+            cross_entropy_chunk=config.kernels.cross_entropy_chunk and 8,
+        ),
         checkpoint=Checkpoint(),
         guard=replace(without_traces(guard), check_replicas_interval=guard.check_replicas_interval and 1),
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
         profiling=Profiling(),
-    )  # fmt: skip
+    )
 
 
 def reduced(before: Config, after: Config) -> list[str]:
     """What a twin changed, a line for each group of settings: `model: num_layers 96 -> 4, ...`."""
     lines = []
     for group, kind in GROUPS.items():
-        pairs = [(f.name, getattr(getattr(before, group), f.name), getattr(getattr(after, group), f.name))
-                 for f in fields(kind)]  # fmt: skip
+        pairs = [
+            (f.name, getattr(getattr(before, group), f.name), getattr(getattr(after, group), f.name))
+            for f in fields(kind)
+        ]
         told = [f"{name} {_word(old)} -> {_word(new)}" for name, old, new in pairs if old != new]
         lines += [f"{group}: {', '.join(told)}"] if told and group != "planner" else []
     return lines
@@ -178,8 +204,9 @@ def _stages(p: Parallel, pipeline: Pipeline, sizes: Sizes, chunks: int) -> tuple
     if (first or last) and sizes.pp > 1:
         of_rank = [sum(map(len, pipeline.layers_of(rank))) for rank in range(pipeline.pp)]
         counts = [chunks * n for n in _like(of_rank, sizes.pp)]
-        ends = dict(decoder_first_pipeline_num_layers=first and counts[0],
-                    decoder_last_pipeline_num_layers=last and counts[-1])  # fmt: skip
+        ends = dict(
+            decoder_first_pipeline_num_layers=first and counts[0], decoder_last_pipeline_num_layers=last and counts[-1]
+        )
         return replace(virtual, **ends), sum(counts)
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
     each = max(each, 2) if embedding or loss else each  # so that no stage goes without layers that had some

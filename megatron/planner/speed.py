@@ -126,8 +126,10 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
     """A chunk of the rank that works longest, of its chunks' mean length: it sets the pace of all."""
     of_ranks = _kinds(layout.pipeline(job.model.num_layers), layout.recompute)
-    took = {kind: _stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster)
-            for kind in set(chain.from_iterable(of_ranks))}  # fmt: skip
+    took = {
+        kind: _stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster)
+        for kind in set(chain.from_iterable(of_ranks))
+    }
     slow = max((sum(map(took.__getitem__, kinds), Pass()) for kinds in of_ranks), key=lambda one: one.both)
     return Pass(slow.forward / layout.chunks, slow.backward / layout.chunks, slow.waiting / layout.chunks)
 

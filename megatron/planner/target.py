@@ -55,8 +55,10 @@ def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: 
         meant = "cpu" if (asked.device_name or wanted).lower() == "cpu" else "cuda"
         if (asked.device_name or wanted != "auto") and found.kind != meant:
             flag = f"--device-name {asked.device_name}" if asked.device_name else f"--device {wanted}"
-            raise SettingsError(f"{asked.calibration} was measured on {found.name} ({found.kind}), and {flag} is another",
-                                do=f"leave {flag} out, or measure such a device: plan --calibrate FILE")  # fmt: skip
+            raise SettingsError(
+                f"{asked.calibration} was measured on {found.name} ({found.kind}), and {flag} is another",
+                do=f"leave {flag} out, or measure such a device: plan --calibrate FILE",
+            )
         return found, f"measured: {asked.calibration}"
     if asked.device_name and asked.device_name.lower() != "cpu":
         return devices.choose(asked.device_name, memory), "from the table of devices"

@@ -38,9 +38,11 @@ def table(rows: Sequence[Sequence], head: Sequence[str], left: Iterable[int] = (
     cells = [list(map(str, row)) for row in [head, *rows]]
     widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
     return "\n".join(
-        "  ".join(cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths)))
-        .rstrip() for row in cells
-    )  # fmt: skip
+        "  ".join(
+            cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in cells
+    )
 
 
 def recomputed(plan: Plan) -> str:
@@ -55,21 +57,45 @@ def plans(found: Found, cluster: Cluster, count: int) -> str:
     rows = []
     for number, plan in enumerate(found.plans[:count], 1):
         step, lay = plan.step, plan.layout
-        rows.append([
-            number, lay.short(), lay.micro, plan.job.global_batch, recomputed(plan), "yes" if lay.offload else "-",
-            lay.stage_layers and "uneven" or "-", f"{plan.bytes / 2**30:.1f}", duration(step.seconds),
-            f"{step.tokens_per_second(plan.job):,.0f}", f"{step.tflops_per_rank(cluster.world_size):.4g}",
-            f"{step.bubble:.1%}",
-        ])  # fmt: skip
-    head = ["", "layout", "micro", "batch", "recompute", "offload", "stages", "GiB", "step", "tokens/s", "TFLOP/s a rank",
-            "bubble"]  # fmt: skip
+        rows.append(
+            [
+                number,
+                lay.short(),
+                lay.micro,
+                plan.job.global_batch,
+                recomputed(plan),
+                "yes" if lay.offload else "-",
+                lay.stage_layers and "uneven" or "-",
+                f"{plan.bytes / 2**30:.1f}",
+                duration(step.seconds),
+                f"{step.tokens_per_second(plan.job):,.0f}",
+                f"{step.tflops_per_rank(cluster.world_size):.4g}",
+                f"{step.bubble:.1%}",
+            ]
+        )
+    head = [
+        "",
+        "layout",
+        "micro",
+        "batch",
+        "recompute",
+        "offload",
+        "stages",
+        "GiB",
+        "step",
+        "tokens/s",
+        "TFLOP/s a rank",
+        "bubble",
+    ]
     return table(rows, head, left=(1, 4))
 
 
 def rejected(found: Found, count: int) -> str:
     """The closest layouts that do not fit, and what never came into question."""
-    rows = [[r.layout.short(), r.layout.micro, r.layout.recompute.recompute_granularity or "-", r.why()]
-            for r in found.rejected[:count]]  # fmt: skip
+    rows = [
+        [r.layout.short(), r.layout.micro, r.layout.recompute.recompute_granularity or "-", r.why()]
+        for r in found.rejected[:count]
+    ]
     lines = [table(rows, ["layout", "micro", "recompute", "why not"], left=(0, 2, 3))] if rows else []
     return "\n".join(lines + [f"{reason}" for reason in found.impossible[:count]])
 
@@ -78,8 +104,10 @@ def sizes(found: Found) -> str:
     """Plans of one layout by micro-batch, around the best: what each needs and takes, and why larger ones cannot be."""
     fit = sorted(found.plans, key=lambda plan: plan.layout.micro)
     at = fit.index(found.plans[0])
-    told = [f"{plan.layout.micro}: {plan.bytes / 1e9:.2f} GB, {duration(plan.step.seconds)} a step"
-            for plan in fit[max(0, at - 3) : at + 3]]  # fmt: skip
+    told = [
+        f"{plan.layout.micro}: {plan.bytes / 1e9:.2f} GB, {duration(plan.step.seconds)} a step"
+        for plan in fit[max(0, at - 3) : at + 3]
+    ]
     if found.rejected:
         least = min(found.rejected, key=lambda one: one.layout.micro)
         all_above = len(found.rejected) > 1 and fit[-1].layout.micro < least.layout.micro
@@ -91,8 +119,10 @@ def ledgers(found: Sequence[Ledger], capacity: int) -> str:
     """A column for each pipeline rank."""
     names = list(dict.fromkeys(name for one in found for name in one.device))
     rows = [[name, *[gib(one.device.get(name, 0)) for one in found]] for name in names]
-    rows += [[f"  {kind}", *[gib(one.activations.get(kind, 0)) for one in found]]
-             for kind in dict.fromkeys(kind for one in found for kind in one.activations)]  # fmt: skip
+    rows += [
+        [f"  {kind}", *[gib(one.activations.get(kind, 0)) for one in found]]
+        for kind in dict.fromkeys(kind for one in found for kind in one.activations)
+    ]
     at = names.index("activations") + 1 if "activations" in names else len(names)
     rows = rows[:at] + rows[len(names) :] + rows[at : len(names)]
     rows.append(["all together", *[gib(one.total) for one in found]])
@@ -110,8 +140,11 @@ def traffic(found: Sequence[Transfer]) -> str:
 
 def parts(step: Step) -> str:
     """What a step's time is made of."""
-    shares = [f"{name} {duration(value)} ({value / step.seconds:.0%})" for name, value in
-              sorted(step.parts.items(), key=lambda item: -item[1]) if value / step.seconds >= 0.0005]  # fmt: skip
+    shares = [
+        f"{name} {duration(value)} ({value / step.seconds:.0%})"
+        for name, value in sorted(step.parts.items(), key=lambda item: -item[1])
+        if value / step.seconds >= 0.0005
+    ]
     return ", ".join(shares)
 
 
@@ -120,15 +153,19 @@ def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
     each = plan.step.tokens_per_second(plan.job)
     lines = [f"{each:,.0f} tokens/s, {each * 86400 / 1e9:,.2f} billion tokens a day"]
     if tokens:
-        lines.append(f"{tokens / 1e9:,.1f} billion tokens: {tokens / each / 86400:,.1f} days, "
-                     f"{tokens / (plan.job.global_batch * plan.job.model.seq_length):,.0f} steps, "
-                     f"{tokens / each / 3600 * cluster.world_size:,.0f} device hours")  # fmt: skip
+        lines.append(
+            f"{tokens / 1e9:,.1f} billion tokens: {tokens / each / 86400:,.1f} days, "
+            f"{tokens / (plan.job.global_batch * plan.job.model.seq_length):,.0f} steps, "
+            f"{tokens / each / 3600 * cluster.world_size:,.0f} device hours"
+        )
     return lines
 
 
 def described(job: Job, count: int) -> str:
     """The model in a line."""
     m = job.model
-    return (f"GPT of {count / 1e9:.3f} B parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
-            f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {job.vocab_size}, "
-            f"{job.precision}")  # fmt: skip
+    return (
+        f"GPT of {count / 1e9:.3f} B parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
+        f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {job.vocab_size}, "
+        f"{job.precision}"
+    )

@@ -94,8 +94,10 @@ def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     for stage in pipeline.stages_of(rank):
         ahead += stage + 1 < len(stages) and stages[stage + 1][0] != rank
         back += stage > 0 and stages[stage - 1][0] != rank
-    return [Transfer("activations", "send", "pp", micros * ahead * size, micros * ahead),
-            Transfer("their gradients", "send", "pp", micros * back * size, micros * back)]  # fmt: skip
+    return [
+        Transfer("activations", "send", "pp", micros * ahead * size, micros * ahead),
+        Transfer("their gradients", "send", "pp", micros * back * size, micros * back),
+    ]
 
 
 # Once a step, or once a micro-batch -----------------------------------------------------------------------------------

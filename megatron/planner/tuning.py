@@ -69,9 +69,11 @@ def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, in
     for layout, batch in layouts:
         settings = resolve(_quiet(in_layout(config, layout, batch)), world_size)
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
-        say(f"  {layout.short()}, micro-batch {layout.micro}, recompute "
+        say(
+            f"  {layout.short()}, micro-batch {layout.micro}, recompute "
             f"{layout.recompute.recompute_granularity or 'nothing'}: {text.duration(seconds)} a step, "
-            f"{text.duration(seconds / batch)} a sample")  # fmt: skip
+            f"{text.duration(seconds / batch)} a sample"
+        )
         found.append((seconds / batch, len(found), (layout, batch)))
     found.sort(key=lambda entry: entry[:2])
     layout, batch = found[0][-1]
@@ -81,8 +83,15 @@ def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, in
 
 def _quiet(config: schema.Config) -> schema.Config:
     """The same training without a trace: nothing is saved, loaded or logged."""
-    logging = replace(config.logging, log_interval=10**9, log_progress=False, metrics_file=None, tensorboard_dir=None,
-                      wandb_project=None, wandb_exp_name=None)  # fmt: skip
+    logging = replace(
+        config.logging,
+        log_interval=10**9,
+        log_progress=False,
+        metrics_file=None,
+        tensorboard_dir=None,
+        wandb_project=None,
+        wandb_exp_name=None,
+    )
     return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard())
 
 

@@ -90,10 +90,13 @@ def problems(batch: Batch, dp: int) -> list[str]:
     ['--global-batch-size 30 is not a multiple of --micro-batch-size 4 x data parallel size 2 = 8; nearest: 24, 32']
     """
     positive = dict(
-        micro_batch_size=batch.micro_batch_size, global_batch_size=batch.global_batch_size,
-        train_iters=batch.train_iters, train_samples=batch.train_samples,
-        local_batch_size=batch.local_batch_size, gradient_accumulation_steps=batch.gradient_accumulation_steps,
-    )  # fmt: skip
+        micro_batch_size=batch.micro_batch_size,
+        global_batch_size=batch.global_batch_size,
+        train_iters=batch.train_iters,
+        train_samples=batch.train_samples,
+        local_batch_size=batch.local_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+    )
     found = [
         f"--{name.replace('_', '-')} {value} must be at least {least}"
         for name, value in positive.items()
@@ -109,9 +112,13 @@ def problems(batch: Batch, dp: int) -> list[str]:
     found += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
     for flag, asserted, unit, each in (
         ("--local-batch-size", batch.local_batch_size, dp, f"{dp} data parallel ranks"),
-        ("--gradient-accumulation-steps", batch.gradient_accumulation_steps, step,
-         f"--micro-batch-size {batch.micro_batch_size} x data parallel size {dp}"),
-    ):  # fmt: skip
+        (
+            "--gradient-accumulation-steps",
+            batch.gradient_accumulation_steps,
+            step,
+            f"--micro-batch-size {batch.micro_batch_size} x data parallel size {dp}",
+        ),
+    ):
         if asserted and asserted * unit != full:
             found.append(f"{flag} {asserted} is not {full} samples / ({each}) = {full / unit:g}; leave it out")
     return found + _rampup_problems(batch, dp, step)

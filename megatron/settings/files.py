@@ -17,8 +17,10 @@ def compose(path: str):
     if not path:
         raise UsageError("--config needs the name of a YAML file")
     if path.endswith(".py"):
-        raise UsageError(f"--config {path}: settings in Python would have to be run, which nothing here does",
-                         do="write them as `key: value` lines, or as JSON")  # fmt: skip
+        raise UsageError(
+            f"--config {path}: settings in Python would have to be run, which nothing here does",
+            do="write them as `key: value` lines, or as JSON",
+        )
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:

@@ -24,12 +24,32 @@ from megatron.settings.presets import SHAPES, preset
 from megatron.settings.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
 
 COMMON = (
-    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type",
-    "tokenizer_type", "vocab_file", "merge_file", "data_path", "split", "mock_data",
-    "micro_batch_size", "global_batch_size", "train_iters", "eval_interval",
-    "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad",
-    "precision", "save", "load", "save_interval",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "position_embedding_type",
+    "tokenizer_type",
+    "vocab_file",
+    "merge_file",
+    "data_path",
+    "split",
+    "mock_data",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "eval_interval",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_iters",
+    "weight_decay",
+    "clip_grad",
+    "precision",
+    "save",
+    "load",
+    "save_interval",
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +75,14 @@ def parse_pretrain(
     return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
 
 
-def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str | None = None, description: str = "",
-          common: tuple[str, ...] = COMMON) -> dict[str, object]:  # fmt: skip
+def parse(
+    argv: list[str],
+    groups: dict[str, type] = schema.GROUPS,
+    *,
+    prog: str | None = None,
+    description: str = "",
+    common: tuple[str, ...] = COMMON,
+) -> dict[str, object]:
     """Read a command line into one frozen dataclass per group.
 
     `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0.
@@ -71,8 +97,10 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
         from megatron.settings.help import help_text
 
         _leave(help_text(settings, prog, description, None if "--help-all" in asked else common))
-    reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
-                      [word for flag, pairs in words if flag == "-o" for word in pairs or [""]])  # fmt: skip
+    reader.read_files(
+        [path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
+        [word for flag, pairs in words if flag == "-o" for word in pairs or [""]],
+    )
     for flag, values in words:
         if flag == THEN:
             reader.turn += 1
@@ -93,8 +121,10 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, *, prog: str
         from megatron.settings.help import config_text
 
         _leave(config_text(settings, chosen))
-    made = {name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
-            for name, group in groups.items()}  # fmt: skip
+    made = {
+        name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
+        for name, group in groups.items()
+    }
     if plan:
         refuse_another_model(plan, made["model"])
     return made
@@ -264,8 +294,10 @@ class Reader:
         last = rivals[-1]  # the same flag twice: the last one counts, so that wrappers can override
         for other in rivals:
             if other.value != last.value and other.spelling.flag != last.spelling.flag:
-                self.problems.append(f"{_shown(other)} and {_shown(last)} contradict each other "
-                                     f"(both set {dashed(last.spelling.setting.name)})")  # fmt: skip
+                self.problems.append(
+                    f"{_shown(other)} and {_shown(last)} contradict each other "
+                    f"(both set {dashed(last.spelling.setting.name)})"
+                )
                 break
         return last
 
@@ -323,8 +355,9 @@ def usage_error(problems: list[str], prog: str) -> UsageError:
     """One error for all problems of a command line."""
     if len(problems) == 1:
         return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
-    return UsageError(f"{len(problems)} problems with the command line:{numbered(problems)}",
-                      do=f"{prog} --help (or --help-all)")  # fmt: skip
+    return UsageError(
+        f"{len(problems)} problems with the command line:{numbered(problems)}", do=f"{prog} --help (or --help-all)"
+    )
 
 
 def _leave(text: str) -> None:

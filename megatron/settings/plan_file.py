@@ -14,9 +14,13 @@ from megatron.settings.schema import Config, Model, Parallel, Recompute
 
 NOT_OF_A_LAYOUT = ("distributed_backend", "distributed_timeout_minutes", "print_topology", "pipeline_timeline")
 LAYOUT = frozenset(f.name for f in (*fields(Parallel), *fields(Recompute)) if f.name not in NOT_OF_A_LAYOUT) | {
-    "micro_batch_size", "global_batch_size", "optimizer_cpu_offload", "optimizer_offload_fraction",
-    "nvme_offload_fraction", "param_cpu_offload",
-}  # fmt: skip
+    "micro_batch_size",
+    "global_batch_size",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "nvme_offload_fraction",
+    "param_cpu_offload",
+}
 WRITE = "python -m megatron.tools.plan with the flags of the training, --world-size N and --emit PLAN.json writes one"
 
 
@@ -37,13 +41,20 @@ def layout_settings(config: Config) -> dict[str, object]:
 
 def shape(model: Model) -> dict[str, object]:
     """What of a model a layout is made for."""
-    return _plain(model) | dict(ffn_hidden_size=model.ffn_size, num_query_groups=model.query_groups,
-                                kv_channels=model.head_dim)  # fmt: skip
+    return _plain(model) | dict(
+        ffn_hidden_size=model.ffn_size, num_query_groups=model.query_groups, kv_channels=model.head_dim
+    )
 
 
 def _plain(model: Model) -> dict[str, object]:
-    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "swiglu",
-             "untie_embeddings_and_output_weights")  # fmt: skip
+    names = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "swiglu",
+        "untie_embeddings_and_output_weights",
+    )
     return {name: getattr(model, name) for name in names}
 
 
@@ -68,10 +79,15 @@ def refuse_another_model(plan: GivenPlan, model: Model) -> None:
     """Raise SettingsError where a plan was made for another model than this one."""
     found = _different(plan, _plain(model)) or _different(plan, shape(model))  # a head of no width has no shape
     if found:
-        raise SettingsError(f"--parallel-plan {plan.path} is for another model: {'; '.join(found)}",
-                            do=f"give the flags of that model, or plan this one: {WRITE}")  # fmt: skip
+        raise SettingsError(
+            f"--parallel-plan {plan.path} is for another model: {'; '.join(found)}",
+            do=f"give the flags of that model, or plan this one: {WRITE}",
+        )
 
 
 def _different(plan: GivenPlan, here: dict[str, object]) -> list[str]:
-    return [f"{name} is {plan.model[name]} there, {value} here" for name, value in here.items()
-            if name in plan.model and plan.model[name] != value]  # fmt: skip
+    return [
+        f"{name} is {plan.model[name]} there, {value} here"
+        for name, value in here.items()
+        if name in plan.model and plan.model[name] != value
+    ]

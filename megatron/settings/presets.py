@@ -31,6 +31,11 @@ def preset(name: str) -> dict[str, int] | None:
     short = "gpt2-small" if short == "gpt2" else short
     for known, (layers, hidden, heads, length) in SHAPES.items():
         if known.lower() == short:
-            return dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=length,
-                        max_position_embeddings=length)  # fmt: skip
+            return dict(
+                num_layers=layers,
+                hidden_size=hidden,
+                num_attention_heads=heads,
+                seq_length=length,
+                max_position_embeddings=length,
+            )
     return None

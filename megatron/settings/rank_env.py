@@ -60,8 +60,10 @@ def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
         if name in env:
             if not env[name].isdecimal() or int(env[name]) < least:
                 what = "number of ranks" if least else "number"
-                raise SettingsError(f"{name}={env[name]} in the environment is no {what}",
-                                    "torchrun and srun set it for each rank",
-                                    f"unset {name} to train in one process")  # fmt: skip
+                raise SettingsError(
+                    f"{name}={env[name]} in the environment is no {what}",
+                    "torchrun and srun set it for each rank",
+                    f"unset {name} to train in one process",
+                )
             given[name.lower()] = int(env[name])
     return Ranks(**given)

@@ -323,9 +323,15 @@ class Checkpoint:
         "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
         "strict",
         "--dist-ckpt-strictness",
-        also=dict(raise_all="strict", raise_unexpected="warn-extra", assume_ok_unexpected="warn-extra",
-                  log_unexpected="warn-all", log_all="warn-all", ignore_all="warn-all"),
-    )  # fmt: skip
+        also=dict(
+            raise_all="strict",
+            raise_unexpected="warn-extra",
+            assume_ok_unexpected="warn-extra",
+            log_unexpected="warn-all",
+            log_all="warn-all",
+            ignore_all="warn-all",
+        ),
+    )
     no_load_optim: bool = setting("do not load optimizer state", False)
     no_save_optim: bool = setting("do not save optimizer state", False)
 
@@ -493,11 +499,21 @@ class Logging:
 
 
 GROUPS = dict(
-    model=Model, parallel=Parallel, tokenizer=Tokenizer, data=Data, batch=Batch, optimizer=Optimizer,
+    model=Model,
+    parallel=Parallel,
+    tokenizer=Tokenizer,
+    data=Data,
+    batch=Batch,
+    optimizer=Optimizer,
     recompute=Recompute,
-    precision=Precision, kernels=Kernels, checkpoint=Checkpoint, guard=Guard, logging=Logging, planner=Planner,
+    precision=Precision,
+    kernels=Kernels,
+    checkpoint=Checkpoint,
+    guard=Guard,
+    logging=Logging,
+    planner=Planner,
     profiling=Profiling,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

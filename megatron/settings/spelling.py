@@ -90,10 +90,12 @@ class Spelling:
 
 def settings_of(groups: dict[str, type]) -> list[Setting]:
     """All fields of the groups, in order. A name may occur once: it is a flag."""
-    return [_setting(name, field, hints[field.name])
-            for name, group in groups.items()
-            for hints in [typing.get_type_hints(group)]
-            for field in fields(group)]  # fmt: skip
+    return [
+        _setting(name, field, hints[field.name])
+        for name, group in groups.items()
+        for hints in [typing.get_type_hints(group)]
+        for field in fields(group)
+    ]
 
 
 def spellings_of(settings: list[Setting]) -> dict[str, Spelling]:
@@ -162,8 +164,17 @@ def _setting(group: str, field, hint) -> Setting:
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     meta = field.metadata
-    return Setting(group, field.name, kind, many, optional, default, meta.get("help", ""), meta.get("alias", ()),
-                   meta.get("also", {}))  # fmt: skip
+    return Setting(
+        group,
+        field.name,
+        kind,
+        many,
+        optional,
+        default,
+        meta.get("help", ""),
+        meta.get("alias", ()),
+        meta.get("also", {}),
+    )
 
 
 def _spellings(setting: Setting):

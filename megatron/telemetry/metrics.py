@@ -90,8 +90,17 @@ class Metrics:
     metrics.jsonl goes by default. timers: their times are collected with every line; all ranks have them, or none.
     """
 
-    def __init__(self, logging: Logging, run: Run, *, header: Optional[dict] = None, iteration: int = 0,
-                 save: Optional[str] = None, active: bool = True, timers: Optional[Timers] = None):  # fmt: skip
+    def __init__(
+        self,
+        logging: Logging,
+        run: Run,
+        *,
+        header: Optional[dict] = None,
+        iteration: int = 0,
+        save: Optional[str] = None,
+        active: bool = True,
+        timers: Optional[Timers] = None,
+    ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
         self.interval = _Interval()
@@ -135,8 +144,16 @@ class Metrics:
         if complete:
             self._log(step, times)
 
-    def record_eval(self, iteration: int, consumed_samples: int, losses: dict[str, float], *, split: str = "validation",
-                    label: str = "", seconds: Optional[float] = None) -> None:  # fmt: skip
+    def record_eval(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        losses: dict[str, float],
+        *,
+        split: str = "validation",
+        label: str = "",
+        seconds: Optional[float] = None,
+    ) -> None:
         """Mean losses of an evaluation; `split` names it in files.
 
         The console says "validation loss" for every split, as Megatron-LM does, and `label` behind the iteration
@@ -152,8 +169,10 @@ class Metrics:
         self.say("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
-            | losses | {f"{name} ppl": value for name, value in perplexities.items()} | dict(seconds=seconds)
-        )  # fmt: skip
+            | losses
+            | {f"{name} ppl": value for name, value in perplexities.items()}
+            | dict(seconds=seconds)
+        )
         tags = {f"{name} {split}": value for name, value in losses.items()}
         tags |= {f"{name} {split} ppl": value for name, value in perplexities.items()}
         self._track(tags, iteration, consumed_samples)
@@ -176,8 +195,10 @@ class Metrics:
     def _tell_startup(self, iteration: int, seconds: float) -> None:
         spent, self._startup = {**self._startup, "first step": round(seconds, 3)}, None
         total = round(sum(spent.values()), 3)
-        self.say(f" > the first step was done {total:.1f} s after the start: "
-                 + ", ".join(f"{name} {value:.1f}" for name, value in spent.items()))  # fmt: skip
+        self.say(
+            f" > the first step was done {total:.1f} s after the start: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in spent.items())
+        )
         self._write(dict(kind="start", iteration=iteration, time=now(), seconds=total, parts=spent))
 
     @contextlib.contextmanager

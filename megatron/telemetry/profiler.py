@@ -122,8 +122,10 @@ def overview(whole: Interval, computing: Iterable[Interval], communicating: Iter
     both = computed + sent - (either := _length([*computing, *communicating]))
     total = max(whole[1] - whole[0], 1e-9)
     beside = f" ({both / sent:.1%} of it beside computing)" if sent else ""
-    return (f"Overview: {total / 1e3:.1f} ms, of which computing {computed / total:.1%}, communicating {sent / total:.1%}"
-            f"{beside}, neither {1 - either / total:.1%}")  # fmt: skip
+    return (
+        f"Overview: {total / 1e3:.1f} ms, of which computing {computed / total:.1%}, communicating {sent / total:.1%}"
+        f"{beside}, neither {1 - either / total:.1%}"
+    )
 
 
 def _length(intervals: Iterable[Interval]) -> float:

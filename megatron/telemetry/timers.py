@@ -134,9 +134,15 @@ class Timers:
     gather:   numbers of this rank -> those of all ranks, in their order; all ranks together
     """
 
-    def __init__(self, level: int, parts: Optional[dict[str, Timed]] = None, *, settle: Callable = lambda: None,
-                 barrier: Optional[Callable] = None,
-                 gather: Callable[[list[float]], list[list[float]]] = lambda seconds: [seconds]):  # fmt: skip
+    def __init__(
+        self,
+        level: int,
+        parts: Optional[dict[str, Timed]] = None,
+        *,
+        settle: Callable = lambda: None,
+        barrier: Optional[Callable] = None,
+        gather: Callable[[list[float]], list[list[float]]] = lambda seconds: [seconds],
+    ):
         self.level, self.gather = level, gather
         self.lanes = {number: _Lane(settle) for number in range(1, level + 1)}
         self.named: dict[str, Timer] = {}
@@ -197,9 +203,14 @@ def table(times: dict[str, list[float]], option: str) -> str:
         optimizer ......................................: (250.00, 500.00)
     """
     if option == "all":
-        rows = [line for name, ranks in times.items()
-                for line in (f"  {name}:", *(f"     rank {rank:2d}: {1000 * seconds:.2f}"
-                                             for rank, seconds in enumerate(ranks) if seconds))]  # fmt: skip
+        rows = [
+            line
+            for name, ranks in times.items()
+            for line in (
+                f"  {name}:",
+                *(f"     rank {rank:2d}: {1000 * seconds:.2f}" for rank, seconds in enumerate(ranks) if seconds),
+            )
+        ]
         return "\n".join(["times across ranks (ms):", *rows])
     both = option == "minmax"
     rows = []

@@ -23,8 +23,8 @@ PROBES = (
     "\u65e5\u672c\u8a9e \u0939\u093f\u0928\u094d\u0926\u0940 \u0e20\u0e32\u0e29\u0e32",
     "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \ufffd \x00\x01\x7f \ufeff",
     "<|endoftext|> text <|endoftext|><s></s>[SEP]<unk> <pad>",
-    "snake_case CamelCase kebab-case http://example.org/a?b=c&d=%20 {\"k\": [1, 2.5e-3]} \\u0041 ~~~ ``` ----- ______",
-)  # fmt: skip
+    'snake_case CamelCase kebab-case http://example.org/a?b=c&d=%20 {"k": [1, 2.5e-3]} \\u0041 ~~~ ``` ----- ______',
+)
 
 
 class Tokenizer:

@@ -45,9 +45,13 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
             "tiktoken": lambda: in_pieces(engines.tiktoken_engine(*ranks(vocab, merges), reference)),
             "tokenizers": reference,
         },
-        decode=lambda ids: "".join(tokens.get(id, "") for id in ids).translate(CHARACTER_TO_BYTE)
-        .encode("latin-1", "replace").decode("utf-8", "replace"),
-    )  # fmt: skip
+        decode=lambda ids: (
+            "".join(tokens.get(id, "") for id in ids)
+            .translate(CHARACTER_TO_BYTE)
+            .encode("latin-1", "replace")
+            .decode("utf-8", "replace")
+        ),
+    )
 
 
 def read_text(path: str, flag: str) -> str:
@@ -103,13 +107,28 @@ def describe(vocab_text: str, merges: list[str]) -> str:
     """The same tokenizer as a tokenizer.json. It names no special tokens, so that their names stay text."""
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(
-        type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False,
-        byte_fallback=False, ignore_merges=False, vocab={}, merges=merges,
-    )  # fmt: skip
+        type="BPE",
+        dropout=None,
+        unk_token=None,
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+        fuse_unk=False,
+        byte_fallback=False,
+        ignore_merges=False,
+        vocab={},
+        merges=merges,
+    )
     whole = dict(
-        version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=byte_level,
-        post_processor=None, decoder=byte_level, model=model,
-    )  # fmt: skip
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[],
+        normalizer=None,
+        pre_tokenizer=byte_level,
+        post_processor=None,
+        decoder=byte_level,
+        model=model,
+    )
     return json.dumps(whole, ensure_ascii=False).replace('"vocab": {}', f'"vocab": {vocab_text}', 1)
 
 

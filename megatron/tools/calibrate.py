@@ -46,8 +46,10 @@ def measure(say, ranks: int = 1) -> Device:
         best, rows = _products(kind, DTYPES[precision])
         figures["flops"][precision], figures["rows"] = best, rows
         figures["attention"][precision] = _attention(kind, DTYPES[precision])
-        say(f"{precision}: products {best / 1e9:,.0f} GFLOP/s (half of it at {rows:.0f} rows), attention "
-            f"{figures['attention'][precision] / 1e9:,.0f} GFLOP/s")  # fmt: skip
+        say(
+            f"{precision}: products {best / 1e9:,.0f} GFLOP/s (half of it at {rows:.0f} rows), attention "
+            f"{figures['attention'][precision] / 1e9:,.0f} GFLOP/s"
+        )
     figures["flops"]["fp16"] = figures["flops"]["bf16"] if kind == "cuda" else figures["flops"]["fp32"] / 90
     figures["attention"]["fp16"] = figures["attention"]["bf16"]
     figures |= _ops(kind, figures)

@@ -93,11 +93,19 @@ def main(argv: list[str]) -> None:
     group, operands, run, *more = COMMANDS[name]
     groups = dict(which=Which, command=group, **{kind.__name__: kind for kind in more})
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
-    settings = parse(flags, groups, prog=prog, description=run.__doc__.splitlines()[0],
-                     common=tuple(f for g in (Which, group) for f in g.__dataclass_fields__))  # fmt: skip
+    settings = parse(
+        flags,
+        groups,
+        prog=prog,
+        description=run.__doc__.splitlines()[0],
+        common=tuple(f for g in (Which, group) for f in g.__dataclass_fields__),
+    )
     if len(words) - 1 != len(operands):
-        raise UsageError(f"{name} takes {' and '.join(operands)}; got {' '.join(words[1:]) or 'nothing'}",
-                         "paths come before flags", f"{prog} --flags ...")  # fmt: skip
+        raise UsageError(
+            f"{name} takes {' and '.join(operands)}; got {' '.join(words[1:]) or 'nothing'}",
+            "paths come before flags",
+            f"{prog} --flags ...",
+        )
     run(*map(Path, words[1:]), *settings.values())
 
 
@@ -130,14 +138,18 @@ def verify(path: Path, which: Which, how: Verify) -> None:
         started = time.perf_counter()
         size, problems = survey.verify(folder)
         seconds = time.perf_counter() - started
-        print(f"{folder}: {size:,} bytes in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s): "
-              + (f"{len(problems)} PROBLEMS" if problems else "good"))  # fmt: skip
+        print(
+            f"{folder}: {size:,} bytes in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s): "
+            + (f"{len(problems)} PROBLEMS" if problems else "good")
+        )
         for problem in problems:
             print(f"  {problem}", flush=True)
         count += len(problems)
     if count:
-        raise CheckpointError(f"{count} problems in {len(folders)} checkpoints of {path}",
-                              do="a run that loads takes the newest one without damage")  # fmt: skip
+        raise CheckpointError(
+            f"{count} problems in {len(folders)} checkpoints of {path}",
+            do="a run that loads takes the newest one without damage",
+        )
 
 
 def diff(a: Path, b: Path, which: Which, how: Diff) -> None:
@@ -172,8 +184,10 @@ def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
     """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
     tp, pp = how.tensor_model_parallel_size, how.pipeline_model_parallel_size
     if (how.writers is None) == (tp is None and pp is None):
-        raise UsageError("say what the new files are",
-                         do="--writers N, or --tensor-model-parallel-size N --pipeline-model-parallel-size N")  # fmt: skip
+        raise UsageError(
+            "say what the new files are",
+            do="--writers N, or --tensor-model-parallel-size N --pipeline-model-parallel-size N",
+        )
     tp, pp = 1 if tp is None else tp, 1 if pp is None else pp
     count = tp * pp if how.writers is None else how.writers
     if not 1 <= count <= 99999 or min(tp, pp) < 1:
@@ -211,15 +225,19 @@ def prune(path: Path, which: Which, how: Prune) -> None:
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
         raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
     if which.ckpt_step is not None:
-        raise UsageError(f"--ckpt-step {which.ckpt_step}: prune deletes what --keep-last and --save-retain-interval do not "
-                         "keep, and not one checkpoint by its number")  # fmt: skip
+        raise UsageError(
+            f"--ckpt-step {which.ckpt_step}: prune deletes what --keep-last and --save-retain-interval do not "
+            "keep, and not one checkpoint by its number"
+        )
     found = folder.checkpoints(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
     newest = folder.read_tracker(path)
     if newest not in found:
-        raise CheckpointError(f"{path / folder.TRACKER} names no checkpoint that is there: nothing is deleted",
-                              do="a training run that saves there writes it anew")  # fmt: skip
+        raise CheckpointError(
+            f"{path / folder.TRACKER} names no checkpoint that is there: nothing is deleted",
+            do="a training run that saves there writes it anew",
+        )
     with storage(path):
         lock = WriterLock(path)
     try:

@@ -55,8 +55,15 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatron) -> None:
     """Import a GPT of Megatron-LM's classic checkpoints, weights alone. Their pickles are read in a process of its own."""
     from megatron.inference.convert import megatron_lm
 
-    told = megatron_lm.convert(path, out, fresh_state(), step=which.ckpt_step, vocab_size=how.vocab_size,
-                               heads=how.num_attention_heads, say=lambda text: print(text, file=sys.stderr))  # fmt: skip
+    told = megatron_lm.convert(
+        path,
+        out,
+        fresh_state(),
+        step=which.ckpt_step,
+        vocab_size=how.vocab_size,
+        heads=how.num_attention_heads,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
 
 

@@ -36,17 +36,30 @@ class Util:
 
 def main(argv: list[str]) -> None:
     """Translate the flags and let `megatron.tools.checkpoint` do it."""
-    asked: Util = parse(argv, dict(util=Util), prog="python -m megatron.tools.checkpoint_util",
-                        description=__doc__.splitlines()[0], common=tuple(Util.__dataclass_fields__))["util"]  # fmt: skip
+    asked: Util = parse(
+        argv,
+        dict(util=Util),
+        prog="python -m megatron.tools.checkpoint_util",
+        description=__doc__.splitlines()[0],
+        common=tuple(Util.__dataclass_fields__),
+    )["util"]
     from megatron.tools import checkpoint
 
     source = Path(asked.load_dir)
     if any(source.glob("mp_rank_*")) or any(source.glob("*/mp_rank_*")):  # Megatron-LM's own format
         checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
         return
-    checkpoint.main(["reshard", asked.load_dir, asked.save_dir,
-                     "--tensor-model-parallel-size", str(asked.target_tensor_parallel_size),
-                     "--pipeline-model-parallel-size", str(asked.target_pipeline_parallel_size)])  # fmt: skip
+    checkpoint.main(
+        [
+            "reshard",
+            asked.load_dir,
+            asked.save_dir,
+            "--tensor-model-parallel-size",
+            str(asked.target_tensor_parallel_size),
+            "--pipeline-model-parallel-size",
+            str(asked.target_pipeline_parallel_size),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--path", default=".", help="folder whose disk is looked at")
     arguments = parser.parse_args(argv)
     facts = dict(
-        software=_software(), processor=_processor(), memory=_memory(), gpus=_gpus(), disk=_disk(arguments.path),
-        network=_network(), kernels=_kernels(),
-    )  # fmt: skip
+        software=_software(),
+        processor=_processor(),
+        memory=_memory(),
+        gpus=_gpus(),
+        disk=_disk(arguments.path),
+        network=_network(),
+        kernels=_kernels(),
+    )
     print(json.dumps(facts, indent=2) if arguments.json else _text(facts))
 
 
@@ -144,8 +149,16 @@ def _network() -> dict[str, str]:
     return found
 
 
-CHOSEN = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA",
-          "NCCL_P2P_DISABLE", "NCCL_DEBUG")  # fmt: skip
+CHOSEN = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_P2P_DISABLE",
+    "NCCL_DEBUG",
+)
 
 
 def _address(host: str) -> str:

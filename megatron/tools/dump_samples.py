@@ -35,8 +35,21 @@ class Dump:
     text: bool = setting("decode the tokens; needs the tokenizer's flags", False)
 
 
-COMMON = ("data_path", "split", "train_samples", "seq_length", "seed", "dataset", "first", "start", "text", "vocab_file",
-          "merge_file", "tokenizer_type", "tokenizer_model")  # fmt: skip
+COMMON = (
+    "data_path",
+    "split",
+    "train_samples",
+    "seq_length",
+    "seed",
+    "dataset",
+    "first",
+    "start",
+    "text",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_type",
+    "tokenizer_model",
+)
 
 
 def main(argv: list[str]) -> None:

@@ -45,16 +45,22 @@ class Evaluate:
 
 
 def main(argv: list[str]) -> None:
-    groups = parse(argv, dict(evaluate=Evaluate, tokenizer=Tokenizer), prog="python -m megatron.tools.evaluate",
-                   description="Evaluate a trained model.", common=tuple(Evaluate.__dataclass_fields__))  # fmt: skip
+    groups = parse(
+        argv,
+        dict(evaluate=Evaluate, tokenizer=Tokenizer),
+        prog="python -m megatron.tools.evaluate",
+        description="Evaluate a trained model.",
+        common=tuple(Evaluate.__dataclass_fields__),
+    )
     settings = groups["evaluate"]
     check(settings)
 
     from megatron.inference.load import load_gpt, open_tokenizer
     from megatron.mpu.initialize import pick_device
 
-    loaded = load_gpt(settings.load, device=pick_device(settings.device, 0), precision=settings.precision,
-                      step=settings.ckpt_step)  # fmt: skip
+    loaded = load_gpt(
+        settings.load, device=pick_device(settings.device, 0), precision=settings.precision, step=settings.ckpt_step
+    )
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
     print(f" > {loaded.path}, iteration {loaded.iteration}")
@@ -103,12 +109,15 @@ def held_out(settings: Evaluate, loaded, prefix: str, length: int) -> dict:
     if len(tokens) < 2:
         raise DataError(f"{prefix} holds {len(tokens)} tokens: nothing to predict")
     if int(tokens.max()) >= loaded.vocab_size:
-        raise DataError(f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
-                        do="preprocess the text with the tokenizer that the model was trained with")  # fmt: skip
+        raise DataError(
+            f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
+            do="preprocess the text with the tokenizer that the model was trained with",
+        )
     result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or length, length))
     line = f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | tokens: {result.tokens} |"
-    return dict(name=prefix, line=line, data=prefix, loss=result.loss, perplexity=result.perplexity(),
-                tokens=result.tokens)  # fmt: skip
+    return dict(
+        name=prefix, line=line, data=prefix, loss=result.loss, perplexity=result.perplexity(), tokens=result.tokens
+    )
 
 
 def wikitext(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
@@ -124,10 +133,17 @@ def wikitext(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
         raise DataError(f"{settings.valid_data} holds {words} words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or 32, length))
-    line = (f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | "
-            f"adjusted ppl: {result.perplexity(ratio):.4E} | token ratio: {ratio} |")  # fmt: skip
-    numbers = dict(loss=result.loss, tokens=result.tokens, token_ratio=ratio, perplexity=result.perplexity(),
-                   adjusted_perplexity=result.perplexity(ratio))  # fmt: skip
+    line = (
+        f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | "
+        f"adjusted ppl: {result.perplexity(ratio):.4E} | token ratio: {ratio} |"
+    )
+    numbers = dict(
+        loss=result.loss,
+        tokens=result.tokens,
+        token_ratio=ratio,
+        perplexity=result.perplexity(),
+        adjusted_perplexity=result.perplexity(ratio),
+    )
     return [dict(name=settings.task, line=line, data=settings.valid_data, **numbers)]
 
 
@@ -138,20 +154,36 @@ def lambada(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
     results = []
     for strict in [True] if settings.strict_lambada else [True, False]:
         examples = read_examples(settings.valid_data, tokenizer, strict=strict)
-        correct = count_correct(loaded.model, examples, longest=length, batch_size=settings.micro_batch_size,
-                                progress=Progress("passages"))  # fmt: skip
+        correct = count_correct(
+            loaded.model, examples, longest=length, batch_size=settings.micro_batch_size, progress=Progress("passages")
+        )
         accuracy, mode = correct / len(examples), "strict" if strict else "non-strict"
         line = f"number correct: {correct:.4E} | total examples: {len(examples):.4E} | avg accuracy: {accuracy:.4E}"
-        results.append(dict(name=f"LAMBADA ({mode})", line=line, data=settings.valid_data, mode=mode, correct=correct,
-                            examples=len(examples), accuracy=accuracy))  # fmt: skip
+        results.append(
+            dict(
+                name=f"LAMBADA ({mode})",
+                line=line,
+                data=settings.valid_data,
+                mode=mode,
+                correct=correct,
+                examples=len(examples),
+                accuracy=accuracy,
+            )
+        )
     return results
 
 
 def run_score(settings: Evaluate, loaded, tokens, length: int, stride: int):
     from megatron.inference.scoring import score
 
-    return score(loaded.model, tokens, length=length, stride=stride, batch_size=settings.micro_batch_size,
-                 progress=Progress("tokens"))  # fmt: skip
+    return score(
+        loaded.model,
+        tokens,
+        length=length,
+        stride=stride,
+        batch_size=settings.micro_batch_size,
+        progress=Progress("tokens"),
+    )
 
 
 class Progress:

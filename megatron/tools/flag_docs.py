@@ -29,12 +29,18 @@ Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `meg
 """
 
 TABLES = (
-    (megatron_lm.IGNORED, "## Megatron-LM flags that are accepted and have no effect",
-     "Their values are dropped, with one line that says so."),
-    (megatron_lm.REFUSED, "## Megatron-LM flags that are not supported",
-     f"They are refused, except with `false` or a value that asks for nothing:\n"
-     f"{', '.join(f'`{pair}`' for pair in megatron_lm.NEUTRAL.replace('=', ' ').split(' --'))}."),
-)  # fmt: skip
+    (
+        megatron_lm.IGNORED,
+        "## Megatron-LM flags that are accepted and have no effect",
+        "Their values are dropped, with one line that says so.",
+    ),
+    (
+        megatron_lm.REFUSED,
+        "## Megatron-LM flags that are not supported",
+        f"They are refused, except with `false` or a value that asks for nothing:\n"
+        f"{', '.join(f'`{pair}`' for pair in megatron_lm.NEUTRAL.replace('=', ' ').split(' --'))}.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,9 @@ def main(argv: list[str]) -> None:
     from megatron.settings.parse import parse
 
     what = "Write docs/flags.md from the settings."
-    asked = parse(argv, {"output": Output}, prog="python -m megatron.tools.flag_docs", description=what,
-                  common=("output",))["output"]  # fmt: skip
+    asked = parse(
+        argv, {"output": Output}, prog="python -m megatron.tools.flag_docs", description=what, common=("output",)
+    )["output"]
     if asked.output:
         Path(asked.output).write_text(page(), encoding="utf-8")
     else:
@@ -84,8 +91,10 @@ def _row(s: Setting) -> str:
 
 def _shapes() -> str:
     rows = "\n".join(f"| {name} | {' | '.join(map(str, shape))} |" for name, shape in SHAPES.items())
-    return ("## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` behind may stand or not.\n\n"
-            f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n")  # fmt: skip
+    return (
+        "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` behind may stand or not.\n\n"
+        f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -36,15 +36,30 @@ class Generate:
 
 
 COMMON = (
-    "load", "prompt", "prompt_file", "num_samples", "tokens_to_generate", "greedy", "temperature", "top_k", "top_p",
-    "repetition_penalty", "sampling_seed", "device", "json",
-)  # fmt: skip
+    "load",
+    "prompt",
+    "prompt_file",
+    "num_samples",
+    "tokens_to_generate",
+    "greedy",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "sampling_seed",
+    "device",
+    "json",
+)
 
 
 def main(argv: list[str]) -> None:
-    groups = parse(argv, dict(generate=Generate, sampling=Sampling, tokenizer=Tokenizer),
-                   prog="python -m megatron.tools.generate", description="Continue texts with a trained model.",
-                   common=COMMON)  # fmt: skip
+    groups = parse(
+        argv,
+        dict(generate=Generate, sampling=Sampling, tokenizer=Tokenizer),
+        prog="python -m megatron.tools.generate",
+        description="Continue texts with a trained model.",
+        common=COMMON,
+    )
     settings, sampling = groups["generate"], groups["sampling"]
     sampling.check()
     prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
@@ -60,9 +75,13 @@ def main(argv: list[str]) -> None:
         print(f"note: {notice}", file=sys.stderr)
     start = time.perf_counter()
     answers = generate(
-        loaded.model, [tokenizer.encode(prompt) for prompt in prompts], sampling, longest=loaded.longest,
-        end=tokenizer.eod, use_cache=settings.use_cache,
-    )  # fmt: skip
+        loaded.model,
+        [tokenizer.encode(prompt) for prompt in prompts],
+        sampling,
+        longest=loaded.longest,
+        end=tokenizer.eod,
+        use_cache=settings.use_cache,
+    )
     seconds = time.perf_counter() - start
     show(prompts, answers, tokenizer, as_json=settings.json)
     if any(len(tokenizer.encode(p)) + sampling.tokens_to_generate > loaded.longest for p in prompts):

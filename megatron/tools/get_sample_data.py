@@ -27,9 +27,18 @@ from megatron.settings.schema import setting
 KINDS = ("topics", "docs", "sources")
 # Tests, generated tables, and packages that a distribution may have added or left out.
 LEFT_OUT = {
-    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data", "lib2to3",
-    "ensurepip", "this.py",
-}  # fmt: skip
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "ensurepip",
+    "this.py",
+}
 SHORTEST = 200  # characters; shorter pages say little
 
 
@@ -53,9 +62,13 @@ class Document(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(argv, dict(sample=Sample), prog="python -m megatron.tools.get_sample_data",
-                     description="Write a small corpus from what comes with Python.",
-                     common=tuple(Sample.__dataclass_fields__))["sample"]  # fmt: skip
+    settings = parse(
+        argv,
+        dict(sample=Sample),
+        prog="python -m megatron.tools.get_sample_data",
+        description="Write a small corpus from what comes with Python.",
+        common=tuple(Sample.__dataclass_fields__),
+    )["sample"]
     unknown = set(settings.kinds) - set(KINDS)
     if unknown:
         raise SettingsError(f"--kinds {' '.join(sorted(unknown))}: unknown", do=f"known: {' '.join(KINDS)}")

@@ -36,9 +36,21 @@ class Plan:
     task_type: Optional[str] = setting("accepted for other advisors' command lines; GPT is what there is", None)
 
 
-COMMON = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size", "max_global_batch_size",
-          "precision", "world_size", "local_world_size", "device_name", "device_memory_gb", "calibration",
-          *Plan.__dataclass_fields__)  # fmt: skip
+COMMON = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "global_batch_size",
+    "max_global_batch_size",
+    "precision",
+    "world_size",
+    "local_world_size",
+    "device_name",
+    "device_memory_gb",
+    "calibration",
+    *Plan.__dataclass_fields__,
+)
 PROG = "python -m megatron.tools.plan"
 
 
@@ -119,8 +131,10 @@ def _search(config: schema.Config, asked: Plan) -> None:
     found, cluster, job = outcome.found, outcome.cluster, outcome.job
     if not asked.json:
         print(text.described(job, outcome.parameters))
-        print(f"{cluster.world_size} x {cluster.device.name} of {cluster.device.memory_gb:.1f} GB, "
-              f"{cluster.local_size} a node ({outcome.source})")  # fmt: skip
+        print(
+            f"{cluster.world_size} x {cluster.device.name} of {cluster.device.memory_gb:.1f} GB, "
+            f"{cluster.local_size} a node ({outcome.source})"
+        )
         for remark in outcome.remarks:
             print(f"note: {remark}")
         print(f"{found.looked_at:,} layouts looked at in {outcome.seconds:.1f} s, {found.too_large:,} do not fit\n")

@@ -225,8 +225,13 @@ def main(argv: list[str]) -> None:
 
     if argv and not argv[0].startswith("-"):
         argv = ["--run", *argv]
-    asked = parse(argv, {"report": Report}, prog="python -m megatron.tools.report",
-                  description="Write an HTML page about a run.", common=("run", "output", "title"))["report"]  # fmt: skip
+    asked = parse(
+        argv,
+        {"report": Report},
+        prog="python -m megatron.tools.report",
+        description="Write an HTML page about a run.",
+        common=("run", "output", "title"),
+    )["report"]
     given = Path(asked.run or ".")
     folder, metrics_file = (given, None) if given.is_dir() else (given.parent, given)
     text = build(folder, metrics_file, asked.title)

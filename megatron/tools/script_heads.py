@@ -42,8 +42,13 @@ class Heads:
 
 def main(argv: list[str]) -> None:
     """Bring heads up to date, or say which are not."""
-    asked: Heads = parse(argv, dict(heads=Heads), prog="python -m megatron.tools.script_heads",
-                         description=__doc__.splitlines()[0], common=("scripts", "check"))["heads"]  # fmt: skip
+    asked: Heads = parse(
+        argv,
+        dict(heads=Heads),
+        prog="python -m megatron.tools.script_heads",
+        description=__doc__.splitlines()[0],
+        common=("scripts", "check"),
+    )["heads"]
     stale = []
     for path in map(Path, asked.scripts or model_scripts()):
         text = path.read_text(encoding="utf-8")
@@ -59,15 +64,22 @@ def main(argv: list[str]) -> None:
 
 def model_scripts() -> list[Path]:
     """The scripts that launch a model of their own, not another name of one."""
-    return [path for path in sorted([*FOLDER.glob("pretrain_*.sh"), *FOLDER.glob("auto_*.sh")])
-            if "\nlaunch " in path.read_text(encoding="utf-8")]  # fmt: skip
+    return [
+        path
+        for path in sorted([*FOLDER.glob("pretrain_*.sh"), *FOLDER.glob("auto_*.sh")])
+        if "\nlaunch " in path.read_text(encoding="utf-8")
+    ]
 
 
 def command(path: Path, *words: str) -> list[str]:
     """The flags of pretrain_gpt.py with which a script looks at itself on the GPUs that it is made for."""
     env = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
-    done = subprocess.run(["bash", str(path), "--dry-run", *words], capture_output=True, text=True,
-                          env=env | dict(PRINT="1", PYTHON=sys.executable))  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(path), "--dry-run", *words],
+        capture_output=True,
+        text=True,
+        env=env | dict(PRINT="1", PYTHON=sys.executable),
+    )
     if done.returncode:
         raise SettingsError(f"{path} does not say its command", done.stderr.strip())
     found = shlex.split(done.stdout)
@@ -97,11 +109,17 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
     where = f"{nodes} nodes of {cluster.local_size}" if nodes > 1 else "one node" if ranks > 1 else "one GPU"
     beside = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
     memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{beside}"
-    pace = f"{duration(took.seconds)} a step of {batch * job.model.seq_length:,} tokens, " \
-           f"{took.tokens_per_second(job):,.0f} tokens/s"  # fmt: skip
+    pace = (
+        f"{duration(took.seconds)} a step of {batch * job.model.seq_length:,} tokens, "
+        f"{took.tokens_per_second(job):,.0f} tokens/s"
+    )
     rate = f"{took.tflops_per_rank(ranks):.0f} TFLOP/s a GPU" + (f", bubble {took.bubble:.1%}" if layout.pp > 1 else "")
-    lines = [("needs", f"{ranks} x {device.name}: {where}"), ("memory", memory), ("expects", pace),
-             ("expects", f"{rate} (by the planner; speeds are assumed)")]  # fmt: skip
+    lines = [
+        ("needs", f"{ranks} x {device.name}: {where}"),
+        ("memory", memory),
+        ("expects", pace),
+        ("expects", f"{rate} (by the planner; speeds are assumed)"),
+    ]
     if found:
         lines.insert(1, ("layout", f"{layout.short()}, micro-batch {layout.micro}, as found on these"))
     return [f"# {name:8} {text}" for name, text in lines]

@@ -50,9 +50,16 @@ def with_checkpoints(config: Config, real: Checkpoint, folder: Optional[str]) ->
     if folder is None:
         return config
     interval = max(1, (config.batch.train_iters or 2) - 1)
-    own = replace(Checkpoint(), save=folder, load=folder, auto_resume=True, save_interval=interval,
-                  async_save=real.async_save, no_save_optim=real.no_save_optim,
-                  no_load_optim=real.no_load_optim)  # fmt: skip
+    own = replace(
+        Checkpoint(),
+        save=folder,
+        load=folder,
+        auto_resume=True,
+        save_interval=interval,
+        async_save=real.async_save,
+        no_save_optim=real.no_save_optim,
+        no_load_optim=real.no_load_optim,
+    )
     return replace(config, checkpoint=own)
 
 

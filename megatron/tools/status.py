@@ -95,8 +95,10 @@ def folders(names: list[str]) -> list[Path]:
             else sorted(path.parent for path in Path(name).glob("*/metrics.jsonl"))
         )
         if not inside and not newest_checkpoint(name):
-            raise DataError(f"{name}: no metrics.jsonl in it, nor in a folder in it",
-                            "a run writes it beside its checkpoints (--save), or to --metrics-file")  # fmt: skip
+            raise DataError(
+                f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                "a run writes it beside its checkpoints (--save), or to --metrics-file",
+            )
         found += inside or [Path(name)]
     return found
 
@@ -123,12 +125,19 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
     left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
     checkpoint, written = _checkpoint(folder, config)
     return Line(
-        str(folder), state, why, iteration, total,
+        str(folder),
+        state,
+        why,
+        iteration,
+        total,
         tokens_per_second=round(samples * config.model.seq_length / sum(seconds), 1) if seconds else None,
         loss=next((step["lm loss"] for step in reversed(steps) if step.get("lm loss") is not None), None),
-        seconds_left=left and round(left, 1), checkpoint=checkpoint,
-        checkpoint_age=None if checkpoint is None else round(now - written, 1), restarts=restarts, age=round(age, 1),
-    )  # fmt: skip
+        seconds_left=left and round(left, 1),
+        checkpoint=checkpoint,
+        checkpoint_age=None if checkpoint is None else round(now - written, 1),
+        restarts=restarts,
+        age=round(age, 1),
+    )
 
 
 def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], float]:
@@ -215,8 +224,19 @@ def table(lines: list[Line]) -> str:
         saved = "-" if line.checkpoint is None else f"{line.checkpoint}, {_ago(line.checkpoint_age)} ago"
         left = "-" if line.seconds_left is None else duration(line.seconds_left)
         since = f"{', ' if line.why else ''}{_ago(line.age)} ago" if line.state in QUIET else ""
-        rows.append((line.run, line.state, f"{line.iteration}{share}", _or(line.tokens_per_second, "{:,.0f}"),
-                     _or(line.loss, "{:.4f}"), left, saved, str(line.restarts), line.why + since))  # fmt: skip
+        rows.append(
+            (
+                line.run,
+                line.state,
+                f"{line.iteration}{share}",
+                _or(line.tokens_per_second, "{:,.0f}"),
+                _or(line.loss, "{:.4f}"),
+                left,
+                saved,
+                str(line.restarts),
+                line.why + since,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 

@@ -49,8 +49,9 @@ class Supervise:
     """How patient the supervisor is, and what it may change."""
 
     max_restarts: int = setting("restarts before giving up", 10)
-    hang_timeout: float = setting("seconds of silence of a rank that make a hang (or 5 x the usual length of its phase, "
-                                  "if that is longer)", 300.0)  # fmt: skip
+    hang_timeout: float = setting(
+        "seconds of silence of a rank that make a hang (or 5 x the usual length of its phase, if that is longer)", 300.0
+    )
     start_timeout: float = setting("the same until a rank has made its first step", 1800.0)
     min_world_size: Optional[int] = setting(
         "go on with fewer ranks, down to these, when one is lost twice in a row", None
@@ -58,13 +59,19 @@ class Supervise:
     same_step_limit: int = setting("crashes at one step after which the job is stopped: it would crash again", 3)
     backoff: float = setting("seconds before the first restart; twice as long before each next one, at most 60", 1.0)
     grace: float = setting("seconds that the job has to save after SIGTERM or SIGUSR1", 120.0)
-    on_preempt: Literal["stop", "requeue"] = setting("when the job was preempted: stop, or put it back in SLURM's queue",
-                                                     "stop")  # fmt: skip
+    on_preempt: Literal["stop", "requeue"] = setting(
+        "when the job was preempted: stop, or put it back in SLURM's queue", "stop"
+    )
     on_numerics: Literal["stop", "retry"] = setting("when loss or gradient were not finite: stop, or try again", "stop")
-    heartbeat_dir: Optional[str] = setting("folder of the ranks' heartbeats; with ranks on other machines one that all "
-                                           "of them see (default: a temporary one in memory)", None)  # fmt: skip
-    log_dir: Optional[str] = setting("folder for the job's output, an attempt a file, and the account (default: supervise "
-                                     "under the job's --save)", None)  # fmt: skip
+    heartbeat_dir: Optional[str] = setting(
+        "folder of the ranks' heartbeats; with ranks on other machines one that all "
+        "of them see (default: a temporary one in memory)",
+        None,
+    )
+    log_dir: Optional[str] = setting(
+        "folder for the job's output, an attempt a file, and the account (default: supervise under the job's --save)",
+        None,
+    )
     poll: float = setting("seconds between two looks at the job", 0.5)
 
 
@@ -172,8 +179,10 @@ class Supervisor:
             say(f"no fewer ranks: {failure}")
             return False
         then = commands.config_of(command).parallel
-        say(f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
-            f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}")  # fmt: skip
+        say(
+            f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
+            f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}"
+        )
         self.command = command
         self.ranks = fewer
         return True
@@ -219,8 +228,14 @@ class Supervisor:
         at = commands.newest_checkpoint(self.save)
         say(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
         with self.log.open("wb") as log:
-            job = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, preexec_fn=_as_launcher)  # fmt: skip
+            job = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_as_launcher,
+            )
         hung = self.watch(job, attempt)
         beats = read_beats(self.beats)
         if hung or job.poll() is None or processes.descendants(os.getpid()) or any(map(processes.alive_here, beats)):
@@ -309,8 +324,10 @@ class Supervisor:
             if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
                 time.sleep(0.05)
                 left += [beat.pid] * processes.alive_here(beat)
-        say(f"the job's processes were ended in {time.monotonic() - start:.1f} s"
-            + (f"; these would not go: {left}" if left else ""))  # fmt: skip
+        say(
+            f"the job's processes were ended in {time.monotonic() - start:.1f} s"
+            + (f"; these would not go: {left}" if left else "")
+        )
 
     def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> Verdict:
         """What became of an attempt."""

@@ -34,9 +34,13 @@ class Training:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(argv, dict(training=Training), prog="python -m megatron.tools.train_tokenizer",
-                     description="Train a byte-level BPE vocabulary of GPT-2's kind.",
-                     common=tuple(Training.__dataclass_fields__))["training"]  # fmt: skip
+    settings = parse(
+        argv,
+        dict(training=Training),
+        prog="python -m megatron.tools.train_tokenizer",
+        description="Train a byte-level BPE vocabulary of GPT-2's kind.",
+        common=tuple(Training.__dataclass_fields__),
+    )["training"]
     if settings.vocab_size < SMALLEST:
         raise SettingsError(
             f"--vocab-size {settings.vocab_size} is too small",
@@ -47,8 +51,10 @@ def main(argv: list[str]) -> None:
     texts = read_texts(settings.input, settings.json_keys or ["text"], int(settings.max_megabytes * 1e6))
     merges = learn_merges(texts, settings.vocab_size, settings.min_frequency)
     if not merges:
-        raise DataError(f"no pair of bytes occurs {settings.min_frequency} times in {' '.join(settings.input)}",
-                        do="give more text, or a lower --min-frequency")  # fmt: skip
+        raise DataError(
+            f"no pair of bytes occurs {settings.min_frequency} times in {' '.join(settings.input)}",
+            do="give more text, or a lower --min-frequency",
+        )
     size = write_vocabulary(Path(settings.output), merges)
     print(f"{Path(settings.output) / 'vocab.json'}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:

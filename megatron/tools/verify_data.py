@@ -29,8 +29,13 @@ def main(argv: list[str]) -> None:
     """Verify the prefixes that stand before the flags."""
     count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
     prefixes, flags = argv[:count], argv[count:]
-    settings = parse(flags, dict(verify=Settings), prog="python -m megatron.tools.verify_data PREFIX ...",
-                     description=__doc__.splitlines()[0], common=("write",))["verify"]  # fmt: skip
+    settings = parse(
+        flags,
+        dict(verify=Settings),
+        prog="python -m megatron.tools.verify_data PREFIX ...",
+        description=__doc__.splitlines()[0],
+        common=("write",),
+    )["verify"]
     if not prefixes:
         raise UsageError("there is nothing to verify", do="python -m megatron.tools.verify_data corpus_text_document")
 

@@ -50,22 +50,32 @@ def main(argv: list[str]) -> None:
     if steps < 1:
         raise SettingsError("training is shorter than a step: there is nothing to compare", do="raise --train-iters")
     model = config.model
-    print(f"{steps} steps of {model.num_layers} layers x {model.hidden_size} hidden in {precision}, against one process; "
-          "largest relative difference in")  # fmt: skip
+    print(
+        f"{steps} steps of {model.num_layers} layers x {model.hidden_size} hidden in {precision}, against one process; "
+        "largest relative difference in"
+    )
     print(f"{'layout':<24} ranks {'loss':>9} {'grad norm':>9} {'weights':>9}  result (worst parameter)")
     reference = trained(one, 1, steps)
     if not any(map(math.isfinite, reference.norms)):
-        raise SettingsError("all gradients overflow: no step is made that could be compared", f"in {precision}",
-                            "lower --loss-scale, or leave it out")  # fmt: skip
+        raise SettingsError(
+            "all gradients overflow: no step is made that could be compared",
+            f"in {precision}",
+            "lower --loss-scale, or leave it out",
+        )
     verdicts = []
     for layout, resolved in settings:
         found = compare(reference, trained(resolved, layout.world_size, steps))
         verdicts.append(found.passes(precision))
-        print(f"{layout.text:<24} {layout.world_size:5} {found.loss:9.1e} {found.norm:9.1e} {found.weight:9.1e}  "
-              f"{'PASS' if verdicts[-1] else 'FAIL'} ({found.worst})", flush=True)  # fmt: skip
+        print(
+            f"{layout.text:<24} {layout.world_size:5} {found.loss:9.1e} {found.norm:9.1e} {found.weight:9.1e}  "
+            f"{'PASS' if verdicts[-1] else 'FAIL'} ({found.worst})",
+            flush=True,
+        )
     limits = TOLERANCE[precision]
-    print(f"limits for {precision}: loss {limits['loss']:g}, gradient norm {limits['norm']:g}, weights "
-          f"{limits['weight']:g}: {sum(verdicts)} of {len(verdicts)} pass")  # fmt: skip
+    print(
+        f"limits for {precision}: loss {limits['loss']:g}, gradient norm {limits['norm']:g}, weights "
+        f"{limits['weight']:g}: {sum(verdicts)} of {len(verdicts)} pass"
+    )
     if not all(verdicts):
         sys.exit(1)
 
@@ -84,8 +94,10 @@ def possible(config: Config, layouts: list) -> list[tuple]:
         for error in refused.values():
             raise error
     if refused:
-        raise SettingsError(f"{len(refused)} of {len(layouts)} layouts cannot be:"
-                            + "".join(f"\n{text}: {error}" for text, error in refused.items()))  # fmt: skip
+        raise SettingsError(
+            f"{len(refused)} of {len(layouts)} layouts cannot be:"
+            + "".join(f"\n{text}: {error}" for text, error in refused.items())
+        )
     return found
 
 

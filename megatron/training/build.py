@@ -55,8 +55,9 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     context = ranks.join(config.parallel, config.kernels)
     watch = build_watch(config, context, heart)
     heart.beat("model")
-    config = replace(config, precision=replace(config.precision, precision=ranks.pick_precision(
-        config.precision.precision, context)))  # fmt: skip
+    config = replace(
+        config, precision=replace(config.precision, precision=ranks.pick_precision(config.precision.precision, context))
+    )
     say = _speaker(context)
     if context.device.type == "cpu":
         keep_memory()
@@ -67,11 +68,23 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)
-    prove_complete(stages, context.mesh, exchange_over(context), config.model.num_layers,
-                   flops.parameters(config.model, vocab_size))  # fmt: skip
-    optimizer = ShardedAdamW(stages, context.mesh, config.optimizer, config.parallel, dtype=dtype,
-                             device=context.device, seed=config.logging.seed,
-                             lasting=config.checkpoint.async_save)  # fmt: skip
+    prove_complete(
+        stages,
+        context.mesh,
+        exchange_over(context),
+        config.model.num_layers,
+        flops.parameters(config.model, vocab_size),
+    )
+    optimizer = ShardedAdamW(
+        stages,
+        context.mesh,
+        config.optimizer,
+        config.parallel,
+        dtype=dtype,
+        device=context.device,
+        seed=config.logging.seed,
+        lasting=config.checkpoint.async_save,
+    )
     heart.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
@@ -122,9 +135,15 @@ def build_watch(config: schema.Config, context: Context, heart: Heartbeat) -> Wa
     """This rank's guards."""
     mesh = context.mesh
     heart.say_place(mesh.place)
-    return Watch(config.guard, minutes=config.batch.exit_duration_in_mins, heart=heart, rank=mesh.rank,
-                 say=_speaker(context), exchange=exchange_over(context),
-                 counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0)  # fmt: skip
+    return Watch(
+        config.guard,
+        minutes=config.batch.exit_duration_in_mins,
+        heart=heart,
+        rank=mesh.rank,
+        say=_speaker(context),
+        exchange=exchange_over(context),
+        counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
+    )
 
 
 def _speaker(context: Context):
@@ -154,8 +173,10 @@ def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
         and settings.vocab_size < tokenizer.vocab_size
         and settings.tokenizer_type != "NullTokenizer"
     ):
-        raise SettingsError(f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
-                            do="leave --vocab-size out, or give at least the tokenizer's size")  # fmt: skip
+        raise SettingsError(
+            f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
+            do="leave --vocab-size out, or give at least the tokenizer's size",
+        )
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 
@@ -167,8 +188,10 @@ def all_paths(data: schema.Data) -> list[str]:
 
 def verify_data(data: schema.Data, context: Context, say) -> None:
     """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
-    given = {f"--{name.replace('_', '-')}": getattr(data, name)
-             for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")}  # fmt: skip
+    given = {
+        f"--{name.replace('_', '-')}": getattr(data, name)
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    }
     blends = [parse_blend(words, flag) for flag, words in given.items() if words]
     prefixes = sorted({bare_prefix(prefix) for blend in blends for prefix in blend.prefixes})
     started, problems = time.perf_counter(), []
@@ -205,12 +228,19 @@ def build_batches(config: schema.Config, context: Context, datasets, tokenizer) 
         return batch_size(batch, dp.size, consumed)
 
     return [
-        dataset and Batches(
-            dataset, config.data, micro_batch_size=batch.micro_batch_size, eod=tokenizer.eod if tokenizer else None,
-            dp_rank=dp.rank, dp_size=dp.size, next_step=sizes, pin_memory=context.device.type == "cuda",
+        dataset
+        and Batches(
+            dataset,
+            config.data,
+            micro_batch_size=batch.micro_batch_size,
+            eod=tokenizer.eod if tokenizer else None,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+            next_step=sizes,
+            pin_memory=context.device.type == "cuda",
         )
         for dataset, sizes in zip(datasets, (ramped, constant, constant))
-    ]  # fmt: skip
+    ]
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -239,8 +269,9 @@ def load_folder(settings: schema.Checkpoint, exchange) -> Path:
     return exchange(newest)[0]
 
 
-def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
-         fresh: State) -> tuple[State, Optional[dict[str, Any]], list[str]]:  # fmt: skip
+def load(
+    config: schema.Config, context: Context, optimizer: ShardedAdamW, fresh: State
+) -> tuple[State, Optional[dict[str, Any]], list[str]]:
     """Fill the optimizer's state from `--load`.
 
     Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
@@ -254,10 +285,16 @@ def load(config: schema.Config, context: Context, optimizer: ShardedAdamW,
     pieces = optimizer.pieces(moments=not weights_only)
     names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
     restored = restore(
-        load_folder(settings, exchange), pieces, names=names, step=settings.ckpt_step, allow_empty=settings.auto_resume,
-        check=lambda record: compare(config, record["config"]), rank=context.mesh.rank, exchange=exchange,
+        load_folder(settings, exchange),
+        pieces,
+        names=names,
+        step=settings.ckpt_step,
+        allow_empty=settings.auto_resume,
+        check=lambda record: compare(config, record["config"]),
+        rank=context.mesh.rank,
+        exchange=exchange,
         strictness=settings.load_strictness,
-    )  # fmt: skip
+    )
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = exchange(restored.state)[0]
@@ -286,10 +323,11 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
     for flag, folder in flags.items():
         newest = exchange(max(checkpoints(Path(folder)), default=0) if folder else 0)[0]
         if newest > iteration:
-            raise CheckpointError(f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
-                                  f"this run starts at iteration {iteration}: its own would lie between them",
-                                  f"--load {folder} goes on from there; otherwise give another {flag}, or move them "
-                                  "away")  # fmt: skip
+            raise CheckpointError(
+                f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
+                f"this run starts at iteration {iteration}: its own would lie between them",
+                f"--load {folder} goes on from there; otherwise give another {flag}, or move them away",
+            )
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:
@@ -299,8 +337,10 @@ def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths
     layouts = " and ".join(dict.fromkeys(f"{_layout(sizes)} {word}" for sizes, word in ((then, "then"), (now, "now"))))
     if then == now:
         layouts = f"{_layout(now)} then and now"
-    return (f" > resuming at iteration {state.iteration}, {state.consumed_samples:,} samples consumed, "
-            f"learning rate {rate:.6E}; layout {layouts}")  # fmt: skip
+    return (
+        f" > resuming at iteration {state.iteration}, {state.consumed_samples:,} samples consumed, "
+        f"learning rate {rate:.6E}; layout {layouts}"
+    )
 
 
 def _layout(sizes: dict[str, int]) -> str:
@@ -310,8 +350,11 @@ def _layout(sizes: dict[str, int]) -> str:
 
 def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: Context) -> list[str]:
     """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
-    wrong = [int(place) for place, halves in (record.get("samples") or {}).items()
-             if context.first and list(batches.sample_hash(int(place))) != halves]  # fmt: skip
+    wrong = [
+        int(place)
+        for place, halves in (record.get("samples") or {}).items()
+        if context.first and list(batches.sample_hash(int(place))) != halves
+    ]
     return list(changes.refuse_other_samples(config, exchange_over(context)(wrong)[0]))
 
 
@@ -362,10 +405,18 @@ def build_metrics(config: schema.Config, context: Context, vocab_size: int, stat
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
     )
-    header = run_record(config, context.mesh.sizes, state.iteration, device=name,
-                        parameters=flops.parameters(config.model, vocab_size))  # fmt: skip
-    return Metrics(config.logging, rates, header=header, iteration=state.iteration, save=config.checkpoint.save,
-                   active=context.first, timers=build_timers(config.logging, context))  # fmt: skip
+    header = run_record(
+        config, context.mesh.sizes, state.iteration, device=name, parameters=flops.parameters(config.model, vocab_size)
+    )
+    return Metrics(
+        config.logging,
+        rates,
+        header=header,
+        iteration=state.iteration,
+        save=config.checkpoint.save,
+        active=context.first,
+        timers=build_timers(config.logging, context),
+    )
 
 
 def build_timers(settings: schema.Logging, context: Context) -> Optional[Timers]:
@@ -400,13 +451,15 @@ def summary(config: schema.Config, context: Context, recipe: Recipe, vocab_size:
     mesh, batch, model = context.mesh, config.batch, config.model
     size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)
     count = flops.parameters(model, vocab_size)
-    return "\n".join([
-        f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
-        f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
-        f" > {recipe.name} of {count:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {vocab_size}",
-        f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
-        f"torch {torch.__version__}, Python {sys.version.split()[0]}",
-        f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
-        f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
+            f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
+            f" > {recipe.name} of {count:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {vocab_size}",
+            f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
+            f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+            f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
+            f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+        ]
+    )

@@ -93,8 +93,15 @@ def train_step(run: Run) -> Optional[Step]:
     loss, tokens = watch.count(totals)
     factor = unscale(tokens)
     loss, norm = loss / max(tokens, 1), norm * factor
-    verdict = watch.judge(state.iteration + 1, state.recent, loss, norm, partial(find_cause, run, batches, loss_of),
-                          scaling=state.scaler.dynamic, rollbacks=state.rollbacks)  # fmt: skip
+    verdict = watch.judge(
+        state.iteration + 1,
+        state.recent,
+        loss,
+        norm,
+        partial(find_cause, run, batches, loss_of),
+        scaling=state.scaler.dynamic,
+        rollbacks=state.rollbacks,
+    )
     if verdict is Verdict.ROLLBACK:
         return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
@@ -189,8 +196,14 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
     if split == "validation":
         run.state = replace(run.state, consumed_valid_samples=consumed)
     mean = loss / max(tokens, 1)
-    run.metrics.record_eval(run.state.iteration, run.state.consumed_samples, {"lm loss": mean}, split=split,
-                            label=f" on {split} set" if final else "", seconds=time.perf_counter() - started)  # fmt: skip
+    run.metrics.record_eval(
+        run.state.iteration,
+        run.state.consumed_samples,
+        {"lm loss": mean},
+        split=split,
+        label=f" on {split} set" if final else "",
+        seconds=time.perf_counter() - started,
+    )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     return mean
 

@@ -17,12 +17,21 @@ from megatron.training.state import Run
 def pass_over(run: Run, size: int) -> Step:
     """A step whose samples are not trained on."""
     state = run.state
-    run.metrics.say(f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
-                    f"{state.consumed_samples + size - 1}")  # fmt: skip
+    run.metrics.say(
+        f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
+        f"{state.consumed_samples + size - 1}"
+    )
     run.state = state.after(size, Verdict.SKIP)
     rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
-    return Step(run.state.iteration, run.state.consumed_samples, size, {}, learning_rate=rate,
-                loss_scale=run.state.scaler.scale, skipped=True)  # fmt: skip
+    return Step(
+        run.state.iteration,
+        run.state.consumed_samples,
+        size,
+        {},
+        learning_rate=rate,
+        loss_scale=run.state.scaler.scale,
+        skipped=True,
+    )
 
 
 def rewind(run: Run) -> None:
@@ -31,15 +40,18 @@ def rewind(run: Run) -> None:
     spike, first = state.iteration + 1, max(1, state.iteration + 2 - guard.spike_skip_steps)
     run.saver.wait()
     target = run.watch.exchange(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
-    checkpoint = replace(run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False,
-                         no_load_optim=False)  # fmt: skip
+    checkpoint = replace(
+        run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False, no_load_optim=False
+    )
     back, _, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
     run.metrics.rewind(back.iteration)
-    run.metrics.say(f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
-                    f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
-                    f"{max(first, target + 1)} to {spike} will be left out")  # fmt: skip
+    run.metrics.say(
+        f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
+        f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
+        f"{max(first, target + 1)} to {spike} will be left out"
+    )
 
 
 def checkpoint_before(folder: str, first: int, spike: int) -> int:
@@ -48,8 +60,11 @@ def checkpoint_before(folder: str, first: int, spike: int) -> int:
     """
     found = [iteration for iteration in checkpoints(Path(folder)) if iteration < spike]
     if not found:
-        raise NumericsError(f"iteration {spike} is a spike, and there is no checkpoint before it to go back to",
-                            f"looked in {folder}", "save more often (--save-interval)")  # fmt: skip
+        raise NumericsError(
+            f"iteration {spike} is a spike, and there is no checkpoint before it to go back to",
+            f"looked in {folder}",
+            "save more often (--save-interval)",
+        )
     return max([iteration for iteration in found if iteration < first], default=min(found))
 
 
@@ -60,5 +75,8 @@ def stopped(run: Run, stop: Stop) -> None:
     saved = f"saved in {run.config.checkpoint.save}" if run.saver else "nothing is saved: there is no --save"
     run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
-        raise Preempted(f"stopped at iteration {run.state.iteration}: {stop.why}", saved, "the same command with --load "
-                        "goes on from there" if run.saver else None)  # fmt: skip
+        raise Preempted(
+            f"stopped at iteration {run.state.iteration}: {stop.why}",
+            saved,
+            "the same command with --load goes on from there" if run.saver else None,
+        )

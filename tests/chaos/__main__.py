@@ -44,8 +44,13 @@ class Chaos:
 
 def main(argv: list[str]) -> None:
     """Choose the cases, run them, sum up."""
-    groups = parse(argv, {"chaos": Chaos}, prog="python -m tests.chaos",
-                   description=__doc__.splitlines()[0], common=tuple(Chaos.__dataclass_fields__))  # fmt: skip
+    groups = parse(
+        argv,
+        {"chaos": Chaos},
+        prog="python -m tests.chaos",
+        description=__doc__.splitlines()[0],
+        common=tuple(Chaos.__dataclass_fields__),
+    )
     settings: Chaos = groups["chaos"]
     if settings.table:
         from tests.chaos.report import read_lines, table
@@ -99,8 +104,15 @@ def _cases(settings: Chaos) -> bool:
         print("\n".join(f"{case.id:<48} {case.group}{' (short)' if case.short else ''}" for case in cases))
         return True
     folder = _folder(settings.work_dir)
-    lines = campaign(cases, folder, seed=settings.seed, repeat=settings.repeat, output=Path(settings.output),
-                     stamp=_stamp(), say=partial(print, flush=True))  # fmt: skip
+    lines = campaign(
+        cases,
+        folder,
+        seed=settings.seed,
+        repeat=settings.repeat,
+        output=Path(settings.output),
+        stamp=_stamp(),
+        say=partial(print, flush=True),
+    )
     print(summary(lines))
     good = all(line["good"] for line in lines)
     if good and not settings.work_dir:

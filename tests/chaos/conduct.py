@@ -41,9 +41,19 @@ def conduct(case: Case, seed: int, folder: Path) -> dict[str, Any]:
         _end(pid)
         raise
     receive.close()
-    line = dict(id=case.id, group=case.group, seed=seed, phase=case.phase, rank=case.rank, expected=case.expected,
-                got=got.text[:TOLD], exit=got.exit, faults=got.faults, good=got.text == case.expected,
-                seconds=round(time.monotonic() - started, 2))  # fmt: skip
+    line = dict(
+        id=case.id,
+        group=case.group,
+        seed=seed,
+        phase=case.phase,
+        rank=case.rank,
+        expected=case.expected,
+        got=got.text[:TOLD],
+        exit=got.exit,
+        faults=got.faults,
+        good=got.text == case.expected,
+        seconds=round(time.monotonic() - started, 2),
+    )
     if line["good"]:
         shutil.rmtree(folder, ignore_errors=True)
     return line
@@ -89,8 +99,16 @@ def _end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def campaign(cases: Iterable[Case], folder: Path, *, seed: int = 0, repeat: int = 1, output: Optional[Path] = None,
-             stamp: Optional[dict] = None, say=print) -> list[dict[str, Any]]:  # fmt: skip
+def campaign(
+    cases: Iterable[Case],
+    folder: Path,
+    *,
+    seed: int = 0,
+    repeat: int = 1,
+    output: Optional[Path] = None,
+    stamp: Optional[dict] = None,
+    say=print,
+) -> list[dict[str, Any]]:
     """Run cases one after the other, `repeat` times with seeds of their own; a JSON line each in `output`.
 
     stamp: what every line holds besides (commit, date).

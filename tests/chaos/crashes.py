@@ -167,8 +167,20 @@ def make_text(folder: Path, documents: int = 12) -> None:
 def run_preprocess(folder: Path) -> None:
     """Preprocess the corpus in one worker."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        preprocess_data.main(["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "out"), "--workers",
-                              "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"])  # fmt: skip
+        preprocess_data.main(
+            [
+                "--input",
+                str(folder / "text.jsonl"),
+                "--output-prefix",
+                str(folder / "out"),
+                "--workers",
+                "1",
+                "--tokenizer-type",
+                "NullTokenizer",
+                "--vocab-size",
+                "99",
+            ]
+        )
 
 
 def make_parts(folder: Path) -> None:

@@ -233,15 +233,26 @@ class IndexCache(Tokens):
 # ---- the cases -------------------------------------------------------------------------------------------------------
 
 FILES: dict[str, tuple[Callable[[Path], Subject], tuple[str, ...]]] = {
-    "checkpoint": (Checkpoint, (TRACKER, *("iter_0000002/" + name for name in ("index.json", "state.json",
-                                SHARD.format(0), SHARD.format(1))))),
+    "checkpoint": (
+        Checkpoint,
+        (TRACKER, *("iter_0000002/" + name for name in ("index.json", "state.json", SHARD.format(0), SHARD.format(1)))),
+    ),
     "token files": (Tokens, ("a.bin", "a.idx", "a.sums.json")),
     "index cache": (IndexCache, ("/index.json", "/document.npy", "/sample.npy", "/shuffle.npy")),
-}  # fmt: skip
+}
 
 
 def cases() -> list[Case]:
     """Some cases for each file, of which the first is short."""
-    return [Case(f"damage/{what.replace(' ', '-')}/{file.rpartition('/')[2]}/{part}", f"damaged files: {what}", NONE,
-                 partial(damage, make, file, part), short=part == 0)
-            for what, (make, names) in FILES.items() for file in names for part in range(PARTS)]  # fmt: skip
+    return [
+        Case(
+            f"damage/{what.replace(' ', '-')}/{file.rpartition('/')[2]}/{part}",
+            f"damaged files: {what}",
+            NONE,
+            partial(damage, make, file, part),
+            short=part == 0,
+        )
+        for what, (make, names) in FILES.items()
+        for file in names
+        for part in range(PARTS)
+    ]

@@ -48,8 +48,22 @@ def watched(folder: Path, before: Before, *, sync: bool = False) -> Iterator[Non
     """
     hand = _Hand(folder, before, sync)
     with contextlib.ExitStack() as stack:
-        for name in ("open", "write", "pwrite", "truncate", "ftruncate", "fsync", "fdatasync", "rename", "replace",
-                     "unlink", "remove", "mkdir", "rmdir", "copy_file_range"):  # fmt: skip
+        for name in (
+            "open",
+            "write",
+            "pwrite",
+            "truncate",
+            "ftruncate",
+            "fsync",
+            "fdatasync",
+            "rename",
+            "replace",
+            "unlink",
+            "remove",
+            "mkdir",
+            "rmdir",
+            "copy_file_range",
+        ):
             if hasattr(os, name):
                 stack.enter_context(mock.patch.object(os, name, getattr(hand, name)))
         stack.enter_context(mock.patch.object(builtins, "open", hand.open_file))
@@ -66,8 +80,10 @@ class _Hand:
 
     def __init__(self, folder: Path, before: Before, sync: bool):
         self.folder, self.before, self.sync = os.path.realpath(folder), before, sync
-        names = ("open write pwrite truncate ftruncate fsync fdatasync rename replace unlink remove mkdir rmdir "
-                 "copy_file_range").split()  # fmt: skip
+        names = (
+            "open write pwrite truncate ftruncate fsync fdatasync rename replace unlink remove mkdir rmdir "
+            "copy_file_range"
+        ).split()
         self.os = {name: getattr(os, name) for name in names if hasattr(os, name)}
         self.real_open = builtins.open
 
@@ -177,8 +193,9 @@ class _Hand:
 
     fdatasync = fsync
 
-    def open_file(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True,
-                  opener=None):  # fmt: skip
+    def open_file(
+        self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
+    ):
         """`open`: files that are written get a raw layer that asks before each write."""
         reading = not set(mode) & set("wax+")
         if isinstance(file, int) or opener or reading or self._name(file) is None:

@@ -44,11 +44,49 @@ NONE = "surprises: 0"
 MEMORY = 64 << 20  # bytes that the process may grow by
 ROOM = 2 << 30  # bytes of addresses that it may take
 
-NUMBERS = (-1, 0, 1, 2, 7, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
-           1 << 70, 10**30, -(1 << 63), 0.5, float("inf"), float("nan"), True)  # fmt: skip
-WORDS = ("", "..", "../outside/shard_00000.safetensors", "/etc/passwd", "shard_00000.safetensors/../../outside/x", "a\0b",
-         "shard_00001.safetensors", "shard_99999.safetensors", "x" * 10_000, "F64", "U8", "OBJECT", "|O", "<f8", "\ud800",
-         "weight", "__metadata__", "(1,", "i4,i4")  # fmt: skip
+NUMBERS = (
+    -1,
+    0,
+    1,
+    2,
+    7,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 32,
+    1 << 40,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    1 << 70,
+    10**30,
+    -(1 << 63),
+    0.5,
+    float("inf"),
+    float("nan"),
+    True,
+)
+WORDS = (
+    "",
+    "..",
+    "../outside/shard_00000.safetensors",
+    "/etc/passwd",
+    "shard_00000.safetensors/../../outside/x",
+    "a\0b",
+    "shard_00001.safetensors",
+    "shard_99999.safetensors",
+    "x" * 10_000,
+    "F64",
+    "U8",
+    "OBJECT",
+    "|O",
+    "<f8",
+    "\ud800",
+    "weight",
+    "__metadata__",
+    "(1,",
+    "i4,i4",
+)
 OTHERS = (None, [], {}, [[]], [1 << 63] * 3, {"": {}}, [0] * 1000)
 
 
@@ -187,8 +225,18 @@ def state_json(folder: Path) -> tuple[Forge, Read]:
     path, index, read = checkpoint_files(folder)
     fresh = State(LossScaler(scale=8.0, window=4))
     own = schema.from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2)))
-    content = dict(state=fresh.record(), optimizer_steps=3, config=asdict(own), vocab_size=99, mesh=dict(pp=1, tp=1),
-                   samples={"0": [1, 2]}, iteration=2, version="1", commit="abc", libraries=dict(torch="2"))  # fmt: skip
+    content = dict(
+        state=fresh.record(),
+        optimizer_steps=3,
+        config=asdict(own),
+        vocab_size=99,
+        mesh=dict(pp=1, tp=1),
+        samples={"0": [1, 2]},
+        iteration=2,
+        version="1",
+        commit="abc",
+        libraries=dict(torch="2"),
+    )
 
     def forge(dice: random.Random) -> None:
         places = [content, content["state"], content["config"]]
@@ -303,8 +351,17 @@ def hugging_face(folder: Path) -> tuple[Forge, Read]:
 
     source, out = folder / "theirs", folder / "out"
     source.mkdir()
-    settings = dict(model_type="gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=10, n_inner=None,
-                    activation_function="gelu_new", layer_norm_epsilon=1e-5)  # fmt: skip
+    settings = dict(
+        model_type="gpt2",
+        n_layer=1,
+        n_embd=8,
+        n_head=2,
+        n_positions=8,
+        vocab_size=10,
+        n_inner=None,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+    )
     shapes = {"wte.weight": (10, 8), "wpe.weight": (8, 8), "ln_f.weight": (8,), "ln_f.bias": (8,)}
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     raw = save(tensors)
@@ -379,6 +436,14 @@ PARTS = 20
 
 def cases() -> list[Case]:
     """Some cases for each format, of which the first is short."""
-    return [Case(f"forged/{name}/{part}", "forged headers and index files", NONE,
-                 partial(try_forgeries, make, count // PARTS, part), short=part == 0)
-            for name, (make, count) in TARGETS.items() for part in range(PARTS)]  # fmt: skip
+    return [
+        Case(
+            f"forged/{name}/{part}",
+            "forged headers and index files",
+            NONE,
+            partial(try_forgeries, make, count // PARTS, part),
+            short=part == 0,
+        )
+        for name, (make, count) in TARGETS.items()
+        for part in range(PARTS)
+    ]

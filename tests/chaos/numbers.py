@@ -28,8 +28,12 @@ PLACES = {
     "weight": ("blocks.0.attention.qkv.weight=", "blocks.0.attention.qkv.weight"),
 }
 STAGES = dict(embedding=0, attention=1, mlp=0, norm=1, gradient=1, weight=0)  # where they lie in a pipeline of two
-SHORT = {("nan", "dp2", 1, "mlp"), ("nan", "dp2", 1, "weight"), ("inf", "zero1", 0, "gradient"),
-         ("inf", "pp2", 1, "gradient")}  # fmt: skip
+SHORT = {
+    ("nan", "dp2", 1, "mlp"),
+    ("nan", "dp2", 1, "weight"),
+    ("inf", "zero1", 0, "gradient"),
+    ("inf", "pp2", 1, "gradient"),
+}
 FLIPPED = dict(
     dp2="blocks.0.mlp.up.weight",
     zero1="blocks.1.attention.qkv.weight",
@@ -48,15 +52,41 @@ def cases() -> list[Case]:
                     if layout == "pp2" and STAGES[place] != rank:
                         continue
                     short = (value, layout, rank, place) in SHORT
-                    found.append(Case(f"{value}/{layout}/{place}/rank{rank}", SPOILT, STOPPED, partial(
-                        spoilt, layout, rank, place, value), place, rank, short))  # fmt: skip
+                    found.append(
+                        Case(
+                            f"{value}/{layout}/{place}/rank{rank}",
+                            SPOILT,
+                            STOPPED,
+                            partial(spoilt, layout, rank, place, value),
+                            place,
+                            rank,
+                            short,
+                        )
+                    )
     for layout in TWO:
         rank = 1 if layout == "pp2" else 0
-        found.append(Case(f"nan/{layout}/once", SPOILT, STOPPED, partial(
-            spoilt, layout, rank, "norm", "nan", again=False), "norm", rank))  # fmt: skip
+        found.append(
+            Case(
+                f"nan/{layout}/once",
+                SPOILT,
+                STOPPED,
+                partial(spoilt, layout, rank, "norm", "nan", again=False),
+                "norm",
+                rank,
+            )
+        )
         for rank in range(2):
-            found.append(Case(f"flip/{layout}/rank{rank}", "a bit flips in one of two replicas", STOPPED,
-                              partial(flipped, layout, rank), "update", rank, (layout, rank) == ("dp2", 1)))  # fmt: skip
+            found.append(
+                Case(
+                    f"flip/{layout}/rank{rank}",
+                    "a bit flips in one of two replicas",
+                    STOPPED,
+                    partial(flipped, layout, rank),
+                    "update",
+                    rank,
+                    (layout, rank) == ("dp2", 1),
+                )
+            )
     return found
 
 

@@ -47,10 +47,19 @@ PHASES = {
     "retention": (SAVES[2:], "first"),
 }
 SHORT = {  # one layout a phase, so that each layout and each rank has some
-    ("dp2", "rendezvous", 1), ("zero1", "index build", 0), ("tp2", "data", 1), ("pp2", "backward", 1),
-    ("tp2", "collective", 0), ("zero1", "optimizer", 1), ("dp2", "eval", 0), ("dp2", "shard write", 1),
-    ("zero1", "before manifest", 0), ("pp2", "before rename", 0), ("dp2", "before tracker", 0), ("tp2", "retention", 0),
-}  # fmt: skip
+    ("dp2", "rendezvous", 1),
+    ("zero1", "index build", 0),
+    ("tp2", "data", 1),
+    ("pp2", "backward", 1),
+    ("tp2", "collective", 0),
+    ("zero1", "optimizer", 1),
+    ("dp2", "eval", 0),
+    ("dp2", "shard write", 1),
+    ("zero1", "before manifest", 0),
+    ("pp2", "before rename", 0),
+    ("dp2", "before tracker", 0),
+    ("tp2", "retention", 0),
+}
 UNHARMED = "trained to the end, to the bits of a clean run"
 SIGNALS = {  # name -> code of the rank that hears it, and of the other
     "SIGTERM": (Preempted.code, Preempted.code),
@@ -66,27 +75,66 @@ def cases() -> list[Case]:
     for layout in TWO:
         for phase in PHASES:
             for rank in range(2):
-                found.append(Case(f"kill/{layout}/{phase.replace(' ', '-')}/rank{rank}", "SIGKILL of a rank at a phase",
-                                  RECOVERED, partial(killed, layout, phase, rank), phase, rank,
-                                  short=(layout, phase, rank) in SHORT))  # fmt: skip
+                found.append(
+                    Case(
+                        f"kill/{layout}/{phase.replace(' ', '-')}/rank{rank}",
+                        "SIGKILL of a rank at a phase",
+                        RECOVERED,
+                        partial(killed, layout, phase, rank),
+                        phase,
+                        rank,
+                        short=(layout, phase, rank) in SHORT,
+                    )
+                )
     for layout, (world, _) in LAYOUTS.items():
         if world == 2:
-            found.append(Case(f"kill/{layout}/any-time", "SIGKILL of a rank at random times", RECOVERED,
-                              partial(killed_at_random, layout), short=layout == "dp2"))  # fmt: skip
+            found.append(
+                Case(
+                    f"kill/{layout}/any-time",
+                    "SIGKILL of a rank at random times",
+                    RECOVERED,
+                    partial(killed_at_random, layout),
+                    short=layout == "dp2",
+                )
+            )
     for layout in TWO:
         for name, more in (("save", ""), ("async-save", "--async-save")):
-            found.append(Case(f"kill/{layout}/{name}", f"SIGKILL of all ranks during a save{more and ' in the background'}",
-                              RECOVERED, partial(killed_in_saves, layout, more), name))  # fmt: skip
+            found.append(
+                Case(
+                    f"kill/{layout}/{name}",
+                    f"SIGKILL of all ranks during a save{more and ' in the background'}",
+                    RECOVERED,
+                    partial(killed_in_saves, layout, more),
+                    name,
+                )
+            )
     for name in SIGNALS:
         for times in (1, 2):
             for layout, rank in (("dp2", 0), ("dp2", 1), ("tp2", 0), ("pp2", 1)):
-                found.append(Case(f"signal/{name}/{times}x/{layout}/rank{rank}", "SIGTERM, USR1, INT, HUP, once and twice",
-                                  RECOVERED, partial(signalled, layout, rank, name, times), "forward", rank,
-                                  short=(layout, rank) == ("dp2", 1) and times == 2))  # fmt: skip
+                found.append(
+                    Case(
+                        f"signal/{name}/{times}x/{layout}/rank{rank}",
+                        "SIGTERM, USR1, INT, HUP, once and twice",
+                        RECOVERED,
+                        partial(signalled, layout, rank, name, times),
+                        "forward",
+                        rank,
+                        short=(layout, rank) == ("dp2", 1) and times == 2,
+                    )
+                )
     for layout in TWO:
         for rank in range(2):
-            found.append(Case(f"stdout/{layout}/rank{rank}", "closed standard output", RECOVERED, short=rank == 0 and layout
-                              == "dp2", run=partial(unheard, layout, rank), phase="data", rank=rank))  # fmt: skip
+            found.append(
+                Case(
+                    f"stdout/{layout}/rank{rank}",
+                    "closed standard output",
+                    RECOVERED,
+                    short=rank == 0 and layout == "dp2",
+                    run=partial(unheard, layout, rank),
+                    phase="data",
+                    rank=rank,
+                )
+            )
     found.append(Case("stdout/dp2/none", "closed standard output", UNHARMED, partial(without_output, "dp2"), rank=0))
     return found
 
@@ -95,8 +143,13 @@ def killed(layout: str, phase: str, rank: int, folder: Path, seed: int) -> Got:
     """A rank is killed at a phase of a random step that has it; the other rank has to say that it has lost a neighbour."""
     steps, whose = PHASES[phase]
     step = random.Random(f"{seed} {layout} {phase} {rank}").choice(steps)
-    job = Job(layout, folder, folder.parent, cache=folder / "cache" if phase == "index build" else None,
-              grace=HASTY if phase == "rendezvous" else PATIENT)  # fmt: skip
+    job = Job(
+        layout,
+        folder,
+        folder.parent,
+        cache=folder / "cache" if phase == "index build" else None,
+        grace=HASTY if phase == "rendezvous" else PATIENT,
+    )
     fault = Fault(phase, str(folder / "marker"), rank=dict(own=rank, first=0, any=None)[whose], target=rank, step=step)
     first = job.start(fault)
     if first.codes[rank] != -signal.SIGKILL:

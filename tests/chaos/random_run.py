@@ -33,8 +33,7 @@ PACE = 0.03  # seconds that a step takes longer than it must, so that ten minute
 STOP = "SIGSTOP of a rank"
 DAMAGE = "damage of the newest checkpoint"
 GOING_ON = 120.0  # seconds that a job has, after the last fault, to come to its next checkpoint
-SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry",
-            "--hang-timeout", "10")  # fmt: skip
+SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry", "--hang-timeout", "10")
 
 
 @dataclass
@@ -59,23 +58,40 @@ class Account:
     def text(self) -> str:
         """For the terminal."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.injected.items()))
-        return "\n".join([
-            f"{self.survived} of {sum(self.injected.values())} faults survived in {self.seconds / 60:.1f} minutes: {kinds}",
-            f"{self.steps} steps, {self.supervisors} starts of the supervisor, given up with {self.given_up or 'none'}",
-            f"{self.hangs} hangs were seen, {self.injected[STOP]} ranks were stopped",
-            f"went on from an older checkpoint than the newest {len(self.back)} times; damaged was one "
-            f"{self.injected[DAMAGE]} times",
-            f"compared with a clean run of {self.steps} steps: {self.verdict}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"{self.survived} of {sum(self.injected.values())} faults survived in {self.seconds / 60:.1f} minutes: "
+                f"{kinds}",
+                f"{self.steps} steps, {self.supervisors} starts of the supervisor, given up with {self.given_up or 'none'}",
+                f"{self.hangs} hangs were seen, {self.injected[STOP]} ranks were stopped",
+                f"went on from an older checkpoint than the newest {len(self.back)} times; damaged was one "
+                f"{self.injected[DAMAGE]} times",
+                f"compared with a clean run of {self.steps} steps: {self.verdict}",
+            ]
+        )
 
     def line(self, seed: int) -> dict[str, Any]:
         """As a case of the report."""
         group = f"a random fault every {GAP[0]:.0f}-{GAP[1]:.0f} s, one supervised run"
         count = sum(self.injected.values())
-        return dict(id="random/run", group=group, seed=seed, phase="", rank=None, expected=RECOVERED, got=self.verdict,
-                    exit=None, faults=count, good=self.good, seconds=round(self.seconds, 1), survived=self.survived,
-                    kinds=dict(self.injected), steps=self.steps, back=self.back,
-                    hangs=self.hangs)  # fmt: skip
+        return dict(
+            id="random/run",
+            group=group,
+            seed=seed,
+            phase="",
+            rank=None,
+            expected=RECOVERED,
+            got=self.verdict,
+            exit=None,
+            faults=count,
+            good=self.good,
+            seconds=round(self.seconds, 1),
+            survived=self.survived,
+            kinds=dict(self.injected),
+            steps=self.steps,
+            back=self.back,
+            hangs=self.hangs,
+        )
 
 
 def random_run(folder: Path, minutes: float, seed: int, say: Callable[[str], None] = print) -> Account:
@@ -165,8 +181,14 @@ class Hunt:
             return False
         self.account.injected[kind] += 1
         self.pending.append(newest)
-        told = dict(time=time.strftime("%H:%M:%S"), kind=kind, rank=victim.rank, phase=victim.phase, step=victim.step,
-                    newest=newest)  # fmt: skip
+        told = dict(
+            time=time.strftime("%H:%M:%S"),
+            kind=kind,
+            rank=victim.rank,
+            phase=victim.phase,
+            step=victim.step,
+            newest=newest,
+        )
         self.log.write(json.dumps(told) + "\n")
         self.log.flush()
         self.say(

@@ -48,13 +48,17 @@ def table(lines: list[Line]) -> str:
 
 def _counts(lines: list[Line]) -> str:
     good = sum(line["good"] for line in lines)
-    return (f"{len(lines):,} | {sum(line['faults'] for line in lines):,} | {good:,} of {len(lines):,} | "
-            f"{sum(line['seconds'] for line in lines):,.0f}")  # fmt: skip
+    return (
+        f"{len(lines):,} | {sum(line['faults'] for line in lines):,} | {good:,} of {len(lines):,} | "
+        f"{sum(line['seconds'] for line in lines):,.0f}"
+    )
 
 
 def summary(lines: list[Line]) -> str:
     """For the terminal."""
     bad = [line for line in lines if not line["good"]]
-    text = [f"{len(lines)} cases, {sum(line['faults'] for line in lines)} faults, {len(bad)} not as expected, "
-            f"{sum(line['seconds'] for line in lines):.0f} s"]  # fmt: skip
+    text = [
+        f"{len(lines)} cases, {sum(line['faults'] for line in lines)} faults, {len(bad)} not as expected, "
+        f"{sum(line['seconds'] for line in lines):.0f} s"
+    ]
     return "\n".join([*text, *(f"  {line['id']} (--seed {line['seed']}): {line['got']}" for line in bad)])

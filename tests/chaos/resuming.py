@@ -32,8 +32,14 @@ UNSEEN = """
 --num-workers 0 / --log-interval 1 / --save-interval 2 / --recompute-granularity full / --use-distributed-optimizer
 """
 # how many ranks went on, in which layout, and whether that can be
-WORLDS = (("dp2", "one", 1), ("one", "dp2", 2), ("dp2", "dp2", 4), ("tp2", "one", 1), ("zero1", "pp2", 2),
-          ("pp2", "tp2", 4))  # fmt: skip
+WORLDS = (
+    ("dp2", "one", 1),
+    ("one", "dp2", 2),
+    ("dp2", "dp2", 4),
+    ("tp2", "one", 1),
+    ("zero1", "pp2", 2),
+    ("pp2", "tp2", 4),
+)
 IMPOSSIBLE = (("dp2", 3), ("tp2", 3), ("tp2", 1), ("pp2", 3), ("pp2", 1), ("zero1", 3))
 
 
@@ -44,14 +50,35 @@ def cases() -> list[Case]:
         for flag in (words.strip() for words in text.split("/")):
             name = flag.replace(" ", "=").lstrip("-")
             short = flag in ("--seed 5", "--hidden-size 64", "--lr 2e-2")
-            found.append(Case(f"settings/{name}", "a setting changed at a resume", expected,
-                              partial(changed, flag, expected), short=short))  # fmt: skip
+            found.append(
+                Case(
+                    f"settings/{name}",
+                    "a setting changed at a resume",
+                    expected,
+                    partial(changed, flag, expected),
+                    short=short,
+                )
+            )
     for then, now, ranks in WORLDS:
-        found.append(Case(f"world/{then}-to-{now}-on-{ranks}", "another number of ranks, or layout", ELASTIC,
-                          partial(moved, then, now, ranks), short=(then, now) == ("tp2", "one")))  # fmt: skip
+        found.append(
+            Case(
+                f"world/{then}-to-{now}-on-{ranks}",
+                "another number of ranks, or layout",
+                ELASTIC,
+                partial(moved, then, now, ranks),
+                short=(then, now) == ("tp2", "one"),
+            )
+        )
     for layout, ranks in IMPOSSIBLE:
-        found.append(Case(f"world/{layout}-on-{ranks}", "a number of ranks that cannot be", REFUSED,
-                          partial(impossible, layout, ranks), short=(layout, ranks) == ("tp2", 3)))  # fmt: skip
+        found.append(
+            Case(
+                f"world/{layout}-on-{ranks}",
+                "a number of ranks that cannot be",
+                REFUSED,
+                partial(impossible, layout, ranks),
+                short=(layout, ranks) == ("tp2", 3),
+            )
+        )
     found.append(
         Case("world/a-rank-too-few", "a number of ranks that cannot be", "ends, and says who is missing", too_few)
     )

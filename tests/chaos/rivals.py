@@ -103,5 +103,7 @@ def one_cache(folder: Path, seed: int) -> Got:
 
 def cases() -> list[Case]:
     """Two cases, both short."""
-    return [Case("rivals/save", "several jobs on one --save", ONE_WRITER, one_save, short=True),
-            Case("rivals/index-cache", "eight processes build one cache", ONE_BUILDER, one_cache, short=True)]  # fmt: skip
+    return [
+        Case("rivals/save", "several jobs on one --save", ONE_WRITER, one_save, short=True),
+        Case("rivals/index-cache", "eight processes build one cache", ONE_BUILDER, one_cache, short=True),
+    ]

@@ -46,10 +46,12 @@ LAYOUTS = dict(  # name -> ranks, flags
     pp2vp2=(2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --bf16"),
     zbv=(2, "--pp 2 --num-layers 4 --pipeline-schedule zb-v --async-save"),
 )
-TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer "
-        "--vocab-size 99 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --device cpu --peak-tflops 1 "
-        f"--train-iters {STEPS} --save-interval {EVERY} --keep-last 2 --eval-interval 5 --eval-iters 2 "
-        "--exit-signal-handler --check-replicas-interval 1 --split 8,2,0")  # fmt: skip
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --tokenizer-type NullTokenizer "
+    "--vocab-size 99 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --device cpu --peak-tflops 1 "
+    f"--train-iters {STEPS} --save-interval {EVERY} --keep-last 2 --eval-interval 5 --eval-iters 2 "
+    "--exit-signal-handler --check-replicas-interval 1 --split 8,2,0"
+)
 RECOVERED = "the bits and samples of a clean run, no checkpoint lost"
 PATIENT, HASTY = 60.0, 1.5  # seconds that a launcher leaves the other ranks to end by themselves when one has failed
 
@@ -85,8 +87,12 @@ class Job:
 
     def flags(self) -> list[str]:
         """Those of the first start and of every restart alike."""
-        places = dict(data_path=corpus(self.common), data_cache_path=self.cache or self.common / "cache", save=self.save,
-                      load=self.save)  # fmt: skip
+        places = dict(
+            data_path=corpus(self.common),
+            data_cache_path=self.cache or self.common / "cache",
+            save=self.save,
+            load=self.save,
+        )
         where = [word for name, path in places.items() for word in ("--" + name.replace("_", "-"), str(path))]
         return [*TINY.split(), *LAYOUTS[self.layout][1].split(), *where, "--auto-resume", *self.more.split()]
 
@@ -138,9 +144,16 @@ def corpus(common: Path) -> Path:
 # ---- starting ---------------------------------------------------------------------------------------------------------
 
 
-def launch(world: int, flags: list[str], log: Path, fault: Optional[Fault] = None,
-           kill: Optional[tuple[float, int]] = None, patience: float = 90.0,
-           claimed: Optional[int] = None, grace: float = PATIENT) -> list:  # fmt: skip
+def launch(
+    world: int,
+    flags: list[str],
+    log: Path,
+    fault: Optional[Fault] = None,
+    kill: Optional[tuple[float, int]] = None,
+    patience: float = 90.0,
+    claimed: Optional[int] = None,
+    grace: float = PATIENT,
+) -> list:
     """Start the ranks of a job, wait for their end and return their exit codes; the output goes to `log`.
 
     When a rank fails the others have `grace` seconds to end by themselves; then, and after `patience` seconds, they are
@@ -207,9 +220,17 @@ def _store(world: int):
 
 def _rank(rank: int, world: int, port: int, flags: list[str], log: Path, fault: Optional[Fault]) -> None:
     """Body of a forked rank: pretrain_gpt.py as a command, and its exit code."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-                      TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+        GLOO_SOCKET_IFNAME="lo",
+    )
     if world == 1:
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
     renew_threads()
@@ -285,8 +306,9 @@ def compare(clean: Record, found: Record, attempts: Sequence[Attempt] = ()) -> s
         wrong.append(f"iterations {', '.join(other[:5])} had other samples than those of the clean run")
     if clean.state != json.loads(json.dumps(found.state)):
         wrong.append(f"counts are {found.state} instead of {clean.state}")
-    bits = [name for name in sorted({*clean.tensors, *found.tensors})
-            if clean.tensors.get(name) != found.tensors.get(name)]  # fmt: skip
+    bits = [
+        name for name in sorted({*clean.tensors, *found.tensors}) if clean.tensors.get(name) != found.tensors.get(name)
+    ]
     if bits:
         wrong.append(f"{len(bits)} of {len(clean.tensors)} tensors have other bits ({bits[0]})")
     return "; ".join(wrong) or RECOVERED

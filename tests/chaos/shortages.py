@@ -270,8 +270,11 @@ def resuming_scene() -> Scene:
 
 def cases() -> list[Case]:
     """Every work of `crashes.py` under every shortage."""
-    model = {"io-error": ("an I/O error at each change", each_change), "full": ("disk full", each_size),
-             "read-only": ("read-only folder", nothing)}  # fmt: skip
+    model = {
+        "io-error": ("an I/O error at each change", each_change),
+        "full": ("disk full", each_size),
+        "read-only": ("read-only folder", nothing),
+    }
     works, found, real = crashes.scenes(), [], can_mount()
     for name, make in works.items():
         for fault, (group, faults) in model.items():

@@ -33,12 +33,34 @@ def cases() -> list[Case]:
     found = []
     for layout in TWO:
         for rank in range(2):
-            found.append(Case(f"stop/{layout}/rank{rank}", "SIGSTOP of a rank, supervised", EXPLAINED,
-                              partial(hung, layout, rank), "forward", rank, limit=300))  # fmt: skip
-    for layout, place, rank in (("dp2", "forward", 1), ("zero1", "optimizer", 0), ("tp2", "backward", 1),
-                                ("pp2", "before rename", 0)):  # fmt: skip
-        found.append(Case(f"supervised/{layout}/kill/rank{rank}", "SIGKILL of a rank, supervised torchrun", RECOVERED,
-                          partial(died, layout, place, rank), place, rank, limit=300))  # fmt: skip
+            found.append(
+                Case(
+                    f"stop/{layout}/rank{rank}",
+                    "SIGSTOP of a rank, supervised",
+                    EXPLAINED,
+                    partial(hung, layout, rank),
+                    "forward",
+                    rank,
+                    limit=300,
+                )
+            )
+    for layout, place, rank in (
+        ("dp2", "forward", 1),
+        ("zero1", "optimizer", 0),
+        ("tp2", "backward", 1),
+        ("pp2", "before rename", 0),
+    ):
+        found.append(
+            Case(
+                f"supervised/{layout}/kill/rank{rank}",
+                "SIGKILL of a rank, supervised torchrun",
+                RECOVERED,
+                partial(died, layout, place, rank),
+                place,
+                rank,
+                limit=300,
+            )
+        )
     for number in range(CLEAN_RUNS):
         layout = TWO[number % len(TWO)]
         found.append(
@@ -50,10 +72,38 @@ def cases() -> list[Case]:
 def command(flags: Iterable[str], folder: Path, fault: Optional[Fault] = None, *settings: str) -> list[str]:
     """A supervised torchrun of two ranks; heartbeats and logs lie in `folder`."""
     script = ["-m", "tests.chaos.victim", fault.text(), "pretrain_gpt.py"] if fault else [str(ROOT / "pretrain_gpt.py")]
-    return [sys.executable, "-m", "megatron.tools.supervise", "--hang-timeout", f"{HANG:g}", "--start-timeout", "120",
-            "--backoff", "0.2", "--poll", "0.1", *settings, "--heartbeat-dir", str(folder / "beats"), "--log-dir",
-            str(folder / "logs"), "--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *script, *flags]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "megatron.tools.supervise",
+        "--hang-timeout",
+        f"{HANG:g}",
+        "--start-timeout",
+        "120",
+        "--backoff",
+        "0.2",
+        "--poll",
+        "0.1",
+        *settings,
+        "--heartbeat-dir",
+        str(folder / "beats"),
+        "--log-dir",
+        str(folder / "logs"),
+        "--",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        *script,
+        *flags,
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -66,8 +116,13 @@ class Supervised:
 
     def __init__(self, layout: str, folder: Path, fault: Optional[Fault] = None):
         self.job = Job(layout, folder, folder.parent)
-        process = subprocess.Popen(command(self.job.flags(), folder, fault), env=environment(), text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        process = subprocess.Popen(
+            command(self.job.flags(), folder, fault),
+            env=environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self.lines = [(time.time(), line) for line in process.stdout]
         self.code = process.wait()
         self.said = "".join(line for _, line in self.lines)

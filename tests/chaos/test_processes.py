@@ -78,11 +78,17 @@ def test_what_a_case_does_stays_in_it_and_is_never_taken_for_success(tmp_path):
     ]
     started, said = time.monotonic(), []
     output = tmp_path / "lines.jsonl"
-    lines = campaign(cases, tmp_path / "work", seed=5, repeat=2, output=output, stamp=dict(commit="c", date="d"),
-                     say=said.append)  # fmt: skip
+    lines = campaign(
+        cases, tmp_path / "work", seed=5, repeat=2, output=output, stamp=dict(commit="c", date="d"), say=said.append
+    )
     assert time.monotonic() - started < 200  # nobody waits for those who sleep
-    assert [line["got"] for line in lines[:5]] == ["well", "ill 5", "ZeroDivisionError: division by zero",
-                                                   "the case itself ended with -9", "no answer within 0 s"]  # fmt: skip
+    assert [line["got"] for line in lines[:5]] == [
+        "well",
+        "ill 5",
+        "ZeroDivisionError: division by zero",
+        "the case itself ended with -9",
+        "no answer within 0 s",
+    ]
     assert [line["good"] for line in lines] == [True, False, False, False, False] * 2
     assert {(line["exit"], line["faults"]) for line in lines if line["id"] == "good"} == {(3, 7)}
     assert {line["seed"] for line in lines} == {5, 6} and lines == read_lines([output])

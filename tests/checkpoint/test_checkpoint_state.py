@@ -119,8 +119,10 @@ def test_those_behind_a_good_one_are_not_looked_at(folder, monkeypatch):
     assert choose(folder).paths == tuple(reversed(checkpoints(folder).values())) and len(seen) == 1
 
 
-@pytest.mark.parametrize("number, kind", [(errno.ESTALE, StorageError), (errno.ENOTCONN, StorageError),
-                                          (errno.EMFILE, StorageError), (errno.EIO, Damaged)])  # fmt: skip
+@pytest.mark.parametrize(
+    "number, kind",
+    [(errno.ESTALE, StorageError), (errno.ENOTCONN, StorageError), (errno.EMFILE, StorageError), (errno.EIO, Damaged)],
+)
 def test_a_file_system_that_is_away_is_no_damage(folder, monkeypatch, number, kind):
     """Damage sends a run back to an older checkpoint, or stops it for good; this is tried again."""
 

@@ -52,8 +52,10 @@ def other(tmp_path_factory):
 def use(path):
     """Load everything, as a resuming run would."""
     with Reader(path) as reader:
-        pieces = [Piece(name, t.shape, Box.whole(t.shape), torch.zeros(t.shape, dtype=t.dtype))
-                  for name, t in reader.tensors.items()]  # fmt: skip
+        pieces = [
+            Piece(name, t.shape, Box.whole(t.shape), torch.zeros(t.shape, dtype=t.dtype))
+            for name, t in reader.tensors.items()
+        ]
         reader.load(pieces)
         return {piece.name: piece.tensor for piece in pieces}
 
@@ -219,8 +221,9 @@ def test_a_header_that_lies_is_refused(copy, case):
     length, entries = HEADERS[case]
     if isinstance(entries, dict):
         shape = {key: [max(0, (span[1] - span[0]) // 8)] if span else [1] for key, span in entries.items()}
-        entries = json.dumps({key: {"dtype": "I64", "shape": shape[key], "data_offsets": span}
-                              for key, span in entries.items()}).encode()  # fmt: skip
+        entries = json.dumps(
+            {key: {"dtype": "I64", "shape": shape[key], "data_offsets": span} for key, span in entries.items()}
+        ).encode()
     header = (length or len(entries).to_bytes(8, "little")) + (entries or b"")
     raw = header + bytes(4096)
     (copy / FILES[2]).write_bytes(raw)

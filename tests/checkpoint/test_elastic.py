@@ -24,8 +24,18 @@ from megatron.planner.parity import laid_out, parse_layout
 from megatron.settings.parse import parse_pretrain
 from megatron.training.state import State
 
-LAYOUTS = ["", "dp2", "tp2sp", "pp4", "pp2vp2", "pp2-zbv", "dp4-zero3", "tp2-dp2-zero2", "tp4-zero1",
-           "tp2sp-pp2vp2-dp2-zero1"]  # fmt: skip
+LAYOUTS = [
+    "",
+    "dp2",
+    "tp2sp",
+    "pp4",
+    "pp2vp2",
+    "pp2-zbv",
+    "dp4-zero3",
+    "tp2-dp2-zero2",
+    "tp4-zero1",
+    "tp2sp-pp2vp2-dp2-zero1",
+]
 FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 90 --lr 1e-3
     --global-batch-size 16 --micro-batch-size 1 --train-iters 6 --precision fp32 --device cpu"""
 KINDS = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
@@ -98,8 +108,14 @@ def saved_by(ranks_of, tmp_path_factory):
     return save
 
 
-STATE = State(LossScaler(scale=64.0, window=10, good_steps=3), iteration=7, consumed_samples=112, scheduled_samples=96,
-              skipped_iterations=1, left_out=(3,))  # fmt: skip
+STATE = State(
+    LossScaler(scale=64.0, window=10, good_steps=3),
+    iteration=7,
+    consumed_samples=112,
+    scheduled_samples=96,
+    skipped_iterations=1,
+    left_out=(3,),
+)
 
 
 @pytest.mark.parametrize("after", LAYOUTS)
@@ -110,13 +126,17 @@ def test_every_layout_loads_what_every_other_wrote(before, after, saved_by, rank
     for rank, optimizer in enumerate(ranks.optimizers):
         pieces = optimizer.pieces()
         found = restore(folder, pieces, names=ranks.names)
-        wrong = [f"{piece.name} {piece.box}" for piece in pieces
-                 if not torch.equal(piece.tensor, truth(piece.name, piece.shape)[piece.box.slices()])]  # fmt: skip
+        wrong = [
+            f"{piece.name} {piece.box}"
+            for piece in pieces
+            if not torch.equal(piece.tensor, truth(piece.name, piece.shape)[piece.box.slices()])
+        ]
         assert wrong == [], f"rank {rank}"
         own = sum(piece.tensor.nbytes for piece in pieces)
         if before == after:  # a rank reads what is its own and nothing else
-            assert found.bytes_read == (own,) and str(found).endswith(f"(a rank read {own / 1e6:.1f} of "
-                                                                      f"{found.size / 1e6:.1f} MB)")  # fmt: skip
+            assert found.bytes_read == (own,) and str(found).endswith(
+                f"(a rank read {own / 1e6:.1f} of {found.size / 1e6:.1f} MB)"
+            )
         assert (
             own <= found.bytes_read[0] <= found.size
             and found.notices == ()

@@ -134,8 +134,11 @@ def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_p
 
     def kinds(name):
         seen = []
-        keeper = Keeper(settings(tmp_path / name, async_save=True, save_interval=schema.AUTO), say=lambda text: None,
-                        exchange=lambda value: seen.append(type(value[0])) or [value])  # fmt: skip
+        keeper = Keeper(
+            settings(tmp_path / name, async_save=True, save_interval=schema.AUTO),
+            say=lambda text: None,
+            exchange=lambda value: seen.append(type(value[0])) or [value],
+        )
         for iteration in (1, 2):
             keeper.due(iteration)
             keeper.save(iteration, pieces_of(iteration), {})
@@ -153,9 +156,12 @@ def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_p
 
 def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
     snapshot, source = Snapshot(), torch.arange(12.0).view(3, 4)
-    pieces = [Piece("a", (3, 4), Box.whole((3, 4)), source), Piece("b", (3, 2), Box.whole((3, 2)), source[:, 1:3]),
-              Piece("c", (), Box.whole(()), torch.tensor(7, dtype=torch.int64)),
-              Piece("d", (0,), Box.whole((0,)), torch.empty(0))]  # fmt: skip
+    pieces = [
+        Piece("a", (3, 4), Box.whole((3, 4)), source),
+        Piece("b", (3, 2), Box.whole((3, 2)), source[:, 1:3]),
+        Piece("c", (), Box.whole(()), torch.tensor(7, dtype=torch.int64)),
+        Piece("d", (0,), Box.whole((0,)), torch.empty(0)),
+    ]
     first = snapshot.take(pieces)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(first, pieces))
     source.zero_()
@@ -242,8 +248,10 @@ def test_the_mirror_takes_what_the_folder_does_not(tmp_path, monkeypatch):
 
 def test_when_the_mirror_fails_too_the_save_failed(tmp_path, monkeypatch):
     fail(monkeypatch, 99)
-    keeper = Keeper(settings(tmp_path / "a", save_mirror=str(tmp_path / "b"), save_retries=0, max_failed_saves=1),
-                    say=lambda text: None)  # fmt: skip
+    keeper = Keeper(
+        settings(tmp_path / "a", save_mirror=str(tmp_path / "b"), save_retries=0, max_failed_saves=1),
+        say=lambda text: None,
+    )
     with pytest.raises(StorageError, match="disk full"):
         keeper.save(1, pieces_of(1), {})
 
@@ -273,8 +281,16 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
     assert list(checkpoints(tmp_path)) == [3]
 
 
-@pytest.mark.parametrize("keep_last, every, left", [(2, None, [6, 7]), (1, 3, [3, 6, 7]), (None, 3, [3, 6, 7]),
-                                                    (2, 5, [5, 6, 7]), (None, None, [1, 2, 3, 4, 5, 6, 7])])  # fmt: skip
+@pytest.mark.parametrize(
+    "keep_last, every, left",
+    [
+        (2, None, [6, 7]),
+        (1, 3, [3, 6, 7]),
+        (None, 3, [3, 6, 7]),
+        (2, 5, [5, 6, 7]),
+        (None, None, [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
 def test_what_is_kept(tmp_path, keep_last, every, left):
     keeper = Keeper(settings(tmp_path, keep_last=keep_last, save_retain_interval=every), say=lambda text: None)
     for iteration in range(1, 8):
@@ -329,8 +345,12 @@ def test_ranks_save_in_the_background_and_agree_on_failures(run_ranks, tmp_path)
 
         state.write_shard = full
         said = []
-        keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0, max_failed_saves=2), rank=rank,
-                        exchange=exchange_of(rank, 2), say=said.append)  # fmt: skip
+        keeper = Keeper(
+            settings(tmp_path, async_save=True, save_retries=0, max_failed_saves=2),
+            rank=rank,
+            exchange=exchange_of(rank, 2),
+            say=said.append,
+        )
         stopped = None
         for iteration in range(1, 6):
             try:

@@ -70,9 +70,19 @@ def test_the_other_ranks_do_not_wait_for_the_last_copy(run_ranks, tmp_path):
     done = tmp_path / "done"
 
     def body(rank):
-        pretrain_gpt.main([*TINY.split(), "--train-iters", "1", "--save", str(tmp_path / "home"), "--save-copy",
-                           f"until [ -e {done} ]; do sleep 0.02; done; cp -r {{}} {tmp_path}/copy",
-                           "--distributed-timeout-minutes", "2"])  # fmt: skip
+        pretrain_gpt.main(
+            [
+                *TINY.split(),
+                "--train-iters",
+                "1",
+                "--save",
+                str(tmp_path / "home"),
+                "--save-copy",
+                f"until [ -e {done} ]; do sleep 0.02; done; cp -r {{}} {tmp_path}/copy",
+                "--distributed-timeout-minutes",
+                "2",
+            ]
+        )
         if rank == 1:
             done.touch()
 
@@ -91,8 +101,10 @@ def test_load_strictness(tmp_path, capsys):
     path = tmp_path / "tied" / "iter_0000002"
     with Reader(path) as reader:
         some = [name for name in reader.tensors if "mlp_norm" not in name]
-        pieces = [store.Piece(name, tuple(x.shape), store.Box.whole(x.shape), x)
-                  for name, x in [*((n, reader.read(n)) for n in some), ("stranger", torch.ones(2))]]  # fmt: skip
+        pieces = [
+            store.Piece(name, tuple(x.shape), store.Box.whole(x.shape), x)
+            for name, x in [*((n, reader.read(n)) for n in some), ("stranger", torch.ones(2))]
+        ]
         record = reader.state
     with state.Saver(tmp_path / "odd") as saver:
         saver.write(2, [pieces], record)

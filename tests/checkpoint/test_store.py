@@ -177,8 +177,12 @@ def test_a_part_is_read_from_its_blocks_alone(tmp_path, monkeypatch):
 
 
 def test_all_misfits_are_reported_at_once_and_nothing_is_touched(tmp_path):
-    stored = [whole("same", some((3,), torch.float32)), whole("shape", some((3,), torch.float32)),
-              whole("dtype", some((3,), torch.float32)), whole("extra", some((3,), torch.float32))]  # fmt: skip
+    stored = [
+        whole("same", some((3,), torch.float32)),
+        whole("shape", some((3,), torch.float32)),
+        whole("dtype", some((3,), torch.float32)),
+        whole("extra", some((3,), torch.float32)),
+    ]
     wanted = {"same": torch.zeros(3), "shape": torch.zeros(4), "dtype": torch.zeros(3).half(), "gone": torch.zeros(1)}
     with Reader(write(tmp_path, stored)) as reader:
         with pytest.raises(CheckpointError) as caught:
@@ -199,12 +203,15 @@ def test_unknown_names_and_boxes_outside_are_refused(tmp_path):
                 reader.read(name, box)
 
 
-@pytest.mark.parametrize("second, words", [
-    (Piece("x", (4, 2), Box((2, 0), (1, 2)), torch.zeros(1, 2)), "2 of 8 elements are in no box"),
-    (Piece("x", (4, 2), Box((1, 0), (3, 2)), torch.zeros(3, 2)), "overlap"),
-    (Piece("x", (4, 2), Box((2, 0), (2, 2)), torch.zeros(2, 2).half()), "disagree"),
-    (Piece("x", (5, 2), Box((2, 0), (3, 2)), torch.zeros(3, 2)), "disagree"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "second, words",
+    [
+        (Piece("x", (4, 2), Box((2, 0), (1, 2)), torch.zeros(1, 2)), "2 of 8 elements are in no box"),
+        (Piece("x", (4, 2), Box((1, 0), (3, 2)), torch.zeros(3, 2)), "overlap"),
+        (Piece("x", (4, 2), Box((2, 0), (2, 2)), torch.zeros(2, 2).half()), "disagree"),
+        (Piece("x", (5, 2), Box((2, 0), (3, 2)), torch.zeros(3, 2)), "disagree"),
+    ],
+)
 def test_writers_that_do_not_make_a_tensor_are_refused(tmp_path, second, words):
     first = Piece("x", (4, 2), Box((0, 0), (2, 2)), torch.zeros(2, 2))
     with pytest.raises(CheckpointError, match=words):

@@ -39,10 +39,7 @@ def test_side_by_side_equals_one_by_one(weights, size, chunks, warm_up):
     assert (datasets == expected[0]).all() and (samples == expected[1]).all()
 
 
-@given(
-    limits=st.lists(st.integers(0, 400), min_size=1, max_size=5).filter(any),
-    chunks=st.integers(1, 9),
-)
+@given(limits=st.lists(st.integers(0, 400), min_size=1, max_size=5).filter(any), chunks=st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_limits_are_kept(limits, chunks):
     weights = normalized([count + 1 for count in reversed(limits)])

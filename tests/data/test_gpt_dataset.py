@@ -101,8 +101,12 @@ def test_last_epoch_is_separate_below_four_fifths():
     lengths = np.full(1601, 1, np.int32)  # 100 samples of 16 in the first epoch and 100 in the second
     plans = {n: make_plan(range(1601), lengths, 16, 1, n) for n in (100, 101, 179, 180, 200)}
     assert {n: (plan.epochs, plan.separate_last) for n, plan in plans.items()} == {
-        100: (1, False), 101: (2, True), 179: (2, True), 180: (2, False), 200: (2, False),
-    }  # fmt: skip
+        100: (1, False),
+        101: (2, True),
+        179: (2, True),
+        180: (2, False),
+        200: (2, False),
+    }
 
 
 def slow_sample_index(document, lengths, seq_length, num_samples):
@@ -148,8 +152,10 @@ def test_sample_is_the_stream_and_says_where_from(tmp_path):
 
 
 def test_validation_order_does_not_depend_on_its_size(tmp_path):
-    data = Data(data_path=["1", write_tokens(tmp_path / "a", [20] * 50), "3", write_tokens(tmp_path / "b", [9] * 90)],
-                split="80,10,10")  # fmt: skip
+    data = Data(
+        data_path=["1", write_tokens(tmp_path / "a", [20] * 50), "3", write_tokens(tmp_path / "b", [9] * 90)],
+        split="80,10,10",
+    )
     short = build_datasets(data, 8, (10, 12, 2), 7)[1]
     long = build_datasets(data, 8, (900, 300, 2), 7)[1]
     assert len(long) >= 300
@@ -169,8 +175,13 @@ def test_cache_is_used_and_repaired(tmp_path):
     assert len(said) == 1
     build(seed=2)
     assert len(said) == 2
-    (entry,) = [folder for folder in cache.iterdir() if folder.is_dir() and "shuffle.npy" in str(list(folder.iterdir()))
-                and (np.load(folder / "shuffle.npy") == first.shuffle_index).all()]  # fmt: skip
+    (entry,) = [
+        folder
+        for folder in cache.iterdir()
+        if folder.is_dir()
+        and "shuffle.npy" in str(list(folder.iterdir()))
+        and (np.load(folder / "shuffle.npy") == first.shuffle_index).all()
+    ]
     reference = first.shuffle_index.copy(), first.sample_index.copy()
     whole = {path: path.read_bytes() for path in entry.iterdir()}
     damages = {

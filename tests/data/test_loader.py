@@ -89,8 +89,9 @@ def test_cyclic_goes_on_with_another_order():
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3 and epochs[0] != epochs[1]
     assert epochs[1] == torch.randperm(7, generator=torch.Generator().manual_seed(1)).tolist()
     assert Batches(Counting(size=7), data, micro_batch_size=2).step(6, 1)[0].tokens[0].tolist() == [
-        cyclic_order(0, 7)[6], cyclic_order(1, 7)[0],
-    ]  # fmt: skip
+        cyclic_order(0, 7)[6],
+        cyclic_order(1, 7)[0],
+    ]
 
 
 def test_masks_of_a_batch():

@@ -84,9 +84,10 @@ def test_sdpa_with_documents_and_cached_keys():
         torch.testing.assert_close(attention.sdpa(*args, scale=0.5, **how), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("twin, plain, biased", [
-    (norms.rms_norm, reference.rms_norm, False), (norms.exact_layer_norm, reference.layer_norm, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "twin, plain, biased",
+    [(norms.rms_norm, reference.rms_norm, False), (norms.exact_layer_norm, reference.layer_norm, True)],
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
 def test_norms(twin, plain, biased, dtype, tolerance):
     """Against fp64, over enough tokens that sums of gradients in bf16 would lose digits; and over cut-out heads."""
@@ -124,19 +125,22 @@ def test_onednn_product_of_any_strides():
     torch.testing.assert_close(matmul.onednn(tall, other), reference.matmul(tall, other), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case, backend, name", [
-    (Case("cpu", torch.bfloat16, 256, 256), "auto", "block-causal"),
-    (Case("cpu", torch.bfloat16, 256, 256), "sdpa", "sdpa (CPU)"),
-    (Case("cpu", torch.float32, 9000, 9000), "auto", "sdpa (CPU)"),
-    (Case("cpu", torch.float32, 256, 256, dropout=True), "auto", "block-causal"),
-    (Case("cpu", torch.float32, 9000, 9000, dropout=True, masked=True), "sdpa", "block-causal"),
-    (Case("cpu", torch.float32, 256, 256, masked=True), "auto", "block-causal"),
-    (Case("cpu", torch.float32, 256, 256, masked=True), "sdpa", "sdpa (CPU)"),
-    (Case("cpu", torch.float16, 256, 256, scaled_softmax=True), "flash", "reference"),
-    (Case("cpu", torch.float16, 256, 256, scaled_softmax=True, dropout=True), "auto", "reference"),
-    (Case("cpu", torch.float32, 128, 256), "auto", "reference"),
-    (Case("cpu", torch.float32, 1, 256), "auto", "reference"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case, backend, name",
+    [
+        (Case("cpu", torch.bfloat16, 256, 256), "auto", "block-causal"),
+        (Case("cpu", torch.bfloat16, 256, 256), "sdpa", "sdpa (CPU)"),
+        (Case("cpu", torch.float32, 9000, 9000), "auto", "sdpa (CPU)"),
+        (Case("cpu", torch.float32, 256, 256, dropout=True), "auto", "block-causal"),
+        (Case("cpu", torch.float32, 9000, 9000, dropout=True, masked=True), "sdpa", "block-causal"),
+        (Case("cpu", torch.float32, 256, 256, masked=True), "auto", "block-causal"),
+        (Case("cpu", torch.float32, 256, 256, masked=True), "sdpa", "sdpa (CPU)"),
+        (Case("cpu", torch.float16, 256, 256, scaled_softmax=True), "flash", "reference"),
+        (Case("cpu", torch.float16, 256, 256, scaled_softmax=True, dropout=True), "auto", "reference"),
+        (Case("cpu", torch.float32, 128, 256), "auto", "reference"),
+        (Case("cpu", torch.float32, 1, 256), "auto", "reference"),
+    ],
+)
 def test_choice(case, backend, name):
     assert choose("attention", case, backend).name == name
 

@@ -64,8 +64,9 @@ def test_recomputation_draws_the_same_masks(granularity):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 def test_model_equals_cpu(dtype, tolerance):
-    settings = Model(num_layers=2, hidden_size=128, num_attention_heads=2, seq_length=64, hidden_dropout=0.0,
-                     attention_dropout=0.0)  # fmt: skip
+    settings = Model(
+        num_layers=2, hidden_size=128, num_attention_heads=2, seq_length=64, hidden_dropout=0.0, attention_dropout=0.0
+    )
     tokens = torch.randint(0, 500, (65, 2))
     batch = MicroBatch(tokens[:-1], tokens[1:].contiguous(), torch.arange(2))
     found = []

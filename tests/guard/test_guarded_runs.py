@@ -198,18 +198,33 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "layout, fault, where",
     [
-        ("", dict(module="blocks.1.mlp", samples=[22], forward=NAN),
-         "rank 1, micro-batch 1: first in the forward pass of blocks.1.mlp\n    sample 22"),
-        ("", dict(module="blocks.0.attention_norm", samples=[17], backward=NAN),
-         "rank 0, micro-batch 0: first in the backward pass of blocks.0.attention_norm"),
-        ("--pp 2", dict(module="blocks.1.attention", samples=[20], forward=NAN),
-         "rank 1, micro-batch 2: first in the forward pass of blocks.1.attention\n    sample 20"),
-        ("--tp 2", dict(module="blocks.0.mlp", samples=[19], forward=float("inf")),
-         "micro-batch 1: first in the forward pass of blocks.0.mlp"),
-        ("--use-distributed-optimizer", dict(module="final_norm", samples=[16], forward=NAN),
-         "rank 0, micro-batch 0: first in the forward pass of final_norm\n    sample 16"),
+        (
+            "",
+            dict(module="blocks.1.mlp", samples=[22], forward=NAN),
+            "rank 1, micro-batch 1: first in the forward pass of blocks.1.mlp\n    sample 22",
+        ),
+        (
+            "",
+            dict(module="blocks.0.attention_norm", samples=[17], backward=NAN),
+            "rank 0, micro-batch 0: first in the backward pass of blocks.0.attention_norm",
+        ),
+        (
+            "--pp 2",
+            dict(module="blocks.1.attention", samples=[20], forward=NAN),
+            "rank 1, micro-batch 2: first in the forward pass of blocks.1.attention\n    sample 20",
+        ),
+        (
+            "--tp 2",
+            dict(module="blocks.0.mlp", samples=[19], forward=float("inf")),
+            "micro-batch 1: first in the forward pass of blocks.0.mlp",
+        ),
+        (
+            "--use-distributed-optimizer",
+            dict(module="final_norm", samples=[16], forward=NAN),
+            "rank 0, micro-batch 0: first in the forward pass of final_norm\n    sample 16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_not_finite_is_traced_to_rank_micro_batch_module_and_sample(
     layout, fault, where, run_ranks, tmp_path
 ):
@@ -227,11 +242,15 @@ def test_documents_behind_a_value_that_is_not_finite_are_named(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 100, 64 * 25).astype(np.uint16)
     tokens.tofile(tmp_path / "d.bin")
     write_index(tmp_path / "d.idx", np.uint16, np.full(64, 25), np.arange(65))
-    flags = (f"--train-iters 5 --data-path {tmp_path / 'd'} --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 100 "
-             f"--data-cache-path {tmp_path}")  # fmt: skip
+    flags = (
+        f"--train-iters 5 --data-path {tmp_path / 'd'} --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 100 "
+        f"--data-cache-path {tmp_path}"
+    )
     with pytest.raises(NumericsError) as failed:
-        pretrain(resolve(parse_pretrain(f"{TINY.replace('--mock-data --vocab-size 100', '')} {flags}".split()), 1),
-                 _poisoned("blocks.1.mlp", [20], forward=NAN))  # fmt: skip
+        pretrain(
+            resolve(parse_pretrain(f"{TINY.replace('--mock-data --vocab-size 100', '')} {flags}".split()), 1),
+            _poisoned("blocks.1.mlp", [20], forward=NAN),
+        )
     [text] = re.findall(r"sample 20: .*/d, documents? ([\d, ]+) \(from token (\d+)\)", str(failed.value))
     numbers, offset = [int(number) for number in text[0].split(",")], int(text[1])
     train = training_samples(tmp_path)
@@ -262,8 +281,11 @@ def test_steps_that_are_not_finite_can_be_skipped_and_are_counted(tmp_path, caps
     expected, found = _tensors(tmp_path / "b" / "iter_0000008"), _tensors(tmp_path / "a" / "iter_0000008")
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     with pytest.raises(NumericsError, match="10 steps in a row"):
-        _pretrain(0, "--train-iters 30 --no-check-for-nan-in-loss-and-grad",
-                  recipe=_poisoned("blocks.1.mlp", list(range(24, 400)), forward=NAN))  # fmt: skip
+        _pretrain(
+            0,
+            "--train-iters 30 --no-check-for-nan-in-loss-and-grad",
+            recipe=_poisoned("blocks.1.mlp", list(range(24, 400)), forward=NAN),
+        )
 
 
 # ---- spikes ----------------------------------------------------------------------------------------------------------
@@ -316,8 +338,9 @@ def test_a_heartbeat_says_what_a_rank_does_and_how_it_ended(tmp_path):
         _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'} --load {tmp_path}")
     assert [(beat.step, beat.phase, beat.ended) for beat in read_beats(tmp_path / "beats")] == [(0, "load", 5)]
     with pytest.raises(NumericsError):
-        _pretrain(0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'}",
-                  recipe=_poisoned("final_norm", [9], forward=NAN))  # fmt: skip
+        _pretrain(
+            0, f"--train-iters 4 --heartbeat-dir {tmp_path / 'beats'}", recipe=_poisoned("final_norm", [9], forward=NAN)
+        )
     [last] = read_beats(tmp_path / "beats")
     assert (last.step, last.ended) == (2, 8) and last.why.startswith("iteration 2: loss nan")
 

@@ -91,12 +91,22 @@ def test_the_window_survives_json_and_wild_values_do_not_move_it():
 @pytest.mark.parametrize(
     "codes, action, code",
     [
-        ([0, 0], Action.DONE, 0), ([7, 3], Action.STOP, 3), ([1, 4, -15], Action.STOP, 4), ([5], Action.STOP, 5),
-        ([7, -9], Action.RETRY, -9), ([-15, 7], Action.RETRY, 7), ([9, 9], Action.PREEMPTED, 9), ([1], Action.RETRY, 1),
-        ([9, -9], Action.RETRY, -9), ([8, 7], Action.STOP, 8), ([77], Action.RETRY, 77), ([-11], Action.RETRY, -11),
-        ([6, 7], Action.RETRY, 6), ([10], Action.STOP, 10),
+        ([0, 0], Action.DONE, 0),
+        ([7, 3], Action.STOP, 3),
+        ([1, 4, -15], Action.STOP, 4),
+        ([5], Action.STOP, 5),
+        ([7, -9], Action.RETRY, -9),
+        ([-15, 7], Action.RETRY, 7),
+        ([9, 9], Action.PREEMPTED, 9),
+        ([1], Action.RETRY, 1),
+        ([9, -9], Action.RETRY, -9),
+        ([8, 7], Action.STOP, 8),
+        ([77], Action.RETRY, 77),
+        ([-11], Action.RETRY, -11),
+        ([6, 7], Action.RETRY, 6),
+        ([10], Action.STOP, 10),
     ],
-)  # fmt: skip
+)
 def test_what_an_end_asks_for(codes, action, code):
     assert judge(codes)[::2] == (action, code)
 
@@ -129,9 +139,16 @@ def _record(config):
 
 @pytest.mark.parametrize(
     "group, name, value",
-    [("data", "data_path", ["b"]), ("data", "split", "1,1,1"), ("logging", "seed", 7), ("model", "seq_length", 99),
-     ("tokenizer", "vocab_file", "x"), ("model", "num_layers", 3), ("data", "dataloader_type", "cyclic")],
-)  # fmt: skip
+    [
+        ("data", "data_path", ["b"]),
+        ("data", "split", "1,1,1"),
+        ("logging", "seed", 7),
+        ("model", "seq_length", 99),
+        ("tokenizer", "vocab_file", "x"),
+        ("model", "num_layers", 3),
+        ("data", "dataloader_type", "cyclic"),
+    ],
+)
 def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     saved, flag = _record(_config()), name.replace("_", "-")
     with pytest.raises(SettingsError, match=f"--{flag}: "):
@@ -268,9 +285,11 @@ def test_collectives_made_of_messages_are_told_by_their_names(monkeypatch):
 
 def test_a_backward_pass_on_a_gpu_waits_in_a_thread_of_its_own():
     main = (Frame("/s/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward"), Frame("/x/a.py", 1, "f"))
-    device = (Frame("/s/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce"),
-              Frame("/x/megatron/mpu/collectives.py", 2, "all_reduce"),
-              Frame("/s/site-packages/torch/autograd/function.py", 325, "apply"))  # fmt: skip
+    device = (
+        Frame("/s/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce"),
+        Frame("/x/megatron/mpu/collectives.py", 2, "all_reduce"),
+        Frame("/s/site-packages/torch/autograd/function.py", 325, "apply"),
+    )
     beat = Beat(0, "n7", 1, 1, 5, "B", 17, op="B2", group="tp group 3")
     assert Standstill(beat, 3.0, "S", (main, device)).waits_in == "all_reduce"
     assert Standstill(beat, 3.0, "S", (main,)).waits_in is None
@@ -296,8 +315,10 @@ def test_spans_name_every_rank_once(numbers):
 
 # ---- command lines ---------------------------------------------------------------------------------------------------
 
-JOB = ("torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --mock-data "
-       "--vocab-size 100 --lr 1e-3 --train-iters 5 --micro-batch-size 2").split()  # fmt: skip
+JOB = (
+    "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --mock-data "
+    "--vocab-size 100 --lr 1e-3 --train-iters 5 --micro-batch-size 2"
+).split()
 
 
 def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
@@ -349,24 +370,47 @@ def _layout(words):
 
 
 def test_a_layout_that_no_longer_fits_is_planned_anew():
-    job = [*JOB, "--num-layers", "4", "--global-batch-size", "12", "--tp", "2", "--pp", "2", "--device", "cpu",
-           "--device-memory-gb", "4"]  # fmt: skip
+    job = [
+        *JOB,
+        "--num-layers",
+        "4",
+        "--global-batch-size",
+        "12",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--device",
+        "cpu",
+        "--device-memory-gb",
+        "4",
+    ]
     ranks, words = replan.fewer_ranks(job, 4, 1)
     assert (ranks, _layout(words)) == (3, (1, 1)) and command.config_of(words).batch.global_batch_size == 12
     ranks, words = replan.fewer_ranks([*job, "--global-batch-size", "8"], 4, 1)  # which 3 ranks cannot share
     assert (ranks, _layout(words)) == (2, (2, 1))
-    chunks = [*job, "--num-layers-per-virtual-pipeline-stage", "1", "--sequence-parallel", "--micro-batch-size", "1",
-              "--global-batch-size", "8"]  # fmt: skip
+    chunks = [
+        *job,
+        "--num-layers-per-virtual-pipeline-stage",
+        "1",
+        "--sequence-parallel",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+    ]
     ranks, words = replan.fewer_ranks(chunks, 4, 2)
     assert ranks == 2 and _layout(words) == (2, 1) and "--num-layers-per-virtual-pipeline-stage" not in words
 
 
 def test_a_layout_without_the_memory_for_it_is_passed_over():
     """13 billion parameters: 5 GPUs of 80 GB hold what 8 have held, 2 do not."""
-    job = ("torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 40 --hidden-size 5120 --num-attention-heads 40 "
-           "--seq-length 2048 --mock-data --vocab-size 50000 --lr 1e-4 --train-iters 5 --micro-batch-size 1 --bf16 "
-           "--global-batch-size 64 --tp 8 --device-name A100-80GB --use-distributed-optimizer "
-           "--recompute-granularity full").split()  # fmt: skip
+    job = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 40 --hidden-size 5120 --num-attention-heads 40 "
+        "--seq-length 2048 --mock-data --vocab-size 50000 --lr 1e-4 --train-iters 5 --micro-batch-size 1 --bf16 "
+        "--global-batch-size 64 --tp 8 --device-name A100-80GB --use-distributed-optimizer "
+        "--recompute-granularity full"
+    ).split()
     ranks, words = replan.fewer_ranks(job, 8, 1)
     assert (ranks, _layout(words)) == (5, (5, 1))
     ranks, words = replan.fewer_ranks(words, 5, 1)
@@ -396,11 +440,24 @@ def test_machines_are_left_out_whole_and_only_from_one_place(monkeypatch):
 
 def test_lost_time_is_counted_by_cause():
     attempts = [
-        Attempt(0, 2, launched=0, ended=20, cause="hung", code=7, first_step=1, last_step=100, silent=4, waited=1,
-                phases=dict(model=5, data=1, F=3, B=4, reduce=2, save=1)),
+        Attempt(
+            0,
+            2,
+            launched=0,
+            ended=20,
+            cause="hung",
+            code=7,
+            first_step=1,
+            last_step=100,
+            silent=4,
+            waited=1,
+            phases=dict(model=5, data=1, F=3, B=4, reduce=2, save=1),
+        ),
         Attempt(1, 2, launched=21, ended=23, cause="rank killed by SIGKILL", code=-9),
-        Attempt(2, 2, launched=24, ended=44, cause="finished", first_step=51, last_step=150, phases=dict(index=10, F=10)),
-    ]  # fmt: skip
+        Attempt(
+            2, 2, launched=24, ended=44, cause="finished", first_step=51, last_step=150, phases=dict(index=10, F=10)
+        ),
+    ]
     found = account(attempts, "finished", 0, 44, checkpoints=3)
     assert (found.steps, found.repeated_steps, found.restarts) == (150, 50, 2)
     assert found.productive == 5 + 10 and found.lost["steps made again"] == 5

@@ -22,8 +22,14 @@ def small_gpt():
     from megatron.mpu.random import init_parameter
 
     def make(vocab_size: int = VOCABULARY, scale: float = 8.0, **settings):
-        plain = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, hidden_dropout=0.0,
-                     attention_dropout=0.0)  # fmt: skip
+        plain = dict(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            seq_length=32,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
         model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
         for name, (parameter, placement) in placements(model).items():
             init_parameter(name, parameter, placement, Mesh().place, seed=5)
@@ -57,8 +63,10 @@ def checkpoint(tmp_path_factory, vocabulary, small_gpt):
     vocab_size = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
     settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32)
     model = small_gpt(vocab_size, **settings)
-    pieces = [Piece(name, placement.shape, Box.whole(placement.shape), parameter.detach()[: placement.shape[0]])
-              for name, (parameter, placement) in placements(model).items()]  # fmt: skip
+    pieces = [
+        Piece(name, placement.shape, Box.whole(placement.shape), parameter.detach()[: placement.shape[0]])
+        for name, (parameter, placement) in placements(model).items()
+    ]
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
     config = schema.Config(

@@ -28,9 +28,20 @@ from megatron.tools import checkpoint as tool
 
 V, H, HEADS, LAYERS, S = 50, 32, 4, 4, 16
 GPT2 = dict(num_layers=LAYERS, hidden_size=H, num_attention_heads=HEADS, seq_length=S, max_position_embeddings=S)
-LLAMA = dict(GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, disable_bias_linear=True,
-             untie_embeddings_and_output_weights=True, num_query_groups=2, group_query_attention=True,
-             ffn_hidden_size=48, kv_channels=16, rotary_base=5e4, norm_epsilon=1e-6)  # fmt: skip
+LLAMA = dict(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    num_query_groups=2,
+    group_query_attention=True,
+    ffn_hidden_size=48,
+    kv_channels=16,
+    rotary_base=5e4,
+    norm_epsilon=1e-6,
+)
 
 
 def weights_of(model: dict, seed=0) -> dict[str, torch.Tensor]:
@@ -95,8 +106,9 @@ def test_the_export_carries_the_tokenizer(tmp_path, capsys, monkeypatch):
     characters = ["a", "b", "c", "\u0120", "ab", "<|endoftext|>"]
     (tmp_path / "v.json").write_text(json.dumps({token: n for n, token in enumerate(characters)}))
     (tmp_path / "m.txt").write_text("#version: 0.2\na b\n")
-    tokenizer = dict(tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / "v.json"),
-                     merge_file=str(tmp_path / "m.txt"))  # fmt: skip
+    tokenizer = dict(
+        tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / "v.json"), merge_file=str(tmp_path / "m.txt")
+    )
     save(tmp_path / "ours", GPT2, tokenizer=tokenizer)
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "bf16"])
     assert "gives the same ids" in capsys.readouterr().out
@@ -117,8 +129,10 @@ def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
 
     save(tmp_path / "ours", GPT2)
     right = hf_names.their_settings
-    monkeypatch.setattr("megatron.inference.convert.huggingface.their_settings",
-                        lambda *args: right(*args) | dict(activation_function="gelu"))  # fmt: skip
+    monkeypatch.setattr(
+        "megatron.inference.convert.huggingface.their_settings",
+        lambda *args: right(*args) | dict(activation_function="gelu"),
+    )
     with pytest.raises(CheckpointError, match="computes something else: logits differ by"):
         tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -235,13 +249,26 @@ def megatron_files(folder: Path, model: dict, tp: int, pp: int, chunks=1, versio
     """Write logical tensors as Megatron-LM lays them out; slow loops that share nothing with the converter."""
     weights, shape = weights_of(model), schema.Model(**model)
     a_stage = shape.num_layers // (pp * chunks)
-    args = argparse.Namespace(**{**model, "padded_vocab_size": padded, "iteration": 300, "model_type": ModelType(1),
-                                 "add_bias_linear": not shape.disable_bias_linear, "params_dtype": torch.float32,
-                                 "swiglu": shape.swiglu, **more})  # fmt: skip
+    args = argparse.Namespace(
+        **{
+            **model,
+            "padded_vocab_size": padded,
+            "iteration": 300,
+            "model_type": ModelType(1),
+            "add_bias_linear": not shape.disable_bias_linear,
+            "params_dtype": torch.float32,
+            "swiglu": shape.swiglu,
+            **more,
+        }
+    )
     for t in range(tp):
         for p in range(pp):
-            content = dict(args=args, checkpoint_version=version, iteration=300,
-                           rng_state=[dict(np_rng_state=np.random.get_state())])  # fmt: skip
+            content = dict(
+                args=args,
+                checkpoint_version=version,
+                iteration=300,
+                rng_state=[dict(np_rng_state=np.random.get_state())],
+            )
             for c in range(chunks):
                 stage = c * pp + p
                 layers = range(stage * a_stage, (stage + 1) * a_stage)
@@ -316,11 +343,15 @@ def nested(flat):
 
 
 def in_core_names(flat):
-    names = {"self_attention.query_key_value": "self_attention.linear_qkv",
-             "self_attention.dense": "self_attention.linear_proj",
-             "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2", "encoder.": "decoder.",
-             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-             "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_"}  # fmt: skip
+    names = {
+        "self_attention.query_key_value": "self_attention.linear_qkv",
+        "self_attention.dense": "self_attention.linear_proj",
+        "mlp.dense_h_to_4h": "mlp.linear_fc1",
+        "mlp.dense_4h_to_h": "mlp.linear_fc2",
+        "encoder.": "decoder.",
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
     renamed = {}
     for name, x in flat.items():
         for old, new in names.items():

@@ -92,7 +92,9 @@ def test_wikitext(checkpoint, tmp_path, capsys):
     record = json.loads((tmp_path / "r.jsonl").read_text())
     assert re.fullmatch(
         r" validation results on WIKITEXT103 \| avg loss: \d\.\d{4}E[+-]\d\d \| ppl: \d\.\d{4}E[+-]\d\d \| "
-        r"adjusted ppl: \d\.\d{4}E[+-]\d\d \| token ratio: \d+\.\d+ \|", line)  # fmt: skip
+        r"adjusted ppl: \d\.\d{4}E[+-]\d\d \| token ratio: \d+\.\d+ \|",
+        line,
+    )
     words = len(text.strip().split(" "))
     assert record["token_ratio"] == pytest.approx(record["tokens"] / (words - 1))
     assert record["adjusted_perplexity"] == pytest.approx(math.exp(min(20, record["loss"] * record["token_ratio"])))
@@ -108,7 +110,9 @@ def test_lambada(checkpoint, tmp_path, capsys):
     for line, mode in ((strict, "strict"), (loose, "non-strict")):
         assert re.fullmatch(
             rf" validation results on LAMBADA \({mode}\) \| number correct: \d\.\d{{4}}E[+-]\d\d \| "
-            r"total examples: 4\.0000E\+00 \| avg accuracy: \d\.\d{4}E[+-]\d\d", line)  # fmt: skip
+            r"total examples: 4\.0000E\+00 \| avg accuracy: \d\.\d{4}E[+-]\d\d",
+            line,
+        )
     both = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     run(checkpoint, *words, "--strict-lambada", "--batch-size", "1")
     assert json.loads((tmp_path / "r.jsonl").read_text()) == both[0]

@@ -16,17 +16,28 @@ from megatron.tools import generate as tool
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 LAYOUTS = [
     dict(),
-    dict(position_embedding_type="rope", swiglu=True, normalization="RMSNorm", num_query_groups=2,
-         group_query_attention=True, untie_embeddings_and_output_weights=True, disable_bias_linear=True),
-]  # fmt: skip
+    dict(
+        position_embedding_type="rope",
+        swiglu=True,
+        normalization="RMSNorm",
+        num_query_groups=2,
+        group_query_attention=True,
+        untie_embeddings_and_output_weights=True,
+        disable_bias_linear=True,
+    ),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
-@pytest.mark.parametrize("sampling", [
-    Sampling(12, greedy=True),
-    Sampling(12, temperature=0.8, top_k=40, top_p=0.95),
-    Sampling(12, repetition_penalty=1.5, temperature=1.3),
-], ids=["greedy", "nucleus", "penalty"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(12, greedy=True),
+        Sampling(12, temperature=0.8, top_k=40, top_p=0.95),
+        Sampling(12, repetition_penalty=1.5, temperature=1.3),
+    ],
+    ids=["greedy", "nucleus", "penalty"],
+)
 def test_cache_and_neighbours_change_nothing(small_gpt, layout, sampling):
     model = small_gpt(**layout)
     together = generate(model, PROMPTS, sampling, longest=32)

@@ -14,14 +14,36 @@ from megatron.settings.schema import Model
 VOCABULARY = 100  # padded to 128
 
 
-def _tiny(mesh=None, *, scale: float = 1.0, layers=None, first=True, last=True, sequence_parallel=False,
-          dtype=torch.float32, recompute=None, autocast=None, **settings) -> GPT:  # fmt: skip
+def _tiny(
+    mesh=None,
+    *,
+    scale: float = 1.0,
+    layers=None,
+    first=True,
+    last=True,
+    sequence_parallel=False,
+    dtype=torch.float32,
+    recompute=None,
+    autocast=None,
+    **settings,
+) -> GPT:
     """A two-layer GPT with reproducible weights (`scale` times larger than usual, biases too) and no dropout."""
     mesh = mesh or Mesh()
-    plain = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, hidden_dropout=0.0,
-                 attention_dropout=0.0)  # fmt: skip
-    model = GPT(Model(**plain | settings), mesh, VOCABULARY, layers=layers, first=first, last=last,
-                sequence_parallel=sequence_parallel, recompute=recompute, autocast=autocast, dtype=dtype)  # fmt: skip
+    plain = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    model = GPT(
+        Model(**plain | settings),
+        mesh,
+        VOCABULARY,
+        layers=layers,
+        first=first,
+        last=last,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        autocast=autocast,
+        dtype=dtype,
+    )
     for name, (parameter, placement) in placements(model).items():
         init_parameter(name, parameter, placement, mesh.place, seed=7)
         with torch.no_grad():

@@ -54,17 +54,30 @@ def test_formats_of_ops():
     assert formats(Autocast(HALF)) == {name: HALF if name in products else FULL for name in CALLS}
     from_half = formats(Autocast(HALF), x=HALF)
     assert {name for name, dtype in from_half.items() if dtype == FULL} == {
-        "softmax", "layer_norm", "sum", "div", "mul", "embedding", "cat",
-    }  # fmt: skip
+        "softmax",
+        "layer_norm",
+        "sum",
+        "div",
+        "mul",
+        "embedding",
+        "cat",
+    }
 
 
-@pytest.mark.parametrize("black, white, changed", [
-    (["linear"], [], {"linear": FULL, "torch's linear": FULL}),
-    (["reduce_sum,c_softmax_with_cross_entropy,elementwise_div"], ["lookup_table", "lookup_table_v2"], {"embedding": HALF}),
-    (["matmul_v2"], [], {"linear": FULL, "torch's linear": FULL, "matmul": FULL}),
-    ([], ["layer_norm", "softmax"], {"layer_norm": HALF, "softmax": HALF}),
-    ([], ["elementwise_div", "cat"], {"div": HALF, "rdiv": HALF, "cat": HALF}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "black, white, changed",
+    [
+        (["linear"], [], {"linear": FULL, "torch's linear": FULL}),
+        (
+            ["reduce_sum,c_softmax_with_cross_entropy,elementwise_div"],
+            ["lookup_table", "lookup_table_v2"],
+            {"embedding": HALF},
+        ),
+        (["matmul_v2"], [], {"linear": FULL, "torch's linear": FULL, "matmul": FULL}),
+        ([], ["layer_norm", "softmax"], {"layer_norm": HALF, "softmax": HALF}),
+        ([], ["elementwise_div", "cat"], {"div": HALF, "rdiv": HALF, "cat": HALF}),
+    ],
+)
 def test_lists(black, white, changed):
     assert formats(Autocast(HALF, black, white)) == {**formats(Autocast(HALF)), **changed}
 

@@ -40,8 +40,9 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     mask = mask if masked else None
     want = plain(hidden, weight, labels, mask, label_smoothing)
     wanted = torch.autograd.grad(want * 0.25, (hidden, weight))
-    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk,
-                               label_smoothing=label_smoothing)  # fmt: skip
+    got = linear_cross_entropy(
+        hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk, label_smoothing=label_smoothing
+    )
     torch.testing.assert_close(got, want)
     gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
     for gradient, expected in zip(gradients, wanted):
@@ -113,8 +114,9 @@ def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
         tp = Mesh(rank, tp=4).tp
         own = weight.detach()[rank * 32 : rank * 32 + 32].clone().requires_grad_()
         mine = hidden.detach().clone().requires_grad_()
-        loss = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10,
-                                    label_smoothing=label_smoothing)  # fmt: skip
+        loss = linear_cross_entropy(
+            mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10, label_smoothing=label_smoothing
+        )
         loss.backward()
         return loss.item(), mine.grad.numpy(), own.grad.numpy()
 

@@ -15,10 +15,17 @@ SHAPES = {  # layers, hidden, heads, sequence, vocabulary -> billions of paramet
     "175B": (96, 12288, 96, 2048, 51200, 174.6158),
 }
 LLAMA_7B = Model(
-    num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, ffn_hidden_size=11008, swiglu=True,
-    normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True,
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    seq_length=2048,
+    ffn_hidden_size=11008,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
-)  # fmt: skip
+)
 LLAMA3_8B = dataclasses.replace(
     LLAMA_7B, ffn_hidden_size=14336, group_query_attention=True, num_query_groups=8, seq_length=8192
 )
@@ -77,12 +84,18 @@ def test_flops_counted_by_hand_for_grouped_queries_and_gates():
 @pytest.mark.parametrize(
     "device, precision, tera",
     [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4), ("NVIDIA H100 PCIe", "bf16", 756.5), ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA A100-SXM4-80GB", "fp16", 312), ("NVIDIA A10", "bf16", 125), ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2), ("NVIDIA L40S", "bf16", 362), ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.5),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312),
+        ("NVIDIA A10", "bf16", 125),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L4", "bf16", 121),
         ("NVIDIA H100 80GB HBM3", "fp32", 66.9),
     ],
-)  # fmt: skip
+)
 def test_peak_of_known_devices(device, precision, tera):
     assert peak_flops(device, precision) == pytest.approx(tera * 1e12)
 

@@ -10,8 +10,16 @@ from megatron.model.cache import Cache
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 
-MODERN = dict(position_embedding_type="rope", num_query_groups=2, swiglu=True, normalization="RMSNorm", qk_layernorm=True,
-              untie_embeddings_and_output_weights=True, disable_bias_linear=True, rotary_percent=0.5)  # fmt: skip
+MODERN = dict(
+    position_embedding_type="rope",
+    num_query_groups=2,
+    swiglu=True,
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    untie_embeddings_and_output_weights=True,
+    disable_bias_linear=True,
+    rotary_percent=0.5,
+)
 VARIANTS = pytest.mark.parametrize("settings", [{}, MODERN], ids=["gpt2", "modern"])
 
 
@@ -97,8 +105,9 @@ def test_dropout_depends_on_the_sample_alone(tiny, batch):
     model, micro = tiny(hidden_dropout=0.3, attention_dropout=0.3), batch()
     losses = model.token_losses(None, micro)
     assert torch.equal(losses, model.token_losses(None, micro))
-    alone = dataclasses.replace(micro, tokens=micro.tokens[:, 1:2], labels=micro.labels[:, 1:2],
-                                samples=micro.samples[1:2])  # fmt: skip
+    alone = dataclasses.replace(
+        micro, tokens=micro.tokens[:, 1:2], labels=micro.labels[:, 1:2], samples=micro.samples[1:2]
+    )
     torch.testing.assert_close(model.token_losses(None, alone), losses[:, 1:2])
     other = dataclasses.replace(alone, samples=torch.tensor([9]))
     assert (model.token_losses(None, other) - losses[:, 1:2]).abs().max() > 1e-3

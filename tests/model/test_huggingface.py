@@ -13,10 +13,12 @@ D = H // HEADS
 
 def gpt2_in_our_names(theirs: dict) -> dict:
     """Parameters (or their gradients) of GPT2LMHeadModel under our names and in our shapes."""
-    ours = {"embedding.word.weight": theirs["transformer.wte.weight"],
-            "embedding.position.weight": theirs["transformer.wpe.weight"],
-            "final_norm.weight": theirs["transformer.ln_f.weight"],
-            "final_norm.bias": theirs["transformer.ln_f.bias"]}  # fmt: skip
+    ours = {
+        "embedding.word.weight": theirs["transformer.wte.weight"],
+        "embedding.position.weight": theirs["transformer.wpe.weight"],
+        "final_norm.weight": theirs["transformer.ln_f.weight"],
+        "final_norm.bias": theirs["transformer.ln_f.bias"],
+    }
     pieces = dict(attention_norm="ln_1", mlp_norm="ln_2")
     linears = {"attention.output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
     for n in range(LAYERS):
@@ -34,8 +36,11 @@ def gpt2_in_our_names(theirs: dict) -> dict:
 
 def llama_in_our_names(theirs: dict, groups: int) -> dict:
     """Parameters (or their gradients) of LlamaForCausalLM under our names and in our shapes."""
-    ours = {"embedding.word.weight": theirs["model.embed_tokens.weight"],
-            "final_norm.weight": theirs["model.norm.weight"], "output.weight": theirs["lm_head.weight"]}  # fmt: skip
+    ours = {
+        "embedding.word.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+        "output.weight": theirs["lm_head.weight"],
+    }
     for n in range(LAYERS):
         get = lambda name, n=n: theirs[f"model.layers.{n}.{name}.weight"]
         ours[f"blocks.{n}.attention_norm.weight"] = get("input_layernorm")
@@ -85,10 +90,24 @@ def test_gpt2(tiny, batch):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_llama(tiny, batch, groups):
     config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=groups, max_position_embeddings=S, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=groups,
+        max_position_embeddings=S,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
     theirs = transformers.LlamaForCausalLM(config).eval()
-    ours = tiny(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, ffn_hidden_size=FFN,
-                disable_bias_linear=True, untie_embeddings_and_output_weights=True, num_query_groups=groups)  # fmt: skip
+    ours = tiny(
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        ffn_hidden_size=FFN,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        num_query_groups=groups,
+    )
     assert_same_model(ours, theirs, lambda names: llama_in_our_names(names, groups), batch)

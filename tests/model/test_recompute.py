@@ -12,8 +12,14 @@ from megatron.model.recompute_plan import plan
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Recompute
 
-MODERN = dict(position_embedding_type="rope", num_query_groups=2, swiglu=True, normalization="RMSNorm", qk_layernorm=True,
-              disable_bias_linear=True)  # fmt: skip
+MODERN = dict(
+    position_embedding_type="rope",
+    num_query_groups=2,
+    swiglu=True,
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    disable_bias_linear=True,
+)
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.2)
 FOUR = dict(num_layers=4, **DROPOUT)
 SETTINGS = {
@@ -141,9 +147,13 @@ def test_blocks_count_in_each_stage():
 
 
 @given(
-    st.integers(0, 5), st.integers(0, 12), st.sampled_from([None, "core_attn", "full_attn", "full"]),
-    st.sampled_from([None, "uniform", "block"]), st.integers(1, 5), st.sets(st.integers(0, 20)),
-)  # fmt: skip
+    st.integers(0, 5),
+    st.integers(0, 12),
+    st.sampled_from([None, "core_attn", "full_attn", "full"]),
+    st.sampled_from([None, "uniform", "block"]),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 20)),
+)
 def test_every_layer_has_its_place(first, count, granularity, method, size, exempt):
     settings = Recompute(granularity, method, size, ",".join(map(str, exempt)))
     groups = plan(range(first, first + count), settings)

@@ -83,8 +83,10 @@ def test_what_is_gathered_and_scattered_several_at_once(ranks, large, run_ranks)
         collectives.LARGE = large
         axis = Mesh(rank, shard=ranks).shard
         piece, gathered = torch.full((5, 2), torch.nan), torch.full((ranks * 5, 2), torch.nan)
-        works = [collectives.start_reduce_scatter(piece, whole[rank].clone(), axis),
-                 collectives.start_all_gather(gathered, whole[rank][:5].clone(), axis)]  # fmt: skip
+        works = [
+            collectives.start_reduce_scatter(piece, whole[rank].clone(), axis),
+            collectives.start_all_gather(gathered, whole[rank][:5].clone(), axis),
+        ]
         for work in works:
             work.wait()
         return piece, gathered

@@ -34,8 +34,9 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(3 * WIDTH, WIDTH, device="meta"))
         self.bias = torch.nn.Parameter(torch.empty(WIDTH, device="meta"))
-        self.placements = dict(weight=Placement((3 * WIDTH, WIDTH), Normal(0.3)),
-                               bias=Placement((WIDTH,), Constant(0.1), decay=False))  # fmt: skip
+        self.placements = dict(
+            weight=Placement((3 * WIDTH, WIDTH), Normal(0.3)), bias=Placement((WIDTH,), Constant(0.1), decay=False)
+        )
 
     def forward(self, x):
         return x + torch.tanh(x @ self.weight.t()).view(-1, 3, WIDTH).sum(1) + self.bias
@@ -57,8 +58,9 @@ class Model(torch.nn.Module):
 def build(rank=0, sizes=None, dtype=torch.float32, lasting=False, stage=0, overlap=False, device="cpu", **settings):
     model, mesh = Model(), Mesh(rank, **(sizes or {}))
     parallel = schema.Parallel(sharding_stage=stage, overlap_param_gather=overlap and stage > 0)
-    return model, ShardedAdamW(model, mesh, schema.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3,
-                               lasting=lasting)  # fmt: skip
+    return model, ShardedAdamW(
+        model, mesh, schema.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3, lasting=lasting
+    )
 
 
 def train(model, optimizer, steps=3, first=0):
@@ -89,8 +91,11 @@ def trained(rank, cases, **settings):
     return found
 
 
-WAYS = [dict(nvme_offload_fraction=1.0), dict(nvme_offload_fraction=0.4),
-        dict(nvme_offload_fraction=0.4, optimizer_cpu_offload=True, optimizer_offload_fraction=0.3)]  # fmt: skip
+WAYS = [
+    dict(nvme_offload_fraction=1.0),
+    dict(nvme_offload_fraction=0.4),
+    dict(nvme_offload_fraction=0.4, optimizer_cpu_offload=True, optimizer_offload_fraction=0.3),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -214,8 +219,9 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(stage, tmp_path):
 
 
 def test_a_save_in_the_background_needs_no_copy_and_sees_no_later_step(tmp_path):
-    model, optimizer = build(dtype=torch.bfloat16, lasting=True, nvme_offload_dir=str(tmp_path),
-                             nvme_offload_fraction=0.6)  # fmt: skip
+    model, optimizer = build(
+        dtype=torch.bfloat16, lasting=True, nvme_offload_dir=str(tmp_path), nvme_offload_fraction=0.6
+    )
     other = build(dtype=torch.bfloat16)
     for step in range(3):  # one copy of the file is kept, then the other
         train(model, optimizer, steps=1, first=2 * step)

@@ -15,25 +15,52 @@ GOLDEN = {
     "constant": (0.05, 0.525, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
     "linear": (0.05, 0.525, 1.0, 0.98875, 0.8875, 0.55, 0.53875, 0.325, 0.1, 0.1),
     "cosine": (0.05, 0.525, 1.0, 0.9996530663, 0.9657457896, 0.55, 0.5323330829, 0.2318019485, 0.1, 0.1),
-    "inverse-square-root":
-        (0.05, 0.525, 1.0, 0.9759000729, 0.8164965809, 0.5773502692, 0.5725983343, 0.5, 0.4472135955, 0.1),
+    "inverse-square-root": (
+        0.05,
+        0.525,
+        1.0,
+        0.9759000729,
+        0.8164965809,
+        0.5773502692,
+        0.5725983343,
+        0.5,
+        0.4472135955,
+        0.1,
+    ),
     "WSD exponential": (0.05, 0.525, 1.0, 1.0, 1.0, 1.0, 0.9690770774, 0.4727922061, 0.1, 0.1),
     "WSD linear": (0.05, 0.525, 1.0, 1.0, 1.0, 1.0, 0.9775, 0.55, 0.1, 0.1),
     "WSD cosine": (0.05, 0.525, 1.0, 1.0, 1.0, 1.0, 0.9986128002, 0.55, 0.1, 0.1),
     "WSD minus_sqrt": (0.05, 0.525, 1.0, 1.0, 1.0, 1.0, 0.8576975053, 0.3636038969, 0.1, 0.1),
-}  # fmt: skip
+}
 GOLDEN_DECAY = {
     "linear": (0.01, 0.019, 0.028, 0.0289, 0.037, 0.064, 0.0649, 0.082, 0.1, 0.1),
-    "cosine": (0.01, 0.01220245677, 0.01859423525, 0.01944302444, 0.02854966365, 0.06890576475, 0.07024320641,
-               0.09140576475, 0.1, 0.1),
-}  # fmt: skip
+    "cosine": (
+        0.01,
+        0.01220245677,
+        0.01859423525,
+        0.01944302444,
+        0.02854966365,
+        0.06890576475,
+        0.07024320641,
+        0.09140576475,
+        0.1,
+        0.1,
+    ),
+}
 BY_STEPS = Batch(global_batch_size=1, train_iters=100)
 
 
 def settings(style: str = "linear", **changes) -> Optimizer:
     style, _, anneal = style.partition(" ")
-    given = dict(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_iters=20, lr_warmup_init=0.05,
-                 lr_wsd_decay_style=anneal or "exponential", lr_wsd_decay_iters=40)  # fmt: skip
+    given = dict(
+        lr=1.0,
+        min_lr=0.1,
+        lr_decay_style=style,
+        lr_warmup_iters=20,
+        lr_warmup_init=0.05,
+        lr_wsd_decay_style=anneal or "exponential",
+        lr_wsd_decay_iters=40,
+    )
     return Optimizer(**{**given, **changes})
 
 

@@ -22,9 +22,7 @@ def run(scaler: LossScaler, overflows: str) -> list[float]:
 
 def test_sequence_equals_megatrons():
     scaler = LossScaler(scale=16.0, window=3, hysteresis=2, min_scale=2.0)
-    assert run(scaler, "x.xx..x...x...xxxxx") == [
-        16, 16, 8, 4, 4, 4, 2, 2, 2, 4, 4, 4, 4, 8, 8, 4, 2, 2, 2,
-    ]  # fmt: skip
+    assert run(scaler, "x.xx..x...x...xxxxx") == [16, 16, 8, 4, 4, 4, 2, 2, 2, 4, 4, 4, 4, 8, 8, 4, 2, 2, 2]
 
 
 def test_good_steps_do_not_give_hysteresis_back():

@@ -43,8 +43,9 @@ def numbers(step, part):
 def trained(rank, stage, ranks):
     """Losses of a few steps, and weights behind them."""
     axis = "shard" if stage else "replicate"
-    model, optimizer = sharded_init(Plain, Mesh(rank, **{axis: ranks}), schema.Optimizer(),
-                                    schema.Parallel(sharding_stage=stage), init_std=0.2)  # fmt: skip
+    model, optimizer = sharded_init(
+        Plain, Mesh(rank, **{axis: ranks}), schema.Optimizer(), schema.Parallel(sharding_stage=stage), init_std=0.2
+    )
     losses = []
     for step in range(4):
         loss = torch.zeros(1, dtype=torch.float64)
@@ -65,8 +66,10 @@ def test_it_trains_as_torch_does(run_ranks):
     reference = Plain()
     with optimizer.present():
         reference.load_state_dict(model.state_dict())
-    groups = [dict(params=[p for p in reference.parameters() if (p.dim() > 1) == decay], weight_decay=0.1 * decay)
-              for decay in (True, False)]  # fmt: skip
+    groups = [
+        dict(params=[p for p in reference.parameters() if (p.dim() > 1) == decay], weight_decay=0.1 * decay)
+        for decay in (True, False)
+    ]
     adam, expected = torch.optim.AdamW(groups, lr=1e-2, eps=schema.Optimizer().adam_eps), []
     for step in range(4):
         adam.zero_grad()

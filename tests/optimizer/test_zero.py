@@ -70,8 +70,10 @@ def _torch_reference(steps):
     model2 = Model().to_empty(device="cpu")
     model2.load_state_dict(model.state_dict())
     named = placements(model2)
-    groups = [dict(params=[p for p, place in named.values() if place.decay is decay], weight_decay=0.1 * decay)
-              for decay in (True, False)]  # fmt: skip
+    groups = [
+        dict(params=[p for p, place in named.values() if place.decay is decay], weight_decay=0.1 * decay)
+        for decay in (True, False)
+    ]
     adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
     seen = []
     for step in range(steps):

@@ -75,8 +75,19 @@ def _rows(step, mesh, part, micros):
     return x[slice(part * mesh.dp.size + mesh.dp.rank, None, micros * mesh.dp.size)]
 
 
-def _train(rank, sizes, steps=3, micros=2, dtype=torch.float32, chunks=1, again=False, one_by_one=True, offload=None,
-           device="cpu", **parallel):  # fmt: skip
+def _train(
+    rank,
+    sizes,
+    steps=3,
+    micros=2,
+    dtype=torch.float32,
+    chunks=1,
+    again=False,
+    one_by_one=True,
+    offload=None,
+    device="cpu",
+    **parallel,
+):
     """(loss and norm of each step, weights of each piece); an evaluation between any two steps."""
     mesh = Mesh(rank, **sizes)
     model = _model(chunks, again)
@@ -121,9 +132,14 @@ STAGES = {
     "stage 1, chunks": (dict(shard=2), dict(sharding_stage=1, chunks=2, overlap_grad_reduce=True)),
     "stage 3, chunks": (dict(shard=2), dict(sharding_stage=3, chunks=2, one_by_one=False, again=True)),
     "stage 1, offload": (dict(shard=2), dict(sharding_stage=1, offload=dict(optimizer_cpu_offload=True))),
-    "stage 3, half offload": (dict(shard=2), dict(sharding_stage=3, offload=dict(
-        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, param_cpu_offload=True))),
-}  # fmt: skip
+    "stage 3, half offload": (
+        dict(shard=2),
+        dict(
+            sharding_stage=3,
+            offload=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, param_cpu_offload=True),
+        ),
+    ),
+}
 
 
 @cache
@@ -170,8 +186,15 @@ def test_on_a_gpu_with_state_on_the_host(stage, fraction):
 
 def _optimizer(rank, sizes, offload=None, model=None, **parallel):
     model = model or _model()
-    optimizer = ShardedAdamW(model, Mesh(rank, **sizes), schema.Optimizer(**(offload or {})), schema.Parallel(**parallel),
-                             dtype=torch.bfloat16, device="cpu", seed=1)  # fmt: skip
+    optimizer = ShardedAdamW(
+        model,
+        Mesh(rank, **sizes),
+        schema.Optimizer(**(offload or {})),
+        schema.Parallel(**parallel),
+        dtype=torch.bfloat16,
+        device="cpu",
+        seed=1,
+    )
     return model, optimizer
 
 
@@ -343,19 +366,44 @@ def test_stage_1_gathers_all_units_ahead_and_waits_at_their_use(run_ranks):
         assert [event for event in update if "all_gather" in event] == [f"start all_gather {n}" for n in range(5)]
         # the table is 0, the layers are 1 to 3, the norm is 4
         assert [event for event in behind[1:] if "start" not in event] == [
-            "wait all_gather 0", "wait all_gather 4", "wait all_gather 1", "forward 0", "wait all_gather 2", "forward 1",
-            "wait all_gather 3", "forward 2",
-        ]  # fmt: skip
+            "wait all_gather 0",
+            "wait all_gather 4",
+            "wait all_gather 1",
+            "forward 0",
+            "wait all_gather 2",
+            "forward 1",
+            "wait all_gather 3",
+            "forward 2",
+        ]
 
 
 def test_stage_3_gathers_the_next_layer_ahead_in_both_directions(run_ranks):
     for events in run_ranks(2, lambda rank: _events(rank, 1, sharding_stage=3, overlap_param_gather=True)):
         passes = [event for event in events[: events.index("totals")] if "reduce_scatter" not in event]
         assert [event.replace("all_gather ", "") for event in passes] == [
-            "start 0", "wait 0", "start 1", "wait 1",  # table and norm
-            "start 2", "wait 2", "start 3", "forward 0", "wait 3", "start 4", "forward 1", "wait 4", "forward 2",
-            "start 5", "wait 5", "start 6", "backward 2", "wait 6", "start 7", "backward 1", "wait 7", "backward 0",
-        ]  # fmt: skip
+            "start 0",
+            "wait 0",
+            "start 1",
+            "wait 1",  # table and norm
+            "start 2",
+            "wait 2",
+            "start 3",
+            "forward 0",
+            "wait 3",
+            "start 4",
+            "forward 1",
+            "wait 4",
+            "forward 2",
+            "start 5",
+            "wait 5",
+            "start 6",
+            "backward 2",
+            "wait 6",
+            "start 7",
+            "backward 1",
+            "wait 7",
+            "backward 0",
+        ]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

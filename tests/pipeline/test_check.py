@@ -39,8 +39,10 @@ def test_command_takes_costs():
 def _timeline(late=0.0):
     plan, stages = make_plan("zb-h1", 2, 3), stage_map("zb-h1", 2)
     times = simulate(plan, stages)
-    ranks = [[(op, 5 + times[rank, op][0] + late * rank, 5 + times[rank, op][1] + late * rank) for op in ops]
-             for rank, ops in enumerate(plan)]  # fmt: skip
+    ranks = [
+        [(op, 5 + times[rank, op][0] + late * rank, 5 + times[rank, op][1] + late * rank) for op in ops]
+        for rank, ops in enumerate(plan)
+    ]
     return Timeline("zb-h1", stages, ranks)
 
 
@@ -60,11 +62,20 @@ def test_a_timeline_survives_its_file_and_is_laid_over_the_simulation(tmp_path, 
 HEAD = '{"schedule": "1f1b", "stages": [[0, 0]], "ranks": '
 
 
-@pytest.mark.parametrize("text", [
-    "", "[]", '{"ranks": [[["X", 1, 2]]], "stages": []}', '{"ranks": [[1]]}', HEAD + "[]}", HEAD + "[[]]}",
-    HEAD + '[[["F0", 0, 0], ["B0", 0, 0]]]}', HEAD + '[[["B0", 0, 1]]]}',
-    HEAD + '[[["F0", 0, 1], ["B0", 1, 2]], [["F0", 0, 1], ["B0", 1, 2]]]}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"ranks": [[["X", 1, 2]]], "stages": []}',
+        '{"ranks": [[1]]}',
+        HEAD + "[]}",
+        HEAD + "[[]]}",
+        HEAD + '[[["F0", 0, 0], ["B0", 0, 0]]]}',
+        HEAD + '[[["B0", 0, 1]]]}',
+        HEAD + '[[["F0", 0, 1], ["B0", 1, 2]], [["F0", 0, 1], ["B0", 1, 2]]]}',
+    ],
+)
 def test_what_is_no_timeline_is_told(text, tmp_path):
     (tmp_path / "step.json").write_text(text)
     with pytest.raises(DataError, match="is no timeline"):
@@ -84,6 +95,7 @@ def test_command_shows_a_schedule_of_ones_own(tmp_path, capsys):
 def test_command_refuses_what_cannot_run():
     code = subprocess.run(
         [sys.executable, "-m", "megatron.pipeline.check", *"--pp 4 --micro 6 --chunks 2 --schedule zb-h1".split()],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert code.returncode == 3 and "one model chunk a rank" in code.stderr and "Traceback" not in code.stderr

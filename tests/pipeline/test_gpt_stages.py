@@ -20,8 +20,15 @@ S, B, VOCABULARY = 6, 2, 29
 
 
 def _model(**more) -> Model:
-    return Model(num_layers=5, hidden_size=16, num_attention_heads=2, seq_length=S, init_method_std=0.3,
-                 make_vocab_size_divisible_by=4, **more)  # fmt: skip
+    return Model(
+        num_layers=5,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=S,
+        init_method_std=0.3,
+        make_vocab_size_divisible_by=4,
+        **more,
+    )
 
 
 def _batches(micros: int) -> list[MicroBatch]:
@@ -75,9 +82,14 @@ LAYOUTS = [
 ]
 MODELS = {
     "tied": {},
-    "untied": dict(untie_embeddings_and_output_weights=True, position_embedding_type="rope", swiglu=True,
-                   disable_bias_linear=True, normalization="RMSNorm"),
-}  # fmt: skip
+    "untied": dict(
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        swiglu=True,
+        disable_bias_linear=True,
+        normalization="RMSNorm",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -10,18 +10,11 @@ from megatron.pipeline.schedule import SCHEDULES, Op, looped, make_schedule, nee
 ONE_CHUNK = {  # pp, micros -> order of each rank
     (1, 3): ["F0 B0 F1 B1 F2 B2"],
     (2, 1): ["F0 B0", "F0 B0"],
-    (3, 5): [
-        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
-        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
-    ],
+    (3, 5): ["F0 F1 F2 B0 F3 B1 F4 B2 B3 B4", "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4", "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"],
     (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
 }
 TWO_CHUNKS = {
-    (2, 2): [
-        "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1",
-        "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1",
-    ],
+    (2, 2): ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"],
     (2, 4): [
         "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",

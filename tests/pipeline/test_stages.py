@@ -97,12 +97,19 @@ def _fail(found):
 
 @settings(deadline=None)
 @given(
-    st.integers(1, 8), st.integers(1, 40), st.sampled_from(TRAINING), st.sampled_from([None, 1, 2, 3]),
-    st.booleans(), st.booleans(), st.sampled_from([None, 1, 2, 4]), st.sampled_from([None, 1, 2, 4]),
-)  # fmt: skip
+    st.integers(1, 8),
+    st.integers(1, 40),
+    st.sampled_from(TRAINING),
+    st.sampled_from([None, 1, 2, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1, 2, 4]),
+)
 def test_settings_are_refused_or_every_layer_is_held_once(pp, num_layers, name, chunks, embedding, loss, first, last):
-    parallel = _parallel(pp, pipeline_schedule=name, **{CHUNKS: chunks, EMBEDDING: embedding, LOSS: loss, FIRST: first,
-                                                        LAST: last})  # fmt: skip
+    parallel = _parallel(
+        pp, pipeline_schedule=name, **{CHUNKS: chunks, EMBEDDING: embedding, LOSS: loss, FIRST: first, LAST: last}
+    )
     if problems(parallel, num_layers):
         return
     pipeline = Pipeline.of(parallel, num_layers)

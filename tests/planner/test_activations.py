@@ -13,16 +13,33 @@ from megatron.settings.schema import Kernels, Model, Recompute
 
 GPT_SHAPE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=128)
 PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0)
-LLAMA = dict(PLAIN, swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True,
-             untie_embeddings_and_output_weights=True)  # fmt: skip
+LLAMA = dict(
+    PLAIN,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
 VOCABULARY = 96
 
 
 def measured(model, layout, mesh, *, backend="auto", dtype=torch.float32, layers=None, first=True, last=True) -> int:
     """Bytes that the hooks of autograd see in one forward pass, weights left out."""
     layers = range(model.num_layers) if layers is None else layers
-    stage = GPT(model, mesh, VOCABULARY, layers=layers, first=first, last=last, sequence_parallel=layout.sp, dtype=dtype,
-                kernels=Kernels(attention_backend=backend), recompute=layout.recompute, device="cpu")  # fmt: skip
+    stage = GPT(
+        model,
+        mesh,
+        VOCABULARY,
+        layers=layers,
+        first=first,
+        last=last,
+        sequence_parallel=layout.sp,
+        dtype=dtype,
+        kernels=Kernels(attention_backend=backend),
+        recompute=layout.recompute,
+        device="cpu",
+    )
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
@@ -58,12 +75,19 @@ def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, f
 @pytest.mark.parametrize(
     "shape, backend",
     [
-        (dict(), "auto"), (PLAIN, "auto"), (PLAIN, "sdpa"), (LLAMA, "auto"), (LLAMA, "sdpa"),
-        (dict(LLAMA, num_query_groups=2), "auto"), (dict(LLAMA, num_query_groups=2, qk_layernorm=True), "sdpa"),
-        (dict(PLAIN, qk_layernorm=True), "auto"), (dict(LLAMA, attention_dropout=0.1), "auto"),
-        (dict(PLAIN, num_query_groups=1), "explicit"), (dict(PLAIN, seq_length=600), "auto"),
+        (dict(), "auto"),
+        (PLAIN, "auto"),
+        (PLAIN, "sdpa"),
+        (LLAMA, "auto"),
+        (LLAMA, "sdpa"),
+        (dict(LLAMA, num_query_groups=2), "auto"),
+        (dict(LLAMA, num_query_groups=2, qk_layernorm=True), "sdpa"),
+        (dict(PLAIN, qk_layernorm=True), "auto"),
+        (dict(LLAMA, attention_dropout=0.1), "auto"),
+        (dict(PLAIN, num_query_groups=1), "explicit"),
+        (dict(PLAIN, seq_length=600), "auto"),
     ],
-)  # fmt: skip
+)
 def test_one_rank(shape, backend, precision, again):
     model, layout = Model(**{**GPT_SHAPE, **shape}), Layout(micro=2, recompute=Recompute(again))
     dtype = dict(fp32=torch.float32, bf16=torch.bfloat16)[precision]
@@ -85,8 +109,10 @@ def test_some_layers_again(settings):
     assert predicted(model, layout) == pytest.approx(measured(model, layout, Mesh()), rel=0.05)
 
 
-@pytest.mark.parametrize("layers, first, last", [(range(0, 2), True, False), (range(1, 2), False, False),
-                                                 (range(2, 3), False, True), (range(0), False, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers, first, last",
+    [(range(0, 2), True, False), (range(1, 2), False, False), (range(2, 3), False, True), (range(0), False, True)],
+)
 def test_stages(layers, first, last):
     model, layout = Model(**GPT_SHAPE), Layout(micro=2)
     part = dict(layers=layers, first=first, last=last)

@@ -72,8 +72,20 @@ def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
     ],
 )
 def test_a_malformed_blend_is_told_with_everything_else(words, said):
-    line = [*GPT, "--data-path", *words.split(), "--tokenizer-type", "NullTokenizer", "--hidden-dropout", "2",
-            "--tokenizer-model", "gone.json", "--valid-data-path", "1e0", "gone.bin"]  # fmt: skip
+    line = [
+        *GPT,
+        "--data-path",
+        *words.split(),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--hidden-dropout",
+        "2",
+        "--tokenizer-model",
+        "gone.json",
+        "--valid-data-path",
+        "1e0",
+        "gone.bin",
+    ]
     with pytest.raises(SettingsError) as caught:
         pretrain_gpt.main([*line, "--dry-run", "--world-size", "1"])
     for part in (said, "--hidden-dropout", "there is no gone.json", "there is no gone.idx and no gone.bin"):
@@ -108,11 +120,16 @@ def by_hand(config, world, sizes):
     [
         (8, "--global-batch-size 96", [1, 2, 3, 4, 6, 12], 1),
         (8, "--global-batch-size 96 --recompute-granularity full --sharding-stage 1", [1, 2, 3, 4, 6, 12], None),
-        (4, "--global-batch-size 48 --pp 4 --decoder-first-pipeline-num-layers 3 --recompute-granularity full "
-            "--recompute-method block --recompute-num-layers 2", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48], None),
+        (
+            4,
+            "--global-batch-size 48 --pp 4 --decoder-first-pipeline-num-layers 3 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 2",
+            [1, 2, 3, 4, 6, 8, 12, 16, 24, 48],
+            None,
+        ),
         (2, "--global-batch-size 96 --rampup-batch-size 24 12 1000 --recompute-activations", [1, 2, 3, 6], None),
     ],
-)  # fmt: skip
+)
 def test_the_fastest_micro_batch_that_fits_is_chosen(world, words, sizes, chosen):
     length = "--train-samples 10000" if "rampup" in words else "--train-iters 10"
     told = []
@@ -196,8 +213,14 @@ def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path,
 
     assert run_ranks(2, body, timeout=250) == [True, True]
     told = capfd.readouterr().out
-    for words in ("--micro-batch-size auto: 8 is expected", "the best 3 for real", "tp2, micro-batch 2,", "chosen on 2",
-                  "iteration        3/       3", "iteration        4/       4"):  # fmt: skip
+    for words in (
+        "--micro-batch-size auto: 8 is expected",
+        "the best 3 for real",
+        "tp2, micro-batch 2,",
+        "chosen on 2",
+        "iteration        3/       3",
+        "iteration        4/       4",
+    ):
         assert words in told
     state = json.loads((tmp_path / "iter_0000003" / "state.json").read_text())
     assert state["config"]["batch"]["micro_batch_size"] in (2, 4, 8)
@@ -210,8 +233,23 @@ def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path,
 def plan_file(tmp_path_factory):
     """The best of plans with tp 2, two data parallel ranks and a ZeRO stage, for four ranks."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    plan.main([*TINY, "--world-size", "4", "--tp", "2", "--pp", "1", "--zero-stage", "1", "--max-global-batch-size", "12",
-               "--emit", str(path)])  # fmt: skip
+    plan.main(
+        [
+            *TINY,
+            "--world-size",
+            "4",
+            "--tp",
+            "2",
+            "--pp",
+            "1",
+            "--zero-stage",
+            "1",
+            "--max-global-batch-size",
+            "12",
+            "--emit",
+            str(path),
+        ]
+    )
     return path
 
 

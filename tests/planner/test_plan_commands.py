@@ -27,13 +27,37 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 1
 
 def test_the_advisors_command_line(capsys, tmp_path):
     script = tmp_path / "best.sh"
-    plan.main([*GPT_22B, "--task-type", "llmacc.megatron.GPT", "--world-size", "64", "--local-world-size", "8",
-               "--max-global-batch-size", "64", "--device-memory-gb", "80", "--tokens", "300e9",
-               "--emit", str(script)])  # fmt: skip
+    plan.main(
+        [
+            *GPT_22B,
+            "--task-type",
+            "llmacc.megatron.GPT",
+            "--world-size",
+            "64",
+            "--local-world-size",
+            "8",
+            "--max-global-batch-size",
+            "64",
+            "--device-memory-gb",
+            "80",
+            "--tokens",
+            "300e9",
+            "--emit",
+            str(script),
+        ]
+    )
     told = capsys.readouterr().out
-    for words in ("22.068 B", "tokens/s", "TFLOP/s a rank", "out of memory by", "300.0 billion tokens", "optimizer moments",
-                  "torchrun --nnodes 8", "GPT-2's 50257 tokens are assumed",
-                  "note: attention with dropout (0.1) keeps its weights; with --attention-dropout 0"):  # fmt: skip
+    for words in (
+        "22.068 B",
+        "tokens/s",
+        "TFLOP/s a rank",
+        "out of memory by",
+        "300.0 billion tokens",
+        "optimizer moments",
+        "torchrun --nnodes 8",
+        "GPT-2's 50257 tokens are assumed",
+        "note: attention with dropout (0.1) keeps its weights; with --attention-dropout 0",
+    ):
         assert words in told
     text = script.read_text()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0 and '"$@"' in text
@@ -90,15 +114,24 @@ def test_memory_from_the_environment(monkeypatch, capsys):
     plan.main(["--params", "100e9", "--world-size", "32"])
     assert "does not fit: fewest devices of 31 GB, by state alone: 39 (64 as" in capsys.readouterr().out
     plan.main(["--params", "100e9", "--min-world-size"])
-    assert capsys.readouterr().out.endswith("39 (64 as a power of two) for weights and moments in fp32, "
-                                            "52 (64 as a power of two) for training in fp32, "
-                                            "59 (64 as a power of two) for training in bf16\n")  # fmt: skip
+    assert capsys.readouterr().out.endswith(
+        "39 (64 as a power of two) for weights and moments in fp32, "
+        "52 (64 as a power of two) for training in fp32, "
+        "59 (64 as a power of two) for training in bf16\n"
+    )
     with pytest.raises(SettingsError, match="none of .* layouts fits 2 x 31 GB"):
         plan.main([*GPT_22B, "--world-size", "2", "--global-batch-size", "8", "--device-name", "a100"])
 
 
-@pytest.mark.parametrize("words, error", [("--task-type BERT", UsageError), ("--device-name abacus", UsageError),
-                                          ("", SettingsError), ("--rampup-batch-size 8 8 100", SettingsError)])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ("--task-type BERT", UsageError),
+        ("--device-name abacus", UsageError),
+        ("", SettingsError),
+        ("--rampup-batch-size 8 8 100", SettingsError),
+    ],
+)
 def test_what_cannot_be_planned(words, error):
     batch = [] if not words else ["--max-global-batch-size", "32"]
     with pytest.raises(error):
@@ -169,9 +202,16 @@ def test_a_calibration_that_cannot_be_written_is_not_measured_first(tmp_path, mo
         plan.main(["--calibrate", str(tmp_path / "nowhere" / "x.json")])
 
 
-@pytest.mark.parametrize("tp, pp, more", [(1, 1, ""), (2, 2, "--sequence-parallel"), (1, 4, "--pipeline-schedule zb-v"),
-                                          (2, 2, "--num-virtual-stages-per-pipeline-rank 2 --sharding-stage 2"),
-                                          (1, 2, "--recompute-granularity full --no-recompute-layers 0,2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "tp, pp, more",
+    [
+        (1, 1, ""),
+        (2, 2, "--sequence-parallel"),
+        (1, 4, "--pipeline-schedule zb-v"),
+        (2, 2, "--num-virtual-stages-per-pipeline-rank 2 --sharding-stage 2"),
+        (1, 2, "--recompute-granularity full --no-recompute-layers 0,2"),
+    ],
+)
 def test_a_layout_is_what_its_flags_say(tp, pp, more):
     line = [*TINY, "--num-layers", "8", "--tp", str(tp), "--pp", str(pp), "--global-batch-size", "8", *more.split()]
     layout = Layout.of(resolve(parse_pretrain(line), 8), 8)
@@ -186,12 +226,38 @@ def test_a_layout_is_what_its_flags_say(tp, pp, more):
 
 
 def test_dry_run_tells_everything(capsys, tmp_path):
-    pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "8", "--tp", "2", "--pp", "2", "--global-batch-size", "16",
-                       "--save", str(tmp_path), "--save-interval", "1"])  # fmt: skip
+    pretrain_gpt.main(
+        [
+            *TINY,
+            "--dry-run",
+            "--world-size",
+            "8",
+            "--tp",
+            "2",
+            "--pp",
+            "2",
+            "--global-batch-size",
+            "16",
+            "--save",
+            str(tmp_path),
+            "--save-interval",
+            "1",
+        ]
+    )
     told = capsys.readouterr().out
-    for words in ("8 ranks on 1 node(s) = pipeline 2 x data 2", "tp: 4 groups of 2", "embedding", "optimizer moments",
-                  "schedule 1f1b, 8 micro-batches", "rank  1 |", "all_reduce", "3 steps, 48 samples", "a checkpoint:",
-                  "expected:", "nothing was found that cannot work"):  # fmt: skip
+    for words in (
+        "8 ranks on 1 node(s) = pipeline 2 x data 2",
+        "tp: 4 groups of 2",
+        "embedding",
+        "optimizer moments",
+        "schedule 1f1b, 8 micro-batches",
+        "rank  1 |",
+        "all_reduce",
+        "3 steps, 48 samples",
+        "a checkpoint:",
+        "expected:",
+        "nothing was found that cannot work",
+    ):
         assert words in told
     assert list(tmp_path.iterdir()) == []
 
@@ -205,8 +271,22 @@ def test_dry_run_tells_of_tensor_parallelism_over_machines(capsys):
 
 def test_dry_run_tells_every_problem_at_once(capsys):
     with pytest.raises(SettingsError) as caught:
-        pretrain_gpt.main([*GPT_22B, "--dry-run", "--world-size", "12", "--tp", "4", "--global-batch-size", "13",
-                           "--device-name", "a100-40", "--wandb-exp-name", "x"])  # fmt: skip
+        pretrain_gpt.main(
+            [
+                *GPT_22B,
+                "--dry-run",
+                "--world-size",
+                "12",
+                "--tp",
+                "4",
+                "--global-batch-size",
+                "13",
+                "--device-name",
+                "a100-40",
+                "--wandb-exp-name",
+                "x",
+            ]
+        )
     for words in (
         "not a multiple of --micro-batch-size",
         "there is no /mnt/data/enwiki_text_document.idx",
@@ -228,16 +308,35 @@ def test_a_dry_run_of_175b_needs_neither_torch_nor_time(tmp_path, root):
         --vocab-size 51200 --micro-batch-size 1 --global-batch-size 1536 --train-iters 10 --lr 1e-4""".split()
     import os
 
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200,
-                          env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{root}"))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{root}"),
+    )
     assert done.returncode == 0, done.stderr
     assert "174.616 B" in done.stdout and "16 x data 1" in done.stdout
 
 
 def test_auto_parallel_trains(capfd, run_ranks):
     def body(rank):
-        pretrain_gpt.main([*TINY, "--auto-parallel", "--max-global-batch-size", "8", "--tune-steps", "1",
-                           "--local-world-size", "2", "--world-size", "2", "--log-interval", "1"])  # fmt: skip
+        pretrain_gpt.main(
+            [
+                *TINY,
+                "--auto-parallel",
+                "--max-global-batch-size",
+                "8",
+                "--tune-steps",
+                "1",
+                "--local-world-size",
+                "2",
+                "--world-size",
+                "2",
+                "--log-interval",
+                "1",
+            ]
+        )
         return True
 
     assert run_ranks(2, body, timeout=250) == [True, True]

@@ -29,11 +29,14 @@ A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=20
 @pytest.mark.parametrize(
     "shape, vocabulary, billions, within",
     [
-        ((24, 1024, 16, 1024), 50304, 0.355, 0.0005), ((24, 2048, 16, 1024), 50304, 1.314, 0.0005),
-        ((32, 4096, 32, 1024), 50304, 6.654, 0.0005), ((40, 5120, 40, 4096), 50304, 12.865, 0.001),
-        ((48, 6144, 64, 2048), 51200, 22.07, 0.005), ((96, 12288, 96, 2048), 51200, 174.6, 0.05),
+        ((24, 1024, 16, 1024), 50304, 0.355, 0.0005),
+        ((24, 2048, 16, 1024), 50304, 1.314, 0.0005),
+        ((32, 4096, 32, 1024), 50304, 6.654, 0.0005),
+        ((40, 5120, 40, 4096), 50304, 12.865, 0.001),
+        ((48, 6144, 64, 2048), 51200, 22.07, 0.005),
+        ((96, 12288, 96, 2048), 51200, 174.6, 0.05),
     ],
-)  # fmt: skip
+)
 def test_sizes_have_the_published_names(shape, vocabulary, billions, within):
     assert parameters(Model(*shape), vocabulary) / 1e9 == pytest.approx(billions, abs=within)
 
@@ -47,8 +50,9 @@ def test_arithmetic():
     assert all(size <= 31e9 for *_, size in found) and divisions(100e9, 28e9, 64) == []
 
 
-@pytest.mark.parametrize("shape, recompute, gigabytes", [((24, 1024, 16, 1024), None, 30.9),
-                                                        ((24, 2048, 16, 1024), "full", 26.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, recompute, gigabytes", [((24, 1024, 16, 1024), None, 30.9), ((24, 2048, 16, 1024), "full", 26.0)]
+)
 def test_memory_that_another_suite_reports(shape, recompute, gigabytes):
     """PaddleFleetX, fp16 O2 on a V100, micro-batch 8: it keeps attention scores whole and gradients in fp16."""
     job = Job(Model(*shape), 50304, 8, "fp16", backend="stored")
@@ -60,12 +64,17 @@ def test_memory_that_another_suite_reports(shape, recompute, gigabytes):
 
 # Narayanan et al. 2021 (arXiv:2104.04473), table 1: heads, hidden, layers, tp, pp, GPUs, batch -> TFLOP/s
 PAPER = {
-    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137), "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
-    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142), "18.4B": (48, 6144, 40, 8, 1, 256, 1024, 135),
-    "39.1B": (64, 8192, 48, 8, 2, 512, 1536, 138), "76.1B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
-    "145.6B": (96, 12288, 80, 8, 8, 1536, 2304, 148), "310.1B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
-    "529.6B": (128, 20480, 105, 8, 35, 2520, 2520, 163), "1008B": (160, 25600, 128, 8, 64, 3072, 3072, 163),
-}  # fmt: skip
+    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
+    "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
+    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142),
+    "18.4B": (48, 6144, 40, 8, 1, 256, 1024, 135),
+    "39.1B": (64, 8192, 48, 8, 2, 512, 1536, 138),
+    "76.1B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "145.6B": (96, 12288, 80, 8, 8, 1536, 2304, 148),
+    "310.1B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "529.6B": (128, 20480, 105, 8, 35, 2520, 2520, 163),
+    "1008B": (160, 25600, 128, 8, 64, 3072, 3072, 163),
+}
 
 
 def of_paper(heads, hidden, layers, tp, pp, ranks, batch):
@@ -97,9 +106,11 @@ def test_layouts_of_the_paper_are_in_its_order():
 # Korthikanti et al. 2022 (arXiv:2205.05198), table 5: seconds of an iteration with full recomputation, and with sequence
 # parallelism and selective recomputation: heads, hidden, layers, pp, chunks, batch, micro
 LATER = {
-    "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10), "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
-    "530B": (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83), "1T": (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
-}  # fmt: skip
+    "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
+    "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+    "530B": (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
+    "1T": (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
+}
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -158,11 +169,13 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
 @pytest.mark.parametrize(
     "name, shape, ranks, batch, bound",  # bound: how much of the best is a split of the model, tp x pp
     [
-        ("345M", (24, 1024, 16), 8, 64, (1, 1)), ("1.3B", (24, 2048, 16), 8, 64, (1, 1)),
-        ("6.7B", (32, 4096, 32), 16, 128, (1, 4)), ("22B", (48, 6144, 64), 16, 32, (1, 16)),
+        ("345M", (24, 1024, 16), 8, 64, (1, 1)),
+        ("1.3B", (24, 2048, 16), 8, 64, (1, 1)),
+        ("6.7B", (32, 4096, 32), 16, 128, (1, 4)),
+        ("22B", (48, 6144, 64), 16, 32, (1, 16)),
         ("1T", (128, 25600, 160), 512, 512, (64, 512)),
     ],
-)  # fmt: skip
+)
 def test_golden_plans(name, shape, ranks, batch, bound):
     job = Job(Model(*shape, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, batch)
     space = Space(global_batch=batch, offload=False, tp=8 if ranks > 100 else None)
@@ -232,7 +245,10 @@ def test_devices():
     with pytest.raises(UsageError, match="not in the table"):
         find("abacus")
     assert [find(f"NVIDIA {name}").name for name in ("A100-SXM4-40GB", "H100 80GB HBM3", "GeForce RTX 4090")] == [
-        "A100-40GB", "H100-80GB", "RTX 4090-24GB"]  # fmt: skip
+        "A100-40GB",
+        "H100-80GB",
+        "RTX 4090-24GB",
+    ]
     with pytest.raises(UsageError, match="80GB could be A100-80GB, .*B200-180GB"):
         find("80GB")
     assert cpu(2).reached("fp32", 1e9) == pytest.approx(180e9, rel=0.01)

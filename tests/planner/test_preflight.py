@@ -39,12 +39,30 @@ def test_175b_passes_in_seconds(capsys, root):
     [words] = [text.replace("\\\n", " ").split() for text in commands if "--preflight" in text]
     pretrain_gpt.main(words[2:])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == ["settings", "files", "memory", "groups", "schedule", "layers",
-                                                        "parameters", "shards", "shapes", "twin", "twin"]  # fmt: skip
+    assert [line.split()[1] for line in lines[:-1]] == [
+        "settings",
+        "files",
+        "memory",
+        "groups",
+        "schedule",
+        "layers",
+        "parameters",
+        "shards",
+        "shapes",
+        "twin",
+        "twin",
+    ]
     assert all(line.startswith("PASS  ") for line in lines[:-1])
     told = "\n".join(lines)
-    for words in ("174.616 B", "128 ranks: 16 tp of 8", "128 distinct rank(s), 16 x 8", "174,615,859,200 in 1,156 tensors",
-                  "tp2-pp2-sp on 4 rank(s)", "largest relative difference in loss", "all 11 checks passed"):  # fmt: skip
+    for words in (
+        "174.616 B",
+        "128 ranks: 16 tp of 8",
+        "128 distinct rank(s), 16 x 8",
+        "174,615,859,200 in 1,156 tensors",
+        "tp2-pp2-sp on 4 rank(s)",
+        "largest relative difference in loss",
+        "all 11 checks passed",
+    ):
         assert words in told
 
 
@@ -131,10 +149,17 @@ def checks(line: str = "", world: int = 8) -> dict:
     return {check.name: check for check in check_ranks(Design(config, world, 102, pretrain_gpt.build_model))}
 
 
-@pytest.mark.parametrize("line, world", [
-    ("", 8), ("--sharding-stage 3 --sharding-degree 2", 16), ("--untie-embeddings-and-output-weights --swiglu", 8),
-    ("--pipeline-schedule zb-v", 4), ("--num-query-groups 2 --position-embedding-type rope --qk-layernorm", 8),
-    ("--amp-level O1 --bf16 --normalization RMSNorm", 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, world",
+    [
+        ("", 8),
+        ("--sharding-stage 3 --sharding-degree 2", 16),
+        ("--untie-embeddings-and-output-weights --swiglu", 8),
+        ("--pipeline-schedule zb-v", 4),
+        ("--num-query-groups 2 --position-embedding-type rope --qk-layernorm", 8),
+        ("--amp-level O1 --bf16 --normalization RMSNorm", 4),
+    ],
+)
 def test_right_ranks_pass(line, world):
     found = checks(line, world)
     assert [check.line for check in found.values() if check.fault] == []
@@ -150,15 +175,28 @@ def _too_much(self, rank, pieces):
     return low, min(self.size, low + self.size // pieces + 64)
 
 
-@pytest.mark.parametrize("where, name, bug, found", [
-    (Placement, "box", _all_of_it, {"shards": "overlap"}),  # every tensor parallel rank says it holds everything
-    (Unit, "shard", _too_much, {"shards": "overlap"}),
-    (flops, "parameters", lambda model, size: 7, {"parameters": "and the formula says 7"}),
-    (Pipeline, "layers_of", lambda self, rank: [range(2 * n, 2 * n + 2) for n in range(2)], {"layers": "of rank 4 holds"}),
-    (ranks, "ranks_along", lambda sizes, axes: [[0, 1], [1, 2]], {"groups": "do not hold every rank once"}),
-    (ranks, "make_plan", lambda name, pp, micros, chunks: [[] for _ in range(pp)], {"schedule": ""}),
-    (ranks, "rank_units", lambda *args: type("Units", (), dict(padded=lambda self, n: 5))(), {"parameters": "counts 5"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "where, name, bug, found",
+    [
+        (Placement, "box", _all_of_it, {"shards": "overlap"}),  # every tensor parallel rank says it holds everything
+        (Unit, "shard", _too_much, {"shards": "overlap"}),
+        (flops, "parameters", lambda model, size: 7, {"parameters": "and the formula says 7"}),
+        (
+            Pipeline,
+            "layers_of",
+            lambda self, rank: [range(2 * n, 2 * n + 2) for n in range(2)],
+            {"layers": "of rank 4 holds"},
+        ),
+        (ranks, "ranks_along", lambda sizes, axes: [[0, 1], [1, 2]], {"groups": "do not hold every rank once"}),
+        (ranks, "make_plan", lambda name, pp, micros, chunks: [[] for _ in range(pp)], {"schedule": ""}),
+        (
+            ranks,
+            "rank_units",
+            lambda *args: type("Units", (), dict(padded=lambda self, n: 5))(),
+            {"parameters": "counts 5"},
+        ),
+    ],
+)
 def test_a_planted_bug_is_found(where, name, bug, found, monkeypatch):
     monkeypatch.setattr(where, name, bug)
     failed = {check.name: check.fault for check in checks().values() if check.fault}
@@ -199,8 +237,17 @@ def test_like_machines_pass(run_ranks, root, monkeypatch):
     monkeypatch.chdir(root)
     lines = run_ranks(4, compared, lambda rank: None)[0]
     assert [line for line in lines if not line.startswith("PASS")] == []
-    assert [line.split()[1] for line in lines] == ["ranks", "versions", "code", "command", "data", "disk", "clocks", "gemm",
-                                                   "all-reduce"]  # fmt: skip
+    assert [line.split()[1] for line in lines] == [
+        "ranks",
+        "versions",
+        "code",
+        "command",
+        "data",
+        "disk",
+        "clocks",
+        "gemm",
+        "all-reduce",
+    ]
 
 
 def test_the_odd_ones_are_named(run_ranks, root, monkeypatch):
@@ -241,8 +288,13 @@ def test_the_odd_ones_are_named(run_ranks, root, monkeypatch):
 def test_a_started_job_looks_at_its_machines(root):
     words = f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1 --preflight --device cpu".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, root / "pretrain_gpt.py", *words], capture_output=True, text=True, timeout=250,
-                          env=os.environ | dict(PYTHONPATH=str(root), OMP_NUM_THREADS="1"))  # fmt: skip
+    done = subprocess.run(
+        [*command, root / "pretrain_gpt.py", *words],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=os.environ | dict(PYTHONPATH=str(root), OMP_NUM_THREADS="1"),
+    )
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))]
     assert names[-8:] == ["ranks", "versions", "code", "command", "data", "clocks", "gemm", "all-reduce"], done.stderr
     failed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAIL")}

@@ -31,49 +31,113 @@ def made(line: str, world: int, steps: int = 3):
 
 
 KEPT = [  # flags, ranks, ranks of the twin, what of the twin is as it should be
-    ("--tp 8 --pp 16 --sequence-parallel", 128, 4, lambda p, c: (p.tensor_model_parallel_size == 2
-     == p.pipeline_model_parallel_size) and p.sequence_parallel and c.batch.global_batch_size == 4),
+    (
+        "--tp 8 --pp 16 --sequence-parallel",
+        128,
+        4,
+        lambda p, c: (
+            (p.tensor_model_parallel_size == 2 == p.pipeline_model_parallel_size)
+            and p.sequence_parallel
+            and c.batch.global_batch_size == 4
+        ),
+    ),
     ("--tp 8 --pp 16", 512, 8, lambda p, c: not p.sequence_parallel and c.batch.global_batch_size == 8),
     ("--pp 48", 48, 2, lambda p, c: c.batch.global_batch_size == 4),
     ("--pp 12 --global-batch-size 12", 12, 2, lambda p, c: c.batch.global_batch_size == 2),  # as many as stages
     ("--pp 12 --global-batch-size 5", 12, 2, lambda p, c: c.batch.global_batch_size == 1),  # fewer
     ("--pp 12 --global-batch-size 150", 12, 2, lambda p, c: c.batch.global_batch_size == 3),  # an odd round
-    ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 16, 2, lambda p, c: (
-        p.sharding_stage == 1 and p.overlap_grad_reduce and p.overlap_param_gather and p.sharding_degree is None)),
-    ("--sharding-stage 3 --sharding-degree 4 --param-cpu-offload", 16, 4, lambda p, c: (
-        (p.sharding_stage, p.sharding_degree) == (3, 2) and c.optimizer.param_cpu_offload)),
+    (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        16,
+        2,
+        lambda p, c: (
+            p.sharding_stage == 1 and p.overlap_grad_reduce and p.overlap_param_gather and p.sharding_degree is None
+        ),
+    ),
+    (
+        "--sharding-stage 3 --sharding-degree 4 --param-cpu-offload",
+        16,
+        4,
+        lambda p, c: (p.sharding_stage, p.sharding_degree) == (3, 2) and c.optimizer.param_cpu_offload,
+    ),
     ("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32, 8, lambda p, c: p.sharding_degree is None),
-    ("--pp 8 --num-layers-per-virtual-pipeline-stage 3", 8, 2, lambda p, c: (
-        Pipeline.of(p, c.model.num_layers).chunks == 2 and p.num_layers_per_virtual_pipeline_stage == 2)),
-    ("--pp 8 --num-virtual-stages-per-pipeline-rank 12", 8, 2, lambda p, c: (
-        Pipeline.of(p, c.model.num_layers).chunks == 2 and c.model.num_layers == 4)),
+    (
+        "--pp 8 --num-layers-per-virtual-pipeline-stage 3",
+        8,
+        2,
+        lambda p, c: Pipeline.of(p, c.model.num_layers).chunks == 2 and p.num_layers_per_virtual_pipeline_stage == 2,
+    ),
+    (
+        "--pp 8 --num-virtual-stages-per-pipeline-rank 12",
+        8,
+        2,
+        lambda p, c: Pipeline.of(p, c.model.num_layers).chunks == 2 and c.model.num_layers == 4,
+    ),
     ("--pp 8 --pipeline-schedule zb-v", 8, 2, lambda p, c: p.pipeline_schedule == "zb-v" and c.model.num_layers == 8),
     ("--pp 4 --pipeline-stage-layers 20,26,26,24", 4, 2, lambda p, c: p.pipeline_stage_layers == "1,2"),
     ("--pp 4 --pipeline-stage-layers 0,32,32,32", 4, 2, lambda p, c: p.pipeline_stage_layers == "0,2"),
-    ("--pp 4 --decoder-first-pipeline-num-layers 21", 4, 2, lambda p, c: p.decoder_first_pipeline_num_layers == 1
-     and c.model.num_layers == 3),
-    ("--num-layers 94 --pp 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 8, 2,
-     lambda p, c: c.model.num_layers == 2 and p.account_for_loss_in_pipeline_split),
-    ("--recompute-granularity full --recompute-num-layers 4 --no-recompute-layers 0,7", 1, 1, lambda p, c: (
-        (c.recompute.recompute_num_layers, c.recompute.no_recompute_layers) == (2, "0"))),
-    ("--pp 8 --recompute-granularity full --recompute-method block --recompute-num-layers 5", 8, 2, lambda p, c: (
-        c.recompute.recompute_num_layers == 1)),
-    ("--num-query-groups 8 --tp 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope",
-     8, 2, lambda p, c: (c.model.num_attention_heads, c.model.num_query_groups, c.model.swiglu) == (4, 2, True)),
+    (
+        "--pp 4 --decoder-first-pipeline-num-layers 21",
+        4,
+        2,
+        lambda p, c: p.decoder_first_pipeline_num_layers == 1 and c.model.num_layers == 3,
+    ),
+    (
+        "--num-layers 94 --pp 8 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        8,
+        2,
+        lambda p, c: c.model.num_layers == 2 and p.account_for_loss_in_pipeline_split,
+    ),
+    (
+        "--recompute-granularity full --recompute-num-layers 4 --no-recompute-layers 0,7",
+        1,
+        1,
+        lambda p, c: (c.recompute.recompute_num_layers, c.recompute.no_recompute_layers) == (2, "0"),
+    ),
+    (
+        "--pp 8 --recompute-granularity full --recompute-method block --recompute-num-layers 5",
+        8,
+        2,
+        lambda p, c: c.recompute.recompute_num_layers == 1,
+    ),
+    (
+        "--num-query-groups 8 --tp 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope",
+        8,
+        2,
+        lambda p, c: (c.model.num_attention_heads, c.model.num_query_groups, c.model.swiglu) == (4, 2, True),
+    ),
     ("--num-query-groups 1", 1, 1, lambda p, c: c.model.num_query_groups == 1),
-    ("--kv-channels 64 --tp 4", 4, 2, lambda p, c: c.model.kv_channels * c.model.num_attention_heads
-     != c.model.hidden_size),
+    (
+        "--kv-channels 64 --tp 4",
+        4,
+        2,
+        lambda p, c: c.model.kv_channels * c.model.num_attention_heads != c.model.hidden_size,
+    ),
     ("--position-embedding-type rope --rotary-percent 0.25", 1, 1, lambda p, c: c.model.rotary_percent == 0.25),
     ("--max-position-embeddings 4096", 1, 1, lambda p, c: c.model.max_position_embeddings > c.model.seq_length),
-    ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --untie-embeddings-and-output-weights", 4, 2, lambda p, c:
-     c.optimizer.optimizer_offload_fraction == 0.5 and c.model.untie_embeddings_and_output_weights),
-    ("--fp16 --hidden-dropout 0.2 --attention-dropout 0 --loss-averaging micro-batch", 1, 1, lambda p, c: (
-        c.precision.precision == "fp16" and c.model.hidden_dropout == 0.2 and c.precision.initial_loss_scale == 256)),
-    ("--lr-warmup-fraction 0.1 --lr-decay-style WSD --lr-wsd-decay-iters 100", 1, 1, lambda p, c: (
-        (c.optimizer.lr_warmup_iters, c.optimizer.lr_wsd_decay_iters) == (1, 1))),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --untie-embeddings-and-output-weights",
+        4,
+        2,
+        lambda p, c: c.optimizer.optimizer_offload_fraction == 0.5 and c.model.untie_embeddings_and_output_weights,
+    ),
+    (
+        "--fp16 --hidden-dropout 0.2 --attention-dropout 0 --loss-averaging micro-batch",
+        1,
+        1,
+        lambda p, c: (
+            c.precision.precision == "fp16" and c.model.hidden_dropout == 0.2 and c.precision.initial_loss_scale == 256
+        ),
+    ),
+    (
+        "--lr-warmup-fraction 0.1 --lr-decay-style WSD --lr-wsd-decay-iters 100",
+        1,
+        1,
+        lambda p, c: (c.optimizer.lr_warmup_iters, c.optimizer.lr_wsd_decay_iters) == (1, 1),
+    ),
     ("--check-weight-hash-across-dp-replicas-interval 50", 2, 2, lambda p, c: c.guard.check_replicas_interval == 1),
     ("--reset-position-ids --reset-attention-mask --eod-mask-loss", 1, 1, lambda p, c: c.data.reset_attention_mask),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("flags, world, ranks, kept", KEPT)
@@ -85,15 +149,21 @@ def test_features_stay_and_sizes_go(flags, world, ranks, kept):
     assert (small.model.hidden_size, small.model.seq_length, small.batch.train_iters) == (32, 16, 3)
     assert (small.checkpoint.save, small.data.mock_data, small.kernels.device) == (None, True, "cpu")
     told = " ".join(reduced(config, small))
-    changed = [f.name for group, kind in GROUPS.items() for f in fields(kind) if group != "planner"
-               and getattr(getattr(config, group), f.name) != getattr(getattr(small, group), f.name)]  # fmt: skip
+    changed = [
+        f.name
+        for group, kind in GROUPS.items()
+        for f in fields(kind)
+        if group != "planner" and getattr(getattr(config, group), f.name) != getattr(getattr(small, group), f.name)
+    ]
     assert all(f"{name} " in told for name in changed) and "hidden_size 12288 -> 32" in told
 
 
 def test_what_a_twin_cannot_keep_is_said():
     config, twin = made("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32)
-    assert twin.lost == ("copies of sets of shards (--sharding-degree below the data parallel size): the twin would need "
-                         "more than 8 ranks",)  # fmt: skip
+    assert twin.lost == (
+        "copies of sets of shards (--sharding-degree below the data parallel size): the twin would need "
+        "more than 8 ranks",
+    )
     one, other = twins_of(config, 32)
     p = other.config.parallel
     assert one.config == twin.config and not (one.lost or other.lost) and check(other.config, other.world_size) == []
@@ -131,12 +201,18 @@ def test_resolved_settings_have_the_same_twin():
 
 
 CHOICES = dict(
-    tp=st.sampled_from([1, 2, 8]), pp=st.sampled_from([1, 3, 16]), dp=st.sampled_from([1, 2, 6]),
+    tp=st.sampled_from([1, 2, 8]),
+    pp=st.sampled_from([1, 3, 16]),
+    dp=st.sampled_from([1, 2, 6]),
     zero=st.sampled_from(["", "--sharding-stage 1", "--sharding-stage 2 --sharding-degree 2", "--sharding-stage 3"]),
     schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "interleaved"]),
-    recompute=st.sampled_from(["", "selective", "full --recompute-num-layers 3", "full_attn --no-recompute-layers 1,2"]),
-    batch=st.sampled_from([36, 96, 1536 * 6]), micro=st.sampled_from([1, 3]), sp=st.booleans(),
-)  # fmt: skip
+    recompute=st.sampled_from(
+        ["", "selective", "full --recompute-num-layers 3", "full_attn --no-recompute-layers 1,2"]
+    ),
+    batch=st.sampled_from([36, 96, 1536 * 6]),
+    micro=st.sampled_from([1, 3]),
+    sp=st.booleans(),
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,9 +239,16 @@ MANY = f"""{BIG} --tp 8 --pp 12 --sequence-parallel --use-distributed-optimizer 
 def test_the_tool_trains_with_everything_on(capfd):
     tool.main(f"{MANY} --data-path /nowhere/text --steps 2".replace("--mock-data", "").split())
     told = capfd.readouterr().out
-    for words in ("the twin of 384 ranks, on 8:", "num_layers 96 -> 8", "tensor_model_parallel_size 8 -> 2",
-                  "data_path /nowhere/text -> none", "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8",
-                  "using world size: 8, data-parallel size: 2", "iteration        2/       2", "lm loss: 4."):  # fmt: skip
+    for words in (
+        "the twin of 384 ranks, on 8:",
+        "num_layers 96 -> 8",
+        "tensor_model_parallel_size 8 -> 2",
+        "data_path /nowhere/text -> none",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8",
+        "using world size: 8, data-parallel size: 2",
+        "iteration        2/       2",
+        "lm loss: 4.",
+    ):
         assert words in told
 
 
@@ -187,10 +270,13 @@ def test_checkpoints_of_its_own_are_gone_on_from(capfd, tmp_path):
     assert record["config"]["checkpoint"]["save"] == str(tmp_path)
 
 
-@pytest.mark.parametrize("line, code, words", [
-    ("--num-attention-heads 90", 3, "--hidden-size 12288 is not a multiple of --num-attention-heads 90"),
-    ("--twin-dir {file} --steps 1", 6, "file: cannot be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, code, words",
+    [
+        ("--num-attention-heads 90", 3, "--hidden-size 12288 is not a multiple of --num-attention-heads 90"),
+        ("--twin-dir {file} --steps 1", 6, "file: cannot be written"),
+    ],
+)
 def test_it_ends_as_a_training_does(line, code, words, tmp_path, capfd):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as left:

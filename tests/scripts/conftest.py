@@ -31,8 +31,9 @@ def bash(copy):
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHON", "OMP_NUM_THREADS")}
 
     def run(*words: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-        done = subprocess.run(["bash", *words], cwd=copy, capture_output=True, text=True, timeout=250,
-                              env=inherited | environment)  # fmt: skip
+        done = subprocess.run(
+            ["bash", *words], cwd=copy, capture_output=True, text=True, timeout=250, env=inherited | environment
+        )
         assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 

@@ -30,16 +30,20 @@ PROMISED = """pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_34
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC SUPERVISE
     LOG_DIR PRINT OMP_NUM_THREADS""".split()
 GUIDE = (FOLDER.parent / "docs" / "launching.md").read_text()
-CLEAN = {name: value for name, value in os.environ.items()
-         if name not in (*OWN_VARIABLES, *LAUNCHERS) and not name.startswith("SLURM")}  # fmt: skip
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in (*OWN_VARIABLES, *LAUNCHERS) and not name.startswith("SLURM")
+}
 CLEAN |= dict(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
 
 
 def bash(script, *words, timeout=250, cwd=None, **env):
     """A script through bash, in an environment that no launcher has touched."""
     path = script if isinstance(script, Path) else FOLDER / f"{script}.sh"
-    return subprocess.run(["bash", str(path), *words], env=CLEAN | env, capture_output=True, text=True, timeout=timeout,
-                          cwd=cwd)  # fmt: skip
+    return subprocess.run(
+        ["bash", str(path), *words], env=CLEAN | env, capture_output=True, text=True, timeout=timeout, cwd=cwd
+    )
 
 
 def test_every_promised_script_is_there():
@@ -84,8 +88,10 @@ def first_with():
     def find(kind, name):
         config, world_size = original(configured(name), lambda text: None)
         model = replace(config.model, init_method_std=0.02)  # neither this nor learning rates make another twin
-        alike = [(found.world_size, replace(found.config, optimizer=None, planner=None))
-                 for found in twins_of(replace(config, model=model), world_size)]  # fmt: skip
+        alike = [
+            (found.world_size, replace(found.config, optimizer=None, planner=None))
+            for found in twins_of(replace(config, model=model), world_size)
+        ]
         return seen.setdefault((kind, repr(alike)), name)
 
     return find
@@ -141,8 +147,14 @@ def test_commands_of_the_guide_run_as_written(line):
     )
     assert done.returncode == 0, done.stderr
     steps = "iteration        3/       3"
-    said = {"SHRINK": steps, "PRINT": "--mock-data", "--preflight": "checks passed", "--dry-run": "dry run: nothing",
-            "megatron.pretrain": "layouts looked at", "--train-iters": steps}  # fmt: skip
+    said = {
+        "SHRINK": steps,
+        "PRINT": "--mock-data",
+        "--preflight": "checks passed",
+        "--dry-run": "dry run: nothing",
+        "megatron.pretrain": "layouts looked at",
+        "--train-iters": steps,
+    }
     assert next(words for mark, words in said.items() if mark in line) in done.stdout
 
 
@@ -204,22 +216,37 @@ PER_RANK = STEP | dict(SLURM_STEP_NUM_TASKS="32", SLURM_PROCID="21", SLURM_LOCAL
         (1, dict(GPUS="0,1,2", NPROC="gpu"), RUN + "3 --standalone"),
         (1, dict(GPUS="0,1,2"), "python"),  # made for one
         (8, dict(NPROC="2", LOG_DIR="l"), RUN + "2 --standalone --log-dir l/ranks-of-node-0 --redirects 3 --tee 0:3"),
-        (16, dict(NNODES="2", NODE_RANK="1", NPROC="8") | NODE,
-         RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5"),
-        (16, dict(WORLD_SIZE="2", RANK="1", LOCAL_WORLD_SIZE="8") | NODE,
-         RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5"),
-        (16, dict(WORLD_SIZE="2", RANK="0", CUDA_VISIBLE_DEVICES="0,1,2,3", MASTER_ADDR="first"),
-         RUN + "4 --nnodes 2 --node-rank 0 --master-addr first --master-port 29500"),
+        (
+            16,
+            dict(NNODES="2", NODE_RANK="1", NPROC="8") | NODE,
+            RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5",
+        ),
+        (
+            16,
+            dict(WORLD_SIZE="2", RANK="1", LOCAL_WORLD_SIZE="8") | NODE,
+            RUN + "8 --nnodes 2 --node-rank 1 --master-addr first --master-port 5",
+        ),
+        (
+            16,
+            dict(WORLD_SIZE="2", RANK="0", CUDA_VISIBLE_DEVICES="0,1,2,3", MASTER_ADDR="first"),
+            RUN + "4 --nnodes 2 --node-rank 0 --master-addr first --master-port 29500",
+        ),
         (16, dict(WORLD_SIZE="16", RANK="9", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8") | NODE, "python"),
         (32, PER_NODE, RUN + "8 --nnodes 4 --node-rank 2 --master-addr 10.0.0.1 --master-port 20112"),
-        (32, PER_NODE | dict(SLURM_RESTART_COUNT="2"),
-         RUN + "8 --nnodes 4 --node-rank 2 --master-addr 10.0.0.1 --master-port 20306"),
+        (
+            32,
+            PER_NODE | dict(SLURM_RESTART_COUNT="2"),
+            RUN + "8 --nnodes 4 --node-rank 2 --master-addr 10.0.0.1 --master-port 20306",
+        ),
         (32, PER_NODE | NODE, RUN + "8 --nnodes 4 --node-rank 2 --master-addr first --master-port 5"),
         (32, PER_RANK, "python"),
-        (2, dict(NPROC="2", SUPERVISE="--max-restarts 3"),
-         f"python -m megatron.tools.supervise --max-restarts 3 -- {RUN}2 --standalone"),
+        (
+            2,
+            dict(NPROC="2", SUPERVISE="--max-restarts 3"),
+            f"python -m megatron.tools.supervise --max-restarts 3 -- {RUN}2 --standalone",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_started(tiny, tmp_path, ranks, env, words):
     scontrol = tmp_path / "scontrol"
     answer = '[ "$2" = hostnames ] && printf "n1\\nn2\\n" || echo "NodeName=$3 NodeAddr=10.0.0.1 NodeHostName=h"'
@@ -245,8 +272,9 @@ def test_several_machines_over_ssh(tiny, tmp_path):
     assert done.returncode == 0 and sorted((tmp_path / "hosts").read_text().split()) == ["first", "second"]
     for rank, line in enumerate(sorted(done.stdout.splitlines(), key=lambda line: line.partition("--node-rank ")[2])):
         words = shlex.split(line)
-        assert " ".join(words[1:]).startswith(f"-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --node-rank {rank} "
-                                              "--master-addr first")  # fmt: skip
+        assert " ".join(words[1:]).startswith(
+            f"-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --node-rank {rank} --master-addr first"
+        )
         assert "my vocab.json" in words and words[words.index("--seed") + 1] == "5"
     assert bash("pdsh_launch", str(script), "--mock-data", HOSTS="first bad", **env).returncode == 1
     assert "on which machines?" in bash("pdsh_launch", str(script)).stderr
@@ -343,8 +371,17 @@ def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
     env = CLEAN | dict(
         WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1"
     )
-    nodes = [subprocess.Popen(["bash", str(path), "--mock-data"], env=env | dict(RANK=str(rank)), cwd=tmp_path, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]  # fmt: skip
+    nodes = [
+        subprocess.Popen(
+            ["bash", str(path), "--mock-data"],
+            env=env | dict(RANK=str(rank)),
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
     told = [node.communicate(timeout=250) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     assert "iteration        2/       2" in told[0][0]

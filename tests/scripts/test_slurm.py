@@ -38,8 +38,9 @@ def cluster(tmp_path_factory, root):
     inherited |= dict(SLURM_CONF=f"{folder}/slurm.conf", PYTHON=sys.executable, OMP_NUM_THREADS="1", NODE_GPUS="2")
 
     def run(*words, **env) -> str:
-        done = subprocess.run(list(map(str, words)), env=inherited | env, cwd=root, capture_output=True, text=True,
-                              timeout=300)  # fmt: skip
+        done = subprocess.run(
+            list(map(str, words)), env=inherited | env, cwd=root, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -54,8 +55,11 @@ def cluster(tmp_path_factory, root):
 def script(tmp_path_factory) -> Path:
     """A script as those of scripts/, of a model that trains in seconds."""
     path = tmp_path_factory.mktemp("script") / "pretrain_tiny.sh"
-    path.write_text(f"source {shlex.quote(str(SLURM.parent / '_launch.sh'))}\nlaunch {RANKS} A100-80GB "
-                    + " ".join(FLAGS.split()) + ' "$@"\n')  # fmt: skip
+    path.write_text(
+        f"source {shlex.quote(str(SLURM.parent / '_launch.sh'))}\nlaunch {RANKS} A100-80GB "
+        + " ".join(FLAGS.split())
+        + ' "$@"\n'
+    )
     return path
 
 
@@ -104,10 +108,19 @@ def test_a_job_survives_bad_nodes_lost_ranks_and_preemption(cluster, script, tmp
     saved, log = tmp_path / "saved", Log(tmp_path / "job.log")
     words = ["--train-iters", STEPS, "--save-interval", 5]
     number = cluster(
-        "sbatch", "--parsable", "--nodes=2", "--gpus-per-node=2", "--mem=1000", f"--output={log.path}",
-        SLURM / "pretrain.sbatch", script, *words, CHECKPOINTS=str(saved), SUPERVISE="--backoff 0.2 --poll 0.2",
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        "--gpus-per-node=2",
+        "--mem=1000",
+        f"--output={log.path}",
+        SLURM / "pretrain.sbatch",
+        script,
+        *words,
+        CHECKPOINTS=str(saved),
+        SUPERVISE="--backoff 0.2 --poll 0.2",
         NODE_CHECK='[ "$SLURMD_NODENAME" != n1 ]',
-    ).strip()  # fmt: skip
+    ).strip()
     log.wait_for(r"nodes that fail the check: n1")
     log.wait_for(rf"job {number} on n\[2-3\], start 2")
     log.wait_for(iteration(8))
@@ -147,8 +160,15 @@ def test_every_way_to_start_ranks(cluster, script, tmp_path):
     jobs = {}
     for name, command in (("each", f"srun --ntasks=4 {words}"), ("none", words)):
         jobs[name] = Log(tmp_path / f"{name}.log")
-        cluster("sbatch", "--nodes=2", "--ntasks-per-node=2" if name == "each" else "--ntasks-per-node=1",
-                "--gpus-per-node=2", "--mem=1000", f"--output={jobs[name].path}", f"--wrap={command}")  # fmt: skip
+        cluster(
+            "sbatch",
+            "--nodes=2",
+            "--ntasks-per-node=2" if name == "each" else "--ntasks-per-node=1",
+            "--gpus-per-node=2",
+            "--mem=1000",
+            f"--output={jobs[name].path}",
+            f"--wrap={command}",
+        )
     for log in jobs.values():
         log.wait_for("iteration        2/       2")
         assert "data-parallel size: 2, tensor-model-parallel size: 2" in log.text()
@@ -168,8 +188,17 @@ def test_an_array_preprocesses_and_a_dependent_job_merges(cluster, tmp_path, roo
 
     whole = tmp_path / "whole.jsonl"
     whole.write_text("".join(shard.read_text() for shard in shards))
-    cluster(sys.executable, "preprocess_data.py", "--input", whole, "--output-prefix", tmp_path / "whole",
-            *env["FLAGS"].split(), "--workers", "1")  # fmt: skip
+    cluster(
+        sys.executable,
+        "preprocess_data.py",
+        "--input",
+        whole,
+        "--output-prefix",
+        tmp_path / "whole",
+        *env["FLAGS"].split(),
+        "--workers",
+        "1",
+    )
     for ending in ("bin", "idx"):
         merged, direct = (tmp_path / f"{name}_text_document.{ending}" for name in ("corpus", "whole"))
         assert merged.read_bytes() == direct.read_bytes()

@@ -25,9 +25,18 @@ def test_without_a_global_batch_size_each_rank_has_one_micro_batch():
 
 @pytest.mark.parametrize(
     "consumed, expected",
-    [(0, (16, 2)), (333, (16, 2)), (334, (32, 4)), (666, (32, 4)), (667, (48, 6)), (999, (48, 6)),
-     (1000, (64, 8)), (1001, (64, 8)), (5000, (64, 8))],
-)  # fmt: skip
+    [
+        (0, (16, 2)),
+        (333, (16, 2)),
+        (334, (32, 4)),
+        (666, (32, 4)),
+        (667, (48, 6)),
+        (999, (48, 6)),
+        (1000, (64, 8)),
+        (1001, (64, 8)),
+        (5000, (64, 8)),
+    ],
+)
 def test_rampup_equals_megatrons(consumed, expected):
     assert batch_size(RAMP, 2, consumed) == expected
 
@@ -54,16 +63,23 @@ def test_rampup_that_starts_at_the_full_size_is_constant():
 
 
 @given(
-    micro=st.integers(1, 4), dp=st.integers(1, 4), first=st.integers(1, 5), by=st.integers(1, 4), times=st.integers(1, 6),
-    ramp=st.integers(1, 2000), more=st.integers(0, 2000),
-)  # fmt: skip
+    micro=st.integers(1, 4),
+    dp=st.integers(1, 4),
+    first=st.integers(1, 5),
+    by=st.integers(1, 4),
+    times=st.integers(1, 6),
+    ramp=st.integers(1, 2000),
+    more=st.integers(0, 2000),
+)
 def test_walking_a_run_step_by_step_agrees_with_its_totals(micro, dp, first, by, times, ramp, more):
     step = micro * dp
     start, increment = first * step, by * step
     batch = Batch(
-        micro_batch_size=micro, global_batch_size=start + times * increment,
-        rampup_batch_size=[start, increment, ramp], train_samples=ramp + more,
-    )  # fmt: skip
+        micro_batch_size=micro,
+        global_batch_size=start + times * increment,
+        rampup_batch_size=[start, increment, ramp],
+        train_samples=ramp + more,
+    )
     assert problems(batch, dp) == []
     consumed, sizes = 0, []
     for _ in range(total_iterations(batch, dp)):

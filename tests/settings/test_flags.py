@@ -58,21 +58,45 @@ class Kinds:
 @pytest.mark.parametrize(
     "line, name, value",
     [
-        ("--count 3", "count", 3), ("--count=3", "count", 3), ("--count 1e3", "count", 1000), ("--number 4", "count", 4),
-        ("--seven", "count", 7), ("--seven false", "count", 1), ("--share 1e-4", "share", 1e-4),
-        ("--share -0.5", "share", -0.5), ("--share -1e-4", "share", -1e-4),
-        ("--on", "on", True), ("--no-on", "on", False), ("--no-on true", "on", False), ("--no-on false", "on", True),
-        ("--on false", "on", False), ("--on=off", "on", False),
-        ("--off", "off", True), ("--off true", "off", True), ("--off False", "off", False), ("--no-off", "off", False),
-        ("--enable_off=1", "off", True), ("--off --without-off false", "off", True), ("--without-off", "off", False),
-        ("--choice 3", "choice", 3), ("--choice A", "choice", "a"), ("--choice bee", "choice", "B"),
-        ("--be", "choice", "B"), ("--be --choice a", "choice", "a"),
-        ("--numbers 1 2 3", "numbers", [1, 2, 3]), ("--words 0.5 a", "words", ["0.5", "a"]), ("--maybe 2", "maybe", 2),
-        ("--count 1 --count 2", "count", 2), ("--count 2 --number 2", "count", 2), ("", "maybe", None),
-        ("--count 1 --then --number 2", "count", 2), ("--number 1 --then --on", "count", 1),
-        ("--on --then --no-on", "on", False), ("--choice a --then --be", "choice", "B"),
+        ("--count 3", "count", 3),
+        ("--count=3", "count", 3),
+        ("--count 1e3", "count", 1000),
+        ("--number 4", "count", 4),
+        ("--seven", "count", 7),
+        ("--seven false", "count", 1),
+        ("--share 1e-4", "share", 1e-4),
+        ("--share -0.5", "share", -0.5),
+        ("--share -1e-4", "share", -1e-4),
+        ("--on", "on", True),
+        ("--no-on", "on", False),
+        ("--no-on true", "on", False),
+        ("--no-on false", "on", True),
+        ("--on false", "on", False),
+        ("--on=off", "on", False),
+        ("--off", "off", True),
+        ("--off true", "off", True),
+        ("--off False", "off", False),
+        ("--no-off", "off", False),
+        ("--enable_off=1", "off", True),
+        ("--off --without-off false", "off", True),
+        ("--without-off", "off", False),
+        ("--choice 3", "choice", 3),
+        ("--choice A", "choice", "a"),
+        ("--choice bee", "choice", "B"),
+        ("--be", "choice", "B"),
+        ("--be --choice a", "choice", "a"),
+        ("--numbers 1 2 3", "numbers", [1, 2, 3]),
+        ("--words 0.5 a", "words", ["0.5", "a"]),
+        ("--maybe 2", "maybe", 2),
+        ("--count 1 --count 2", "count", 2),
+        ("--count 2 --number 2", "count", 2),
+        ("", "maybe", None),
+        ("--count 1 --then --number 2", "count", 2),
+        ("--number 1 --then --on", "count", 1),
+        ("--on --then --no-on", "on", False),
+        ("--choice a --then --be", "choice", "B"),
     ],
-)  # fmt: skip
+)
 def test_a_flag_sets_its_field(line, name, value):
     found = getattr(parse(line.split(), {"kinds": Kinds})["kinds"], name)
     assert found == value and type(found) is type(value)
@@ -234,12 +258,7 @@ def test_the_tables_say_one_thing_about_each_flag():
     patterns = [p for p in (*ignored, *refused_) if "*" in p]
     theirs = [n.replace("_", "-") for n in NAMES]
     idle = [p for p in patterns if not any(fnmatchcase(n, p) for n in theirs)]
-    assert set(idle) <= {
-        "--amp-*",
-        "--rdzv-*",
-        "--soap-*",
-        "--use-layer-wise-*",
-    }  # of other systems
+    assert set(idle) <= {"--amp-*", "--rdzv-*", "--soap-*", "--use-layer-wise-*"}  # of other systems
 
 
 @pytest.mark.parametrize(
@@ -332,8 +351,13 @@ def test_print_config_says_who_set_what_and_reads_back(tmp_path, capsys):
         "--preset gpt2-medium --max-lr 1e-4 --data-path 0.3 a 0.7 b --no-bias-gelu-fusion --use-distributed-optimizer"
     )
     text = print_config(line, capsys)
-    for words in (r"lr: 0.0001 +# --max-lr", r"num_layers: 2 +# --num-layers", r"seq_length: 1024 +# preset gpt2-medium",
-                  r"split: \"969,30,1\" +# default", r"sharding_stage: 1 +# --use-distributed-optimizer"):  # fmt: skip
+    for words in (
+        r"lr: 0.0001 +# --max-lr",
+        r"num_layers: 2 +# --num-layers",
+        r"seq_length: 1024 +# preset gpt2-medium",
+        r"split: \"969,30,1\" +# default",
+        r"sharding_stage: 1 +# --use-distributed-optimizer",
+    ):
         assert re.search(words, text)
     (tmp_path / "run.yaml").write_text(text)
     again = print_config(f"--config {tmp_path}/run.yaml", capsys)

@@ -96,9 +96,11 @@ def test_a_file_and_the_one_that_it_builds_on(read):
 
 
 def test_overrides(read):
-    config, _ = read("-o Model.hidden_size=1024 -o Engine.max_steps=3 Distributed.sharding.sharding_degree=1 "
-                     "-o Data.Train.dataset.split=[8,1,1] -o Engine.mix_precision.level=O1 -o Profiler.enable=True "
-                     "-o batch.eval_iters=0 --device cpu")  # fmt: skip
+    config, _ = read(
+        "-o Model.hidden_size=1024 -o Engine.max_steps=3 Distributed.sharding.sharding_degree=1 "
+        "-o Data.Train.dataset.split=[8,1,1] -o Engine.mix_precision.level=O1 -o Profiler.enable=True "
+        "-o batch.eval_iters=0 --device cpu"
+    )
     assert (config.model.hidden_size, config.batch.train_iters, config.data.split) == (1024, 3, "8,1,1")
     assert config.parallel.sharding_stage == 0 and config.parallel.data_parallel_size == 2
     assert config.precision.amp_custom_black_list == ["reduce_sum", "elementwise_div"]

@@ -5,8 +5,16 @@ import pytest
 
 from megatron.settings.rank_env import Ranks, adopt_slurm, first_host, ranks
 
-STEP = dict(SLURM_STEP_ID="3", SLURM_JOB_ID="7", SLURM_STEP_NUM_TASKS="20", SLURM_STEP_TASKS_PER_NODE="8(x2),4",
-            SLURM_STEP_NODELIST="gpu-[07,12-13]", SLURM_PROCID="17", SLURM_NODEID="2", SLURM_LOCALID="1")  # fmt: skip
+STEP = dict(
+    SLURM_STEP_ID="3",
+    SLURM_JOB_ID="7",
+    SLURM_STEP_NUM_TASKS="20",
+    SLURM_STEP_TASKS_PER_NODE="8(x2),4",
+    SLURM_STEP_NODELIST="gpu-[07,12-13]",
+    SLURM_PROCID="17",
+    SLURM_NODEID="2",
+    SLURM_LOCALID="1",
+)
 
 
 def adopted(**env):

@@ -46,22 +46,40 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
     "line, world, words",
     [
         # ranks
-        ("--tp 2 --pp 2", 6, "6 ranks cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; "
-         "run on 4 or 8"),
-        ("--data-parallel-size 3", 4, "--data-parallel-size 3 is not what there is: 4 ranks / (1 x 1 x 1) = 4; leave the "
-         "flag out or run on 3"),
+        (
+            "--tp 2 --pp 2",
+            6,
+            "6 ranks cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; run on 4 or 8",
+        ),
+        (
+            "--data-parallel-size 3",
+            4,
+            "--data-parallel-size 3 is not what there is: 4 ranks / (1 x 1 x 1) = 4; leave the flag out or run on 3",
+        ),
         ("--sharding-degree 3", 4, "--sharding-degree 3 does not divide the data parallel size 4; nearest: 2 or 4"),
         # pipelines
-        ("--pp 3", 3, "--num-layers 4 cannot be cut into 3 even stages (--pipeline-model-parallel-size 3); nearest: 3 or 6 "
-         "layers, or --pipeline-model-parallel-size 1 or 2, or --pipeline-stage-layers 1,2,1"),
+        (
+            "--pp 3",
+            3,
+            "--num-layers 4 cannot be cut into 3 even stages (--pipeline-model-parallel-size 3); nearest: 3 or 6 "
+            "layers, or --pipeline-model-parallel-size 1 or 2, or --pipeline-stage-layers 1,2,1",
+        ),
         ("--pp 2 --virtual-pp-degree 4", 2, "8 even stages (--pipeline-model-parallel-size 2 x 4 model chunks a rank)"),
         ("--num-layers-per-virtual-pipeline-stage 1", 1, "need --pipeline-model-parallel-size of at least 2"),
         ("--pp 2 --pipeline-stage-layers 2,1", 2, "2,1 is 3 layers, and --num-layers is 4; 2,2 would work"),
-        ("--pp 2 --pipeline-schedule zigzag", 2, "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half (or FILE.txt)"),
+        (
+            "--pp 2 --pipeline-schedule zigzag",
+            2,
+            "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half (or FILE.txt)",
+        ),
         ("--pp 2 --pipeline-schedule zb-h1 --virtual-pp-degree 2", 2, "zb-h1 has one model chunk a rank, not 2"),
         ("--pp 2 --pipeline-schedule own.txt --rampup-batch-size 2 2 8 --global-batch-size 8", 2, "drop one of them"),
         ("--pp 2 --decoder-first-pipeline-num-layers 0", 2, "--decoder-first-pipeline-num-layers 0 must be at least 1"),
-        ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads"),
+        (
+            "--tp 3",
+            3,
+            "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads",
+        ),
         ("--device cpu --distributed-backend nccl", 1, "--distributed-backend nccl needs --device cuda"),
         # not yet
         ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
@@ -72,22 +90,40 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),
         ("--nvme-offload-fraction 1.5 --nvme-offload-dir .", 1, "--nvme-offload-fraction 1.5 must be at least 0"),
         ("--nvme-offload-fraction 0.5", 1, "--nvme-offload-fraction 0.5 needs --nvme-offload-dir"),
-        ("--nvme-offload-fraction 0.7 --nvme-offload-dir . --optimizer cpu_adam --optimizer-offload-fraction 0.4", 1,
-         "at most --optimizer-offload-fraction 0.3"),
+        (
+            "--nvme-offload-fraction 0.7 --nvme-offload-dir . --optimizer cpu_adam --optimizer-offload-fraction 0.4",
+            1,
+            "at most --optimizer-offload-fraction 0.3",
+        ),
         ("--optimizer-offload-fraction 1.5", 1, "--optimizer-offload-fraction 1.5 must be at least 0 and at most 1"),
         # model
-        ("--num-attention-heads 7", 1, "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: "
-         "63 or 70, or 4 or 8 heads"),
-        ("--num-query-groups 3", 1, "--num-attention-heads 8 cannot be shared by --num-query-groups 3; nearest: 2 or 4"),
+        (
+            "--num-attention-heads 7",
+            1,
+            "--hidden-size 64 is not a multiple of --num-attention-heads 7; nearest: 63 or 70, or 4 or 8 heads",
+        ),
+        (
+            "--num-query-groups 3",
+            1,
+            "--num-attention-heads 8 cannot be shared by --num-query-groups 3; nearest: 2 or 4",
+        ),
         ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
         ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
-        ("--position-embedding-type rope --rotary-percent 0.4", 1, "3 of 8 (--rotary-percent 0.4 of the width of a head)"),
+        (
+            "--position-embedding-type rope --rotary-percent 0.4",
+            1,
+            "3 of 8 (--rotary-percent 0.4 of the width of a head)",
+        ),
         ("--num-layers 0", 1, "--num-layers 0 must be at least 1"),
         ("--hidden-dropout 1", 1, "--hidden-dropout 1.0 must be at least 0 and below 1"),
         ("--attention-dropout -0.1", 1, "--attention-dropout -0.1 must be"),
         ("--rotary-percent 1.5", 1, "--rotary-percent 1.5 must be above 0 and at most 1"),
         # vocabulary
-        ("--tokenizer-type GPT2BPETokenizer", 1, "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"),
+        (
+            "--tokenizer-type GPT2BPETokenizer",
+            1,
+            "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file",
+        ),
         ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
         ("--vocab-size 0", 1, "--vocab-size 0 must be at least 1"),
         # data
@@ -109,14 +145,22 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", 1, "--min-loss-scale 4 is above --initial-loss-scale 2"),
-        ("--bf16 --amp-level O1 --torch-compile", 1, "--amp-level O1 casts op by op, which --torch-compile does not see"),
+        (
+            "--bf16 --amp-level O1 --torch-compile",
+            1,
+            "--amp-level O1 casts op by op, which --torch-compile does not see",
+        ),
         ("--label-smoothing 1", 1, "--label-smoothing 1.0 must be at least 0 and below 1"),
         # recomputation
         ("--recompute-num-layers 2", 1, "go with --recompute-granularity full, not with none"),
         ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),
         ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
         ("--recompute-granularity full --recompute-num-layers 0", 1, "--recompute-num-layers 0 must be at least 1"),
-        ("--use-recompute --no-recompute-layers 1,4", 1, "--no-recompute-layers 1,4 must be numbers of layers from 0 to 3"),
+        (
+            "--use-recompute --no-recompute-layers 1,4",
+            1,
+            "--no-recompute-layers 1,4 must be numbers of layers from 0 to 3",
+        ),
         ("--use-recompute --no-recompute-layers one", 1, "--no-recompute-layers one must be numbers"),
         # checkpoints and logs
         ("--save-interval 5", 1, "--save-interval needs --save"),
@@ -132,7 +176,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--wandb-exp-name x", 1, "--wandb-exp-name needs --wandb-project"),
         ("--log-interval 0", 1, "--log-interval 0 must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_one_violation_gives_one_sentence(line, world, words):
     found = check(config(line), world)
     assert any(words in text for text in found), found
@@ -171,9 +215,16 @@ def test_a_blend_in_quotes_is_recognised():
 
 @pytest.mark.parametrize(
     "line",
-    ["--data-path d", "--data-path 0.5 a 0.5 b", "--data-path a b c", "--data-path a b", "--train-data-path a",
-     "--data-path d --split 100,0,0", "--data-path d --split 8/2"],
-)  # fmt: skip
+    [
+        "--data-path d",
+        "--data-path 0.5 a 0.5 b",
+        "--data-path a b c",
+        "--data-path a b",
+        "--train-data-path a",
+        "--data-path d --split 100,0,0",
+        "--data-path d --split 8/2",
+    ],
+)
 def test_data_paths_that_work(line):
     assert check(config(line, base=FILES), 1) == []
 
@@ -207,14 +258,28 @@ def test_every_rule_speaks_in_flags():
         optional={
             flag: st.integers(0 if flag == "--micro-batch-size" else -1, 9)  # whose -1 is refused before
             for flag in (
-                "--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--seq-length", "--tp",
-                "--pp", "--cp", "--micro-batch-size", "--global-batch-size", "--train-iters", "--lr-warmup-iters",
-                "--max-position-embeddings", "--sharding-degree", "--data-parallel-size", "--kv-channels", "--clip-grad",
+                "--num-layers",
+                "--hidden-size",
+                "--num-attention-heads",
+                "--num-query-groups",
+                "--seq-length",
+                "--tp",
+                "--pp",
+                "--cp",
+                "--micro-batch-size",
+                "--global-batch-size",
+                "--train-iters",
+                "--lr-warmup-iters",
+                "--max-position-embeddings",
+                "--sharding-degree",
+                "--data-parallel-size",
+                "--kv-channels",
+                "--clip-grad",
             )
         },
     ),
     st.integers(1, 9),
-)  # fmt: skip
+)
 def test_any_numbers_are_answered_or_work(values, world):
     """No combination of sizes makes the rules themselves fail, and what passes can be filled in."""
     settings = config(" ".join(f"{flag} {value}" for flag, value in values.items()))

@@ -26,11 +26,26 @@ def test_swiglu_rounds_its_width_down_to_64_as_megatron_does(hidden, width):
 def test_defaults_that_scripts_rely_on():
     found = {s.name: s.default for s in settings_of(GROUPS)}
     expected = dict(
-        hidden_dropout=0.1, attention_dropout=0.1, weight_decay=0.01, clip_grad=1.0, adam_beta2=0.999, adam_eps=1e-8,
-        lr_decay_style="linear", min_lr=0.0, seed=1234, eval_iters=100, eval_interval=1000, split="969,30,1",
-        make_vocab_size_divisible_by=128, initial_loss_scale=2.0**32, loss_scale_window=1000, hysteresis=2,
-        init_method_std=0.02, log_interval=100, position_embedding_type="learned_absolute",
-    )  # fmt: skip
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        adam_beta2=0.999,
+        adam_eps=1e-8,
+        lr_decay_style="linear",
+        min_lr=0.0,
+        seed=1234,
+        eval_iters=100,
+        eval_interval=1000,
+        split="969,30,1",
+        make_vocab_size_divisible_by=128,
+        initial_loss_scale=2.0**32,
+        loss_scale_window=1000,
+        hysteresis=2,
+        init_method_std=0.02,
+        log_interval=100,
+        position_embedding_type="learned_absolute",
+    )
     assert {name: found[name] for name in expected} == expected
 
 
@@ -58,9 +73,16 @@ def parameters(name: str) -> float:
 
 @pytest.mark.parametrize(
     "name, billions",
-    [("gpt2", 0.1245), ("345M", 0.355), ("1.3B", 1.314), ("6.7B", 6.654), ("13B", 12.865), ("22B", 22.07),
-     ("175B", 174.6)],
-)  # fmt: skip
+    [
+        ("gpt2", 0.1245),
+        ("345M", 0.355),
+        ("1.3B", 1.314),
+        ("6.7B", 6.654),
+        ("13B", 12.865),
+        ("22B", 22.07),
+        ("175B", 174.6),
+    ],
+)
 def test_shapes_have_the_size_in_their_name(name, billions):
     assert parameters(name) == pytest.approx(billions, rel=5e-4)
 

@@ -53,8 +53,18 @@ def test_console_line_is_megatrons_with_rates_behind_it(clock, capsys):
     line = capsys.readouterr().out.rstrip("\n")
     found = LINE.match(line)
     assert found.groups()[1:] == (
-        "2", "40", "16", "500.0", "1.000000E-04", "8", "3.000000E+00", "4096.0", "1.500", "0", "0",
-    )  # fmt: skip
+        "2",
+        "40",
+        "16",
+        "500.0",
+        "1.000000E-04",
+        "8",
+        "3.000000E+00",
+        "4096.0",
+        "1.500",
+        "0",
+        "0",
+    )
     # 8 samples x 16 tokens in 0.5 s; 1 GFLOP a token over 2 ranks of 1 TFLOP/s
     rest = line[found.end() :]
     assert rest == " tokens per second: 256.0 | throughput per GPU (TFLOP/s/GPU): 0.1 | MFU: 12.8% | ETA: 0:00:19 |"
@@ -127,10 +137,20 @@ def test_json_lines_hold_run_steps_and_evaluations(tmp_path, clock):
     assert [line["kind"] for line in lines] == ["run", "step", "step", "eval"]
     assert lines[0]["mesh"] == {"tp": 1, "dp": 2} and lines[0]["versions"]["python"] and lines[0]["question"] == "why"
     assert lines[1] == {
-        "kind": "step", "iteration": 1, "consumed_samples": 8, "batch_size": 8, "lm loss": 2.0, "learning_rate": 1e-4,
-        "grad_norm": 1.5, "loss_scale": 1.0, "skipped": False, "seconds": 0.5, "tokens_per_second": 256.0,
-        "tflops_per_rank": 0.0, "memory": 3.0,
-    }  # fmt: skip
+        "kind": "step",
+        "iteration": 1,
+        "consumed_samples": 8,
+        "batch_size": 8,
+        "lm loss": 2.0,
+        "learning_rate": 1e-4,
+        "grad_norm": 1.5,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "seconds": 0.5,
+        "tokens_per_second": 256.0,
+        "tflops_per_rank": 0.0,
+        "memory": 3.0,
+    }
     assert lines[2]["lm loss"] is None and lines[2]["grad_norm"] is None
     assert lines[3]["lm loss ppl"] == pytest.approx(math.exp(2)) and lines[3]["seconds"] == 7.0
 
@@ -146,8 +166,14 @@ def test_a_resumed_run_takes_back_what_a_killed_one_wrote_behind_its_checkpoint(
         take(resumed, clock, 1.0, *[step(n, loss=2.0) for n in range(4, 8)])
     history = read_history(path)
     assert [(s["iteration"], s["lm loss"]) for s in history.steps] == [
-        (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0),
-    ]  # fmt: skip
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+        (5, 2.0),
+        (6, 2.0),
+        (7, 2.0),
+    ]
     assert (history.evals, history.starts, history.damaged_lines) == ([], [0, 3], 1)
 
 
@@ -171,8 +197,17 @@ def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, cl
     for event in reader.EventFileLoader(str(path)).Load():
         for value in event.summary.value:
             points.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
-    tags = ["lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size", "throughput", "iteration-time",
-            "lm loss validation", "lm loss validation ppl"]  # fmt: skip
+    tags = [
+        "lm loss",
+        "learning-rate",
+        "grad-norm",
+        "loss-scale",
+        "batch-size",
+        "throughput",
+        "iteration-time",
+        "lm loss validation",
+        "lm loss validation ppl",
+    ]
     assert set(points) == {*tags, *(f"{tag} vs samples" for tag in tags)}
     assert points["lm loss"] == [(1, 3.0), (2, 2.0)]
     assert points["lm loss vs samples"] == [(8, 3.0), (16, 2.0)]

@@ -57,11 +57,14 @@ def test_a_run_that_ends_early_still_writes(tmp_path, capsys):
     assert _names(tmp_path / "profile" / "rank_0.trace.json.gz").count("update weights") == 1
 
 
-@pytest.mark.parametrize("wrong, said", [
-    ("--profile-step-start 5 --profile-step-end 5", "leave nothing to profile"),
-    ("--profile-step-start 100 --profile-step-end 110", "leave nothing to profile of iterations 1 to"),
-    ("--profile-ranks 0 3", "this job has the ranks 0 to 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--profile-step-start 5 --profile-step-end 5", "leave nothing to profile"),
+        ("--profile-step-start 100 --profile-step-end 110", "leave nothing to profile of iterations 1 to"),
+        ("--profile-ranks 0 3", "this job has the ranks 0 to 0"),
+    ],
+)
 def test_refused(wrong, said):
     with pytest.raises(SettingsError, match=said):
         pretrain_gpt.main([*TINY.split(), *wrong.split()])

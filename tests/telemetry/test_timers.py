@@ -113,9 +113,13 @@ def test_the_log_is_megatrons():
     assert table(times, "minmax").splitlines() == expected
     assert table(times, "max").splitlines() == ["max time across ranks (ms):", f"{dots[0]}: 1.50", f"{dots[1]}: 500.00"]
     assert table(times, "all").splitlines() == [
-        "times across ranks (ms):", "  forward-recv:", "     rank  1: 1.50", "  optimizer:", "     rank  0: 500.00",
+        "times across ranks (ms):",
+        "  forward-recv:",
+        "     rank  1: 1.50",
+        "  optimizer:",
+        "     rank  0: 500.00",
         "     rank  1: 250.00",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_way_back_forgets_what_was_counted(clock, capsys):
@@ -164,8 +168,13 @@ def test_timing_changes_nothing_else(tmp_path, monkeypatch, capsys):
     told = _records(timed, "timers")
     assert [(one["iteration"], one["steps"]) for one in told] == [(3, 3), (4, 1), (6, 3), (6, 1), (6, 1), (6, 1)]
     assert [next(iter(one["seconds"])) for one in told] == [
-        "batch-generator", "evaluate", "batch-generator", "save-checkpoint", "evaluate", "evaluate",
-    ]  # fmt: skip
+        "batch-generator",
+        "evaluate",
+        "batch-generator",
+        "save-checkpoint",
+        "evaluate",
+        "evaluate",
+    ]
     for parts in (one["seconds"] for one in told if one["steps"] == 3):
         assert set(parts) >= {*MAIN, "forward-compute", "optimizer-inner-step"} and "params-all-gather" not in parts
     events = b"".join(path.read_bytes() for path in tmp_path.glob("events*"))
@@ -221,10 +230,13 @@ def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
     assert 100 > seconds["all-grads-sync"]["max"] > 0.2
 
 
-@pytest.mark.parametrize("wrong, said", [
-    ("--timing-log-level 3", "'3' is none of 0, 1, 2"),
-    ("--timing-log-option median", "'median' is none of minmax, max, all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--timing-log-level 3", "'3' is none of 0, 1, 2"),
+        ("--timing-log-option median", "'median' is none of minmax, max, all"),
+    ],
+)
 def test_refused(wrong, said):
     with pytest.raises(UsageError, match=said):
         pretrain_gpt.main([*TINY.split(), *wrong.split()])

@@ -132,8 +132,11 @@ def test_unicode_17_ranges():
     starts, ends = engines.UNICODE_17_HIGH
     for first, last in zip(starts.tolist(), ends.tolist()):
         assert [engines.has_unicode_17(f"a{chr(point)}") for point in (first - 1, first, last, last + 1)] == [
-            False, True, True, False
-        ]  # fmt: skip
+            False,
+            True,
+            True,
+            False,
+        ]
     assert engines.has_unicode_17("\u0c5c") and not any(map(engines.has_unicode_17, ("\u4e2d \U0001f600", "", "abc")))
 
 
@@ -282,9 +285,14 @@ def test_sentencepiece(tmp_path, kind):
     library = pytest.importorskip("sentencepiece")
     stream = io.BytesIO()
     library.SentencePieceTrainer.train(
-        sentence_iterator=iter([text for text in CORPUS if "\x00" not in text] * 4), model_writer=stream, vocab_size=360,
-        model_type=kind, byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        sentence_iterator=iter([text for text in CORPUS if "\x00" not in text] * 4),
+        model_writer=stream,
+        vocab_size=360,
+        model_type=kind,
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     path = tmp_path / "test.model"
     path.write_bytes(stream.getvalue())
     tokenizer = build_tokenizer(Settings(tokenizer_model=str(path)))

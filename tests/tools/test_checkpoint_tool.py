@@ -120,7 +120,9 @@ def test_diff_lists_what_differs_largest_first(folder, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert caught.value.code == 1 and "4 of 7 tensors differ" in lines[0]
     assert {lines[1].split(":")[0].strip(), lines[2].split(":")[0].strip()} == {
-        "scalar", "optimizer.exp_avg.final_norm.weight"}  # fmt: skip
+        "scalar",
+        "optimizer.exp_avg.final_norm.weight",
+    }
     assert "embedding.word.weight: 1 of 80 elements differ, by at most 2" in lines[3] and "0.5" in lines[4]
     with pytest.raises(SystemExit):
         tool.main(["diff", str(folder), str(other), "--tolerance", "1"])

@@ -22,17 +22,34 @@ CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer
 def write_run(folder, steps=60, resumed_at=None, valid=True):
     lines = JsonLines(folder / "metrics.jsonl")
     header = dict(
-        kind="run", time="2026-11-21T06:22:23+00:00", host="<here>", command=["pretrain_gpt.py", "--lr", "1"],
-        versions={"torch": "2.13.0"}, mesh=dict(pp=1, replicate=2, shard=1, cp=1, tp=1), config=CONFIG,
+        kind="run",
+        time="2026-11-21T06:22:23+00:00",
+        host="<here>",
+        command=["pretrain_gpt.py", "--lr", "1"],
+        versions={"torch": "2.13.0"},
+        mesh=dict(pp=1, replicate=2, shard=1, cp=1, tp=1),
+        config=CONFIG,
         parameters=5_123_456,
-    )  # fmt: skip
+    )
     lines.write(header | dict(iteration=0))
     for n in range(1, steps + 1):
         if n - 1 == resumed_at:
             lines.write(header | dict(iteration=resumed_at))
-        lines.write({"kind": "step", "iteration": n, "consumed_samples": 8 * n, "batch_size": 8,
-                     "lm loss": math.nan if n == 7 else 2 + 5 / n, "learning_rate": 1e-3 / n, "grad_norm": 3.0 / n,
-                     "skipped": n == 7, "seconds": 0.5, "tokens_per_second": 256.0, "mfu": 0.4})  # fmt: skip
+        lines.write(
+            {
+                "kind": "step",
+                "iteration": n,
+                "consumed_samples": 8 * n,
+                "batch_size": 8,
+                "lm loss": math.nan if n == 7 else 2 + 5 / n,
+                "learning_rate": 1e-3 / n,
+                "grad_norm": 3.0 / n,
+                "skipped": n == 7,
+                "seconds": 0.5,
+                "tokens_per_second": 256.0,
+                "mfu": 0.4,
+            }
+        )
         if valid and n % 20 == 0:
             lines.write({"kind": "eval", "split": "validation", "iteration": n, "lm loss": math.log(1000 / n)})
     lines.close()
@@ -69,10 +86,23 @@ def test_page_is_complete_and_self_contained(tmp_path):
 def test_numbers_of_the_run_are_there(tmp_path):
     text = re.sub(r"<[^>]+>", "|", build(write_run(tmp_path, resumed_at=30)))
     for shown in (
-        "5.12 M parameters", "2 layers of width 64", "dp 2", "in 2 launches", "480 samples", "7,680",
-        "|0:00:30|", "500.0 ms", "skipped steps (fp16 overflow)||1|", "steps without a finite loss||1|",
-        "|16.7|", "from 50.0", "MFU 40.0%", "--lr||0.0006|", "torch 2.13.0", "started from iterations||0, 30|",
-    ):  # fmt: skip
+        "5.12 M parameters",
+        "2 layers of width 64",
+        "dp 2",
+        "in 2 launches",
+        "480 samples",
+        "7,680",
+        "|0:00:30|",
+        "500.0 ms",
+        "skipped steps (fp16 overflow)||1|",
+        "steps without a finite loss||1|",
+        "|16.7|",
+        "from 50.0",
+        "MFU 40.0%",
+        "--lr||0.0006|",
+        "torch 2.13.0",
+        "started from iterations||0, 30|",
+    ):
         assert shown in text, shown
     assert "--lr-decay-iters" not in text
 
@@ -140,5 +170,10 @@ def test_smoothing_keeps_lines_and_lengths():
 
 def test_short_counts():
     assert [short(n) for n in (0, 9999, 12_345, 1.5e6, 174.6e9, 2e12)] == [
-        "0", "9,999", "12.3 k", "1.50 M", "174.60 B", "2.00 T",
-    ]  # fmt: skip
+        "0",
+        "9,999",
+        "12.3 k",
+        "1.50 M",
+        "174.60 B",
+        "2.00 T",
+    ]

@@ -14,8 +14,11 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.tools import status
 from megatron.tools.status import folders, look, main
 
-CONFIG = dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16), guard=dict(heartbeat_dir=None),
-              batch=dict(train_iters=100, micro_batch_size=2, global_batch_size=8))  # fmt: skip
+CONFIG = dict(
+    model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16),
+    guard=dict(heartbeat_dir=None),
+    batch=dict(train_iters=100, micro_batch_size=2, global_batch_size=8),
+)
 ENDED = 2**22 + 1  # no process has such a number
 NOW = time.time()
 
@@ -29,8 +32,14 @@ def run(tmp_path):
         (folder / "iter_0000020").mkdir(parents=True)
         (folder / "iter_0000020" / "index.json").touch()
         config = {**CONFIG, "guard": dict(heartbeat_dir=beats and str(beats)), "checkpoint": dict(save=str(folder))}
-        launch = dict(kind="run", iteration=iteration, host=socket.gethostname(), pid=pid or os.getpid(), config=config,
-                      mesh=dict(pp=1, replicate=1, shard=2, cp=1, tp=1))  # fmt: skip
+        launch = dict(
+            kind="run",
+            iteration=iteration,
+            host=socket.gethostname(),
+            pid=pid or os.getpid(),
+            config=config,
+            mesh=dict(pp=1, replicate=1, shard=2, cp=1, tp=1),
+        )
         lines = [json.dumps(record) for record in [launch] * launches + list(records)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         os.utime(folder / "metrics.jsonl", (NOW - age,) * 2)

@@ -112,8 +112,10 @@ while children:
             os.kill(other, signal.SIGTERM)
 sys.exit(int(failed))
 """
-FLAGS = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --vocab-size 9 --micro-batch-size 1 --lr 1 "
-         "--global-batch-size 4 --save-interval 5").split()  # fmt: skip
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --vocab-size 9 --micro-batch-size 1 --lr 1 "
+    "--global-batch-size 4 --save-interval 5"
+).split()
 
 
 class Supervised:
@@ -128,13 +130,40 @@ class Supervised:
         launcher.write_text('#!/bin/sh\nRANKS=${1#--nproc-per-node=}; export RANKS; shift\nexec "$@"\n')
         launcher.chmod(0o755)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron.tools.supervise", "--backoff", "0.05", "--poll", "0.02", *settings,
-             "--hang-timeout", str(hang), "--start-timeout", "120", "--heartbeat-dir", str(self.beats), "--",
-             str(launcher), f"--nproc-per-node={ranks}", sys.executable, str(script), *FLAGS, "--save", str(self.save),
-             "--train-iters", str(steps), *flags],
-            cwd=root, env={**os.environ, "ROOT": str(root), "FAULTS": faults}, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "megatron.tools.supervise",
+                "--backoff",
+                "0.05",
+                "--poll",
+                "0.02",
+                *settings,
+                "--hang-timeout",
+                str(hang),
+                "--start-timeout",
+                "120",
+                "--heartbeat-dir",
+                str(self.beats),
+                "--",
+                str(launcher),
+                f"--nproc-per-node={ranks}",
+                sys.executable,
+                str(script),
+                *FLAGS,
+                "--save",
+                str(self.save),
+                "--train-iters",
+                str(steps),
+                *flags,
+            ],
+            cwd=root,
+            env={**os.environ, "ROOT": str(root), "FAULTS": faults},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+        )
 
     def end(self, timeout=200):
         """(exit code, what was said, the account). Nothing of the job is left."""
@@ -229,8 +258,12 @@ def test_nothing_of_a_job_outlives_a_supervisor_that_is_killed(root, tmp_path):
 
 def test_mistakes_of_the_command_are_told(root):
     command = [sys.executable, "-m", "megatron.tools.supervise"]
-    for words, code, text in (([], 2, "is missing"), (["--"], 2, "no command"), (["--", "ls"], 3, "no training script"),
-                              (["--hang-timeot", "3", "--", "ls"], 2, "did you mean --hang-timeout")):  # fmt: skip
+    for words, code, text in (
+        ([], 2, "is missing"),
+        (["--"], 2, "no command"),
+        (["--", "ls"], 3, "no training script"),
+        (["--hang-timeot", "3", "--", "ls"], 2, "did you mean --hang-timeout"),
+    ):
         found = subprocess.run([*command, *words], cwd=root, capture_output=True, text=True)
         assert found.returncode == code and text in found.stderr
 
@@ -297,8 +330,9 @@ def test_a_job_outlives_the_reader_of_its_supervisors_words(output, root, tmp_pa
     read, write = os.pipe()
     os.close(read)
     close = (lambda: os.close(1)) if output == "none at all" else None
-    found = subprocess.run([sys.executable, *words], cwd=root, stdout=write, stderr=subprocess.PIPE, preexec_fn=close,
-                           timeout=200)  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, *words], cwd=root, stdout=write, stderr=subprocess.PIPE, preexec_fn=close, timeout=200
+    )
     os.close(write)
     assert (found.returncode, found.stderr) == (0, b"") and (tmp_path / "done").exists()
     assert json.loads((tmp_path / "goodput.json").read_text())["outcome"] == "finished"
@@ -318,14 +352,23 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     from tests.chaos.supervised import command, environment
     from tests.chaos.victim import Fault
 
-    flags = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "
-             "--lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --train-iters 120 "
-             "--save-interval 20 --keep-last 2").split()  # fmt: skip
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "
+        "--lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --train-iters 120 "
+        "--save-interval 20 --keep-last 2"
+    ).split()
     folder = memory_folder  # a rank that waits for a busy disk is silent too
     save = folder / "a"
     stop = Fault("forward", str(folder / "marker"), rank=1, step=31, action="SIGSTOP")  # of itself: no race with it
-    job = subprocess.run(command([*flags, "--save", str(save)], folder, stop), cwd=root, env=environment(), text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=250)  # fmt: skip
+    job = subprocess.run(
+        command([*flags, "--save", str(save)], folder, stop),
+        cwd=root,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=250,
+    )
     said = job.stdout
     assert job.returncode == 0, said
     assert re.search(r"rank 1 on \S+, pid \d+: is stopped by a signal \(SIGSTOP\), .*, step 31\b", said), said
@@ -350,8 +393,18 @@ def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "megatron.tools.supervise", "--max-restarts", "0", "--log-dir", str(tmp_path), "--",
-               sys.executable, str(script)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.tools.supervise",
+        "--max-restarts",
+        "0",
+        "--log-dir",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        str(script),
+    ]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250)
     account = json.loads((tmp_path / "goodput.json").read_text())
     assert found.returncode not in (0, None) and account["attempts"][0]["cause"] != "finished", found.stdout

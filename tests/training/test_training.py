@@ -56,15 +56,29 @@ def test_resume_is_bit_identical(world, precision, run_ranks, tmp_path):
 def test_kill_9_loses_only_what_was_not_saved(root, tmp_path):
     """A real job under torchrun, killed without warning, goes on to the same bits as one that was left alone."""
     flags = f"{TINY} --train-iters 60 --save-interval 5 --bf16".split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # fmt: skip
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
     command = [*torchrun, "pretrain_gpt.py", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     quiet = dict(cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     stop = Fault("forward", str(tmp_path / "marker"), rank=1, step=13, action="SIGSTOP")  # where it is killed
-    job = subprocess.Popen([*torchrun, "-m", "tests.chaos.victim", stop.text(), *command[-len(flags) - 1 :],
-                            "--save", str(killed)], start_new_session=True, **quiet)  # fmt: skip
+    job = subprocess.Popen(
+        [*torchrun, "-m", "tests.chaos.victim", stop.text(), *command[-len(flags) - 1 :], "--save", str(killed)],
+        start_new_session=True,
+        **quiet,
+    )
     while not (tmp_path / "marker").exists():
         assert job.poll() is None, "ended before it could be killed"
         time.sleep(0.01)

@@ -118,9 +118,11 @@ def _file_names(folder: Path) -> list[str]:
         if (folder / "model.safetensors").exists():
             return ["model.safetensors"]
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        raise CheckpointError(f"{folder} has no model.safetensors",
-                              "it holds pickled weights, which are not opened" if pickled else None,
-                              "save the model with safe_serialization=True" if pickled else None)  # fmt: skip
+        raise CheckpointError(
+            f"{folder} has no model.safetensors",
+            "it holds pickled weights, which are not opened" if pickled else None,
+            "save the model with safe_serialization=True" if pickled else None,
+        )
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{index} has no weight_map")

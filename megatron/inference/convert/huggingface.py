@@ -74,8 +74,9 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.Tokenizer, ch
         return [f"{out}: {kind} in {', '.join(files)}", *notices]
 
 
-def _export_vocabulary(path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.Tokenizer,
-                       check: bool) -> tuple[Optional[int], list[str]]:  # fmt: skip
+def _export_vocabulary(
+    path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.Tokenizer, check: bool
+) -> tuple[Optional[int], list[str]]:
     """Copy the tokenizer; (id that ends a document, notices)."""
     if (given.tokenizer_type or config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
         return None, ["the run had no tokenizer, so the export has none"]
@@ -126,8 +127,10 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     for name, match in wanted.items():
         for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
             if files.shapes[names[theirs]] != tuple(expected.shape):
-                raise CheckpointError(f"{names[theirs]} in {source} is {files.shapes[names[theirs]]}, config.json says "
-                                      f"{tuple(expected.shape)}")  # fmt: skip
+                raise CheckpointError(
+                    f"{names[theirs]} in {source} is {files.shapes[names[theirs]]}, config.json says "
+                    f"{tuple(expected.shape)}"
+                )
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
         match = wanted[piece.name]
@@ -164,8 +167,11 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, kind: str, model: 
     ]
     if missing or extra:
         lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in sorted(extra)[:6])]
-        raise CheckpointError(f"{source} does not hold the {kind} of its config.json: {len(missing)} tensors are missing, "
-                              f"{len(extra)} are unknown", "\n  ".join(lines))  # fmt: skip
+        raise CheckpointError(
+            f"{source} does not hold the {kind} of its config.json: {len(missing)} tensors are missing, "
+            f"{len(extra)} are unknown",
+            "\n  ".join(lines),
+        )
     return names
 
 
@@ -232,7 +238,9 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise SettingsError("both models are compared before anything is written, which needs transformers",
-                            do="pip install transformers, or convert with --unchecked") from None  # fmt: skip
+        raise SettingsError(
+            "both models are compared before anything is written, which needs transformers",
+            do="pip install transformers, or convert with --unchecked",
+        ) from None
     transformers.utils.logging.disable_progress_bar()
     return transformers

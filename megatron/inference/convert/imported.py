@@ -7,8 +7,13 @@ from typing import Any, Optional
 from megatron.settings import schema
 
 
-def imported_state(model: schema.Model, vocab_size: int, position: dict[str, Any], origin: str,
-                   tokenizer: Optional[schema.Tokenizer] = None) -> dict[str, Any]:  # fmt: skip
+def imported_state(
+    model: schema.Model,
+    vocab_size: int,
+    position: dict[str, Any],
+    origin: str,
+    tokenizer: Optional[schema.Tokenizer] = None,
+) -> dict[str, Any]:
     """The content of state.json. position: of a run that has not begun (`run.State.record`).
 
     Sizes that follow from others are spelled out, as a training run does before it saves: they are compared with the
@@ -22,5 +27,11 @@ def imported_state(model: schema.Model, vocab_size: int, position: dict[str, Any
         max_position_embeddings=model.position_table,
     )
     record = dict(model=asdict(model), tokenizer=asdict(tokenizer or schema.Tokenizer()))
-    return dict(state=position, optimizer_steps=None, config=asdict(schema.from_record(record)), vocab_size=vocab_size,
-                mesh={}, origin=origin)  # fmt: skip
+    return dict(
+        state=position,
+        optimizer_steps=None,
+        config=asdict(schema.from_record(record)),
+        vocab_size=vocab_size,
+        mesh={},
+        origin=origin,
+    )

@@ -35,28 +35,50 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 
 IN_LAYER = {  # of the early models, then of the ones since Megatron-Core
-    "input_layernorm": "attention_norm", "input_norm": "attention_norm",
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
     "self_attention.linear_qkv.layer_norm": "attention_norm",
-    "self_attention.query_key_value": "attention.qkv", "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "attention.query_key_value": "attention.qkv",
     "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.dense": "attention.output", "attention.dense": "attention.output",
+    "self_attention.dense": "attention.output",
+    "attention.dense": "attention.output",
     "self_attention.linear_proj": "attention.output",
-    "self_attention.q_layernorm": "attention.q_norm", "self_attention.k_layernorm": "attention.k_norm",
-    "post_attention_layernorm": "mlp_norm", "post_attention_norm": "mlp_norm", "pre_mlp_layernorm": "mlp_norm",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
-    "mlp.dense_h_to_4h": "mlp.up", "mlp.linear_fc1": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down", "mlp.linear_fc2": "mlp.down",
-}  # fmt: skip
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+    "mlp.linear_fc2": "mlp.down",
+}
 OUTSIDE = {
-    "embedding.word_embeddings": "embedding.word", "embedding.position_embeddings": "embedding.position",
+    "embedding.word_embeddings": "embedding.word",
+    "embedding.position_embeddings": "embedding.position",
     "output_layer": "output",
-    **{f"{stack}final_{kind}": "final_norm" for stack in ("encoder.", "transformer.", "decoder.")
-       for kind in ("layernorm", "norm")},
-}  # fmt: skip
+    **{
+        f"{stack}final_{kind}": "final_norm"
+        for stack in ("encoder.", "transformer.", "decoder.")
+        for kind in ("layernorm", "norm")
+    },
+}
 _NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq)|word_embeddings(_for_head)?\.weight")
-_REFUSED = ("num_experts", "multi_latent_attention", "apply_layernorm_1p", "squared_relu", "rotary_interleaved",
-            "add_qkv_bias", "apply_residual_connection_post_layernorm", "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers", "use_rope_scaling", "heterogeneous_layers_config_path")  # fmt: skip
+_REFUSED = (
+    "num_experts",
+    "multi_latent_attention",
+    "apply_layernorm_1p",
+    "squared_relu",
+    "rotary_interleaved",
+    "add_qkv_bias",
+    "apply_residual_connection_post_layernorm",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "use_rope_scaling",
+    "heterogeneous_layers_config_path",
+)
 
 
 class Part(NamedTuple):
@@ -67,8 +89,16 @@ class Part(NamedTuple):
     path: Path
 
 
-def convert(source: Path, out: Path, state: dict[str, Any], *, step: Optional[int] = None, vocab_size: Optional[int] = None,
-            heads: Optional[int] = None, say: Callable[[str], None] = print) -> list[str]:  # fmt: skip
+def convert(
+    source: Path,
+    out: Path,
+    state: dict[str, Any],
+    *,
+    step: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    heads: Optional[int] = None,
+    say: Callable[[str], None] = print,
+) -> list[str]:
     """Write the weights of a checkpoint as a folder of checkpoints; returns what the user should hear.
 
     state: what a run saves of its position. vocab_size: tokens without padding; heads: where the saved arguments lack it.
@@ -160,8 +190,9 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
     raise CheckpointError(f"tensor {theirs} is not known")
 
 
-def _pieces(part: Part, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement],
-            sizes: tuple[int, int]) -> Iterator[Piece]:  # fmt: skip
+def _pieces(
+    part: Part, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
+) -> Iterator[Piece]:
     """What one of their files holds of our tensors."""
     tp, pp = sizes
     chunks = max(1, facts["chunks"])
@@ -213,8 +244,13 @@ def _reshaped(
         raise CheckpointError(f"{name} has shape {tuple(x.shape)}, which does not fit {placed.shape}") from None
 
 
-def _settings(facts: dict, shapes: dict[str, tuple[int, ...]], sizes: tuple[int, int], vocab_size: Optional[int],
-              heads: Optional[int]) -> tuple[schema.Model, int, list[str]]:  # fmt: skip
+def _settings(
+    facts: dict,
+    shapes: dict[str, tuple[int, ...]],
+    sizes: tuple[int, int],
+    vocab_size: Optional[int],
+    heads: Optional[int],
+) -> tuple[schema.Model, int, list[str]]:
     """(model, vocabulary without padding, notices) from the saved arguments, and from shapes where they say nothing."""
     args, notices = facts["args"], []
     refused = [name for name in _REFUSED if args.get(name)]
@@ -229,26 +265,47 @@ def _settings(facts: dict, shapes: dict[str, tuple[int, ...]], sizes: tuple[int,
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
     positions = named.get((None, "embedding.position.weight"))
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
-    layers = len({(key.partition("/")[0], found[0]) for key in shapes
-                  if (found := our_name(key.partition("/")[2])) and found[0] is not None})  # fmt: skip
-    known = {name: args[name] for name in ("rotary_percent", "normalization", "qk_layernorm", "hidden_dropout",
-             "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "kv_channels",
-             "apply_query_key_layer_scaling") if args.get(name) is not None}  # fmt: skip
+    layers = len(
+        {
+            (key.partition("/")[0], found[0])
+            for key in shapes
+            if (found := our_name(key.partition("/")[2])) and found[0] is not None
+        }
+    )
+    known = {
+        name: args[name]
+        for name in (
+            "rotary_percent",
+            "normalization",
+            "qk_layernorm",
+            "hidden_dropout",
+            "attention_dropout",
+            "init_method_std",
+            "make_vocab_size_divisible_by",
+            "kv_channels",
+            "apply_query_key_layer_scaling",
+        )
+        if args.get(name) is not None
+    }
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     model = schema.Model(
-        num_layers=args.get("num_layers") or layers * sizes[1], hidden_size=words[1], num_attention_heads=heads,
+        num_layers=args.get("num_layers") or layers * sizes[1],
+        hidden_size=words[1],
+        num_attention_heads=heads,
         seq_length=args.get("seq_length") or (positions or (1024,))[0],
         max_position_embeddings=positions[0] if positions else args.get("max_position_embeddings"),
         ffn_hidden_size=args.get("ffn_hidden_size") or 4 * words[1],
-        group_query_attention=groups is not None, num_query_groups=groups,
+        group_query_attention=groups is not None,
+        num_query_groups=groups,
         position_embedding_type="rope" if rope else "learned_absolute" if positions else "none",
         rotary_base=float(args.get("rotary_base") or 10000.0),
         norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
         swiglu=bool(args.get("swiglu")),
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
-        untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")), **known,
-    )  # fmt: skip
+        untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),
+        **known,
+    )
     rows = words[0] * sizes[0]
     if vocab_size is None:
         vocab_size = args.get("vocab_size") or rows

@@ -50,14 +50,21 @@ def _gpt2(model: Model) -> list[Match]:
         for mine, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
             found += [Match(f"{ours}{mine}.{kind}", (f"{theirs}{name}.{kind}",)) for kind in ("weight", "bias")]
         found.append(
-            Match(f"{ours}attention.qkv.weight", (f"{theirs}attn.c_attn.weight",),
-                  lambda t: t[0].view(h, 3, g, d).permute(2, 1, 3, 0),  # [h, q k v, g, d] -> [g, q k v, d, h]
-                  lambda x: [x.permute(3, 1, 0, 2).reshape(h, 3 * g * d)])
-        )  # fmt: skip
+            Match(
+                f"{ours}attention.qkv.weight",
+                (f"{theirs}attn.c_attn.weight",),
+                lambda t: t[0].view(h, 3, g, d).permute(2, 1, 3, 0),  # [h, q k v, g, d] -> [g, q k v, d, h]
+                lambda x: [x.permute(3, 1, 0, 2).reshape(h, 3 * g * d)],
+            )
+        )
         found.append(
-            Match(f"{ours}attention.qkv.bias", (f"{theirs}attn.c_attn.bias",),
-                  lambda t: t[0].view(3, g, d).transpose(0, 1), lambda x: [x.transpose(0, 1).reshape(3 * g * d)])
-        )  # fmt: skip
+            Match(
+                f"{ours}attention.qkv.bias",
+                (f"{theirs}attn.c_attn.bias",),
+                lambda t: t[0].view(3, g, d).transpose(0, 1),
+                lambda x: [x.transpose(0, 1).reshape(3 * g * d)],
+            )
+        )
         linears = (("attention.output", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"))
         for mine, name in linears:
             found.append(_transposed(f"{ours}{mine}.weight", f"{theirs}{name}.weight"))
@@ -74,15 +81,22 @@ def _llama(model: Model) -> list[Match]:
         ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
         found += [
             Match(f"{ours}attention_norm.weight", (f"{theirs}input_layernorm.weight",)),
-            Match(f"{ours}attention.qkv.weight", tuple(f"{theirs}self_attn.{x}_proj.weight" for x in "qkv"),
-                  lambda t: torch.cat([part.view(g, -1, d, h) for part in t], 1),
-                  lambda x: [part.reshape(-1, h) for part in x.split((q, 1, 1), 1)]),
+            Match(
+                f"{ours}attention.qkv.weight",
+                tuple(f"{theirs}self_attn.{x}_proj.weight" for x in "qkv"),
+                lambda t: torch.cat([part.view(g, -1, d, h) for part in t], 1),
+                lambda x: [part.reshape(-1, h) for part in x.split((q, 1, 1), 1)],
+            ),
             Match(f"{ours}attention.output.weight", (f"{theirs}self_attn.o_proj.weight",)),
             Match(f"{ours}mlp_norm.weight", (f"{theirs}post_attention_layernorm.weight",)),
-            Match(f"{ours}mlp.up.weight", (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"),
-                  torch.stack, lambda x: list(x)),
+            Match(
+                f"{ours}mlp.up.weight",
+                (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"),
+                torch.stack,
+                lambda x: list(x),
+            ),
             Match(f"{ours}mlp.down.weight", (f"{theirs}mlp.down_proj.weight",)),
-        ]  # fmt: skip
+        ]
     return found + [Match("final_norm.weight", ("model.norm.weight",))] + _output(model)
 
 
@@ -116,33 +130,59 @@ def kind_of(model: Model) -> str:
     for kind, against in (("gpt2", gpt2), ("llama", llama)):
         if not any(against.values()):
             return kind
-    why = "\n  ".join(f"not {kind}: " + ", ".join(what for what, so in against.items() if so)
-                      for kind, against in (("GPT-2", gpt2), ("Llama", llama)))  # fmt: skip
+    why = "\n  ".join(
+        f"not {kind}: " + ", ".join(what for what, so in against.items() if so)
+        for kind, against in (("GPT-2", gpt2), ("Llama", llama))
+    )
     raise SettingsError("Hugging Face has no model of this shape among GPT-2 and Llama", why)
 
 
 def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -> dict[str, Any]:
     """The content of config.json. end: id that ends a document; dtype: of the weights, as torch names it."""
-    shared = dict(vocab_size=vocab_size, initializer_range=model.init_method_std, bos_token_id=end, eos_token_id=end,
-                  tie_word_embeddings=not model.untie_embeddings_and_output_weights, dtype=dtype,
-                  use_cache=True)  # fmt: skip
+    shared = dict(
+        vocab_size=vocab_size,
+        initializer_range=model.init_method_std,
+        bos_token_id=end,
+        eos_token_id=end,
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        dtype=dtype,
+        use_cache=True,
+    )
     if kind_of(model) == "gpt2":
         return dict(
-            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=model.position_table,
-            n_embd=model.hidden_size, n_layer=model.num_layers, n_head=model.num_attention_heads,
-            n_inner=model.ffn_size, activation_function="gelu_new" if model.bias_gelu_fusion else "gelu",
-            layer_norm_epsilon=model.norm_epsilon, embd_pdrop=model.hidden_dropout, resid_pdrop=model.hidden_dropout,
-            attn_pdrop=model.attention_dropout, **shared,
-        )  # fmt: skip
+            model_type="gpt2",
+            architectures=["GPT2LMHeadModel"],
+            n_positions=model.position_table,
+            n_embd=model.hidden_size,
+            n_layer=model.num_layers,
+            n_head=model.num_attention_heads,
+            n_inner=model.ffn_size,
+            activation_function="gelu_new" if model.bias_gelu_fusion else "gelu",
+            layer_norm_epsilon=model.norm_epsilon,
+            embd_pdrop=model.hidden_dropout,
+            resid_pdrop=model.hidden_dropout,
+            attn_pdrop=model.attention_dropout,
+            **shared,
+        )
     return dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size, num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads, num_key_value_heads=model.query_groups,
-        head_dim=model.head_dim, hidden_act="silu", max_position_embeddings=model.position_table,
-        rms_norm_eps=model.norm_epsilon, attention_bias=False, mlp_bias=False,
-        attention_dropout=model.attention_dropout, rope_theta=model.rotary_base,
-        rope_parameters=dict(rope_type="default", rope_theta=model.rotary_base), **shared,
-    )  # fmt: skip
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.query_groups,
+        head_dim=model.head_dim,
+        hidden_act="silu",
+        max_position_embeddings=model.position_table,
+        rms_norm_eps=model.norm_epsilon,
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=model.attention_dropout,
+        rope_theta=model.rotary_base,
+        rope_parameters=dict(rope_type="default", rope_theta=model.rotary_base),
+        **shared,
+    )
 
 
 def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
@@ -154,8 +194,14 @@ def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
         model, vocab_size = (_from_gpt2 if kind == "gpt2" else _from_llama)(theirs)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"config.json is not complete: {error!r}") from None
-    sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length, model.ffn_hidden_size,
-             vocab_size)  # fmt: skip
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.seq_length,
+        model.ffn_hidden_size,
+        vocab_size,
+    )
     if not all(0 < size < 1 << 31 for size in sizes):
         raise CheckpointError(f"config.json describes no model: sizes {', '.join(map(str, sizes))}")
     return kind, model, vocab_size
@@ -165,23 +211,36 @@ def _refuse(theirs: dict[str, Any], **allowed) -> None:
     """Raise CheckpointError when a setting is there with a value that changes the arithmetic."""
     for name, values in allowed.items():
         if name in theirs and theirs[name] not in values:
-            raise CheckpointError(f"{name} {theirs[name]!r} in config.json cannot be expressed here",
-                                  f"known: {', '.join(map(repr, values))}")  # fmt: skip
+            raise CheckpointError(
+                f"{name} {theirs[name]!r} in config.json cannot be expressed here",
+                f"known: {', '.join(map(repr, values))}",
+            )
 
 
 def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
     off = (False, None)
-    _refuse(c, activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), add_cross_attention=off,
-            scale_attn_by_inverse_layer_idx=off, scale_attn_weights=(True,))  # fmt: skip
+    _refuse(
+        c,
+        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        add_cross_attention=off,
+        scale_attn_by_inverse_layer_idx=off,
+        scale_attn_weights=(True,),
+    )
     length = int(c.get("n_positions") or c.get("n_ctx"))
     model = Model(
-        num_layers=int(c["n_layer"]), hidden_size=int(c["n_embd"]), num_attention_heads=int(c["n_head"]),
-        seq_length=length, max_position_embeddings=length, ffn_hidden_size=int(c.get("n_inner") or 4 * c["n_embd"]),
-        norm_epsilon=float(c.get("layer_norm_epsilon", 1e-5)), hidden_dropout=float(c.get("resid_pdrop", 0.1)),
-        attention_dropout=float(c.get("attn_pdrop", 0.1)), init_method_std=float(c.get("initializer_range", 0.02)),
+        num_layers=int(c["n_layer"]),
+        hidden_size=int(c["n_embd"]),
+        num_attention_heads=int(c["n_head"]),
+        seq_length=length,
+        max_position_embeddings=length,
+        ffn_hidden_size=int(c.get("n_inner") or 4 * c["n_embd"]),
+        norm_epsilon=float(c.get("layer_norm_epsilon", 1e-5)),
+        hidden_dropout=float(c.get("resid_pdrop", 0.1)),
+        attention_dropout=float(c.get("attn_pdrop", 0.1)),
+        init_method_std=float(c.get("initializer_range", 0.02)),
         bias_gelu_fusion=c.get("activation_function", "gelu_new") != "gelu",
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", True),
-    )  # fmt: skip
+    )
     return model, int(c["vocab_size"])
 
 
@@ -193,13 +252,24 @@ def _from_llama(c: dict[str, Any]) -> tuple[Model, int]:
     heads, length = int(c["num_attention_heads"]), int(c["max_position_embeddings"])
     groups = int(c.get("num_key_value_heads") or heads)
     model = Model(
-        num_layers=int(c["num_hidden_layers"]), hidden_size=int(c["hidden_size"]), num_attention_heads=heads,
-        num_query_groups=groups, group_query_attention=groups != heads,
-        kv_channels=int(c.get("head_dim") or c["hidden_size"] // heads), ffn_hidden_size=int(c["intermediate_size"]),
-        seq_length=length, max_position_embeddings=length, position_embedding_type="rope",
-        rotary_base=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0), normalization="RMSNorm",
-        norm_epsilon=float(c.get("rms_norm_eps", 1e-6)), swiglu=True, disable_bias_linear=True, hidden_dropout=0.0,
-        attention_dropout=float(c.get("attention_dropout") or 0.0), init_method_std=float(c.get("initializer_range", 0.02)),
+        num_layers=int(c["num_hidden_layers"]),
+        hidden_size=int(c["hidden_size"]),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        group_query_attention=groups != heads,
+        kv_channels=int(c.get("head_dim") or c["hidden_size"] // heads),
+        ffn_hidden_size=int(c["intermediate_size"]),
+        seq_length=length,
+        max_position_embeddings=length,
+        position_embedding_type="rope",
+        rotary_base=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+        normalization="RMSNorm",
+        norm_epsilon=float(c.get("rms_norm_eps", 1e-6)),
+        swiglu=True,
+        disable_bias_linear=True,
+        hidden_dropout=0.0,
+        attention_dropout=float(c.get("attention_dropout") or 0.0),
+        init_method_std=float(c.get("initializer_range", 0.02)),
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", False),
-    )  # fmt: skip
+    )
     return model, int(c["vocab_size"])

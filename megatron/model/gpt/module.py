@@ -42,10 +42,23 @@ class GPT(nn.Module):
         None  # of the output layer; set by `deferred.attach`, as those of others
     )
 
-    def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, layers: Optional[range] = None, first: bool = True,
-                 last: bool = True, sequence_parallel: bool = False, kernels: Optional[Kernels] = None,
-                 recompute: Optional[Recompute] = None, autocast: Optional[Autocast] = None, seed: int = 1234,
-                 dtype: torch.dtype = torch.float32, device=None):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        vocab_size: int,
+        *,
+        layers: Optional[range] = None,
+        first: bool = True,
+        last: bool = True,
+        sequence_parallel: bool = False,
+        kernels: Optional[Kernels] = None,
+        recompute: Optional[Recompute] = None,
+        autocast: Optional[Autocast] = None,
+        seed: int = 1234,
+        dtype: torch.dtype = torch.float32,
+        device=None,
+    ):
         super().__init__()
         self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
         self.first, self.last, self.tp, self.vocab_size = first, last, mesh.tp, vocab_size
@@ -89,10 +102,16 @@ class GPT(nn.Module):
                 return x
             mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
             loss = linear_cross_entropy(
-                x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), mask=mask,
-                vocab_size=self.vocab_size, tp=self.tp, label_smoothing=self.label_smoothing if self.training else 0.0,
-                chunk=self.kernels.cross_entropy_chunk, later=self.weight_gradients,
-            )  # fmt: skip
+                x.flatten(0, 1),
+                self._output_weight(),
+                batch.labels.reshape(-1),
+                mask=mask,
+                vocab_size=self.vocab_size,
+                tp=self.tp,
+                label_smoothing=self.label_smoothing if self.training else 0.0,
+                chunk=self.kernels.cross_entropy_chunk,
+                later=self.weight_gradients,
+            )
         return loss, loss.new_full((), batch.labels.numel()) if mask is None else mask.sum()
 
     @torch.no_grad()
@@ -103,13 +122,25 @@ class GPT(nn.Module):
             if not self.last:
                 return x
             losses = token_losses(
-                x.flatten(0, 1), self._output_weight(), batch.labels.reshape(-1), vocab_size=self.vocab_size, tp=self.tp,
+                x.flatten(0, 1),
+                self._output_weight(),
+                batch.labels.reshape(-1),
+                vocab_size=self.vocab_size,
+                tp=self.tp,
                 chunk=self.kernels.cross_entropy_chunk,
-            )  # fmt: skip
+            )
         return losses.view(batch.labels.shape)
 
-    def logits(self, tokens: torch.Tensor, *, cache: Optional[Cache] = None, position_ids=None, document_ids=None,
-               last_only: bool = False, wanted: Optional[torch.Tensor] = None) -> torch.Tensor:  # fmt: skip
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Optional[Cache] = None,
+        position_ids=None,
+        document_ids=None,
+        last_only: bool = False,
+        wanted: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
         """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`;
         [k, vocabulary] with `wanted`, bool [s, b]: those of its k true places, in the order of `tokens[wanted]`).
 
@@ -170,8 +201,18 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """Tokens and positions -> [s, b, h] (or [s/tp, b, h]); `only_output`: the word table alone, for a tied output."""
 
-    def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, seed: int, only_output: bool, sequence_parallel: bool,
-                 dtype, device):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        vocab_size: int,
+        *,
+        seed: int,
+        only_output: bool,
+        sequence_parallel: bool,
+        dtype,
+        device,
+    ):
         super().__init__()
         common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         self.word = _word_table(model, mesh, vocab_size, **common)
@@ -196,6 +237,10 @@ class Embedding(nn.Module):
 
 def _word_table(model: Model, mesh: Mesh, vocab_size: int, **common) -> VocabParallelEmbedding:
     return VocabParallelEmbedding(
-        vocab_size, model.hidden_size, mesh.tp, std=model.init_method_std,
-        divisible_by=model.make_vocab_size_divisible_by, **common,
-    )  # fmt: skip
+        vocab_size,
+        model.hidden_size,
+        mesh.tp,
+        std=model.init_method_std,
+        divisible_by=model.make_vocab_size_divisible_by,
+        **common,
+    )

@@ -53,13 +53,23 @@ class Facts(NamedTuple):
 def check_machines(config: schema.Config, context: Context, checkpoint_bytes: float) -> Iterator[Check]:
     """All ranks together, with the same result on each."""
     world, save = context.mesh.world, config.checkpoint.save
-    own = Facts(node_of(), versions(context.device), code_hashes(), settings_of(config), file_sizes(config),
-                free_bytes(save) if save else None)  # fmt: skip
+    own = Facts(
+        node_of(),
+        versions(context.device),
+        code_hashes(),
+        settings_of(config),
+        file_sizes(config),
+        free_bytes(save) if save else None,
+    )
     ranks: list[Facts] = collectives.gather_objects(own, world)
     nodes = [facts.node for facts in ranks]
-    yield Check("ranks", f"{len(ranks)} ranks on {len(set(nodes))} node(s): "
-                + ", ".join(f"{host} {number}" for (_, host), number in list(Counter(nodes).items())[:8]),
-                lopsided(nodes), "start the same number of processes on every node")  # fmt: skip
+    yield Check(
+        "ranks",
+        f"{len(ranks)} ranks on {len(set(nodes))} node(s): "
+        + ", ".join(f"{host} {number}" for (_, host), number in list(Counter(nodes).items())[:8]),
+        lopsided(nodes),
+        "start the same number of processes on every node",
+    )
     yield alike("versions", ranks, "versions", "install the same everywhere")
     yield alike("code", ranks, "code", "copy the same code to every node, or use one shared folder")
     yield alike("command", ranks, "settings", "start every rank with the same command line")
@@ -67,12 +77,21 @@ def check_machines(config: schema.Config, context: Context, checkpoint_bytes: fl
     if save:
         least, needed = min(facts.free for facts in ranks) / 1e9, checkpoint_bytes / 1e9
         fault = f"--save {save} has {least:,.1f} GB free, and a checkpoint takes {needed:,.1f} GB"
-        yield Check("disk", f"{least:,.1f} GB free for checkpoints of {needed:,.1f} GB", fault if least < needed else "",
-                    "free some, or give another folder")  # fmt: skip
+        yield Check(
+            "disk",
+            f"{least:,.1f} GB free for checkpoints of {needed:,.1f} GB",
+            fault if least < needed else "",
+            "free some, or give another folder",
+        )
     yield check_clocks(clock_offsets(context), nodes)
     seconds = gemm_seconds(context.device)
-    yield compared("gemm", gather_numbers(seconds, context), lambda odd: who(odd, nodes), "products of matrices",
-                   "drain that node, or see what else runs on it")  # fmt: skip
+    yield compared(
+        "gemm",
+        gather_numbers(seconds, context),
+        lambda odd: who(odd, nodes),
+        "products of matrices",
+        "drain that node, or see what else runs on it",
+    )
     yield check_all_reduce(context, nodes)
 
 
@@ -114,8 +133,12 @@ def code_hashes() -> dict[str, str]:
 
 def settings_of(config: schema.Config) -> dict[str, str]:
     """The settings that are not at their defaults."""
-    return {f"--{f.name.replace('_', '-')}": str(value) for name, group in schema.GROUPS.items() for f in fields(group)
-            if (value := getattr(getattr(config, name), f.name)) != f.default}  # fmt: skip
+    return {
+        f"--{f.name.replace('_', '-')}": str(value)
+        for name, group in schema.GROUPS.items()
+        for f in fields(group)
+        if (value := getattr(getattr(config, name), f.name)) != f.default
+    }
 
 
 def file_sizes(config: schema.Config) -> dict[str, int | None]:
@@ -184,8 +207,9 @@ def alike(name: str, ranks: Sequence[Facts], attribute: str, do: str) -> Check:
 
 def check_files(ranks: Sequence[Facts]) -> Check:
     """Whether every node sees the same data and vocabulary."""
-    missing = [(path, [rank for rank, facts in enumerate(ranks) if facts.files.get(path) is None])
-               for path in ranks[0].files]  # fmt: skip
+    missing = [
+        (path, [rank for rank, facts in enumerate(ranks) if facts.files.get(path) is None]) for path in ranks[0].files
+    ]
     nodes = [facts.node for facts in ranks]
     lost = [f"{path} is not there on {who(odd, nodes)}" for path, odd in missing if odd]
     if lost:
@@ -278,8 +302,11 @@ def check_all_reduce(context: Context, nodes: Sequence[tuple[str, str]]) -> Chec
     """An all-reduce inside each node, all nodes at once, and one over all ranks."""
     groups = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     usual = Counter(map(len, groups)).most_common(1)[0][0]
-    axes = [Axis("node", tuple(group), group=dist.new_group(group, timeout=context.mesh.timeout))
-            for group in groups if len(group) > 1]  # fmt: skip
+    axes = [
+        Axis("node", tuple(group), group=dist.new_group(group, timeout=context.mesh.timeout))
+        for group in groups
+        if len(group) > 1
+    ]
     mine = next((axis for axis in axes if context.mesh.rank in axis.ranks), None)
     inside = gather_numbers(all_reduce_seconds(mine, context.device) if mine else 0.0, context)
     everywhere = max(gather_numbers(all_reduce_seconds(context.mesh.world, context.device), context))
@@ -288,8 +315,13 @@ def check_all_reduce(context: Context, nodes: Sequence[tuple[str, str]]) -> Chec
     if not like:
         return Check("all-reduce", whole)
     slowest = [max(inside[rank] for rank in group) for group in like]
-    check = compared("all-reduce", slowest, lambda odd: who([rank for at in odd for rank in like[at]], nodes),
-                     "the same inside a node", "see nvidia-smi topo -m and the links of that node")  # fmt: skip
+    check = compared(
+        "all-reduce",
+        slowest,
+        lambda odd: who([rank for at in odd for rank in like[at]], nodes),
+        "the same inside a node",
+        "see nvidia-smi topo -m and the links of that node",
+    )
     return check._replace(told=f"{whole}; {check.told}")
 
 

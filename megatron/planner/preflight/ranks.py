@@ -89,16 +89,30 @@ def check_ranks(design: Design) -> Iterator[Check]:
     pp, tp = design.sizes["pp"], design.sizes["tp"]
     model = design.config.model
     exact = flops.parameters(model, design.vocab_size)
-    yield Check("layers", f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
-                f"{tp}, built in {took:.1f} s", "; ".join(held.misplaced[:4]), OURS)  # fmt: skip
+    yield Check(
+        "layers",
+        f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
+        f"{tp}, built in {took:.1f} s",
+        "; ".join(held.misplaced[:4]),
+        OURS,
+    )
     count = sum(math.prod(shape) for shape in held.shapes.values())
     wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
-    yield Check("parameters", f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
-                "; ".join([wrong] * bool(wrong) + held.miscounted[:4]), OURS)  # fmt: skip
+    yield Check(
+        "parameters",
+        f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
+        "; ".join([wrong] * bool(wrong) + held.miscounted[:4]),
+        OURS,
+    )
     flaws = [f"{name}: {flaw}" for name, shape in held.shapes.items() if (flaw := find_flaw(shape, held.boxes[name]))]
     number = sum(map(len, held.boxes.values()))
-    yield Check("shards", f"{number:,} boxes cover every parameter exactly once ({tp} tensor parallel x "
-                f"{design.sizes['shard']} ZeRO shards)", "; ".join(flaws[:4]), OURS)  # fmt: skip
+    yield Check(
+        "shards",
+        f"{number:,} boxes cover every parameter exactly once ({tp} tensor parallel x "
+        f"{design.sizes['shard']} ZeRO shards)",
+        "; ".join(flaws[:4]),
+        OURS,
+    )
     yield check_shapes(design)
 
 
@@ -139,8 +153,12 @@ def check_schedule(design: Design) -> Check:
     except (ValueError, AssertionError) as error:
         fault = str(error)
     part = f"{short} of {micros}" if short < micros else str(micros)
-    return Check("schedule", f"{pipeline.name}: {len(pipeline.stages)} stages x {part} micro-batches, no deadlock, "
-                 "every pass once", fault, OURS)  # fmt: skip
+    return Check(
+        "schedule",
+        f"{pipeline.name}: {len(pipeline.stages)} stages x {part} micro-batches, no deadlock, every pass once",
+        fault,
+        OURS,
+    )
 
 
 # ---- what ranks hold -------------------------------------------------------------------------------------------------
@@ -172,8 +190,9 @@ def census(design: Design) -> Census:
                 found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(stage.blocks)}")
         units = lay_out(stages, shard)
         if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
-            found.miscounted.append(f"rank {mesh.rank} holds {size:,} elements, and the planner counts "
-                                    f"{planned[mesh.pp.rank]:,}")  # fmt: skip
+            found.miscounted.append(
+                f"rank {mesh.rank} holds {size:,} elements, and the planner counts {planned[mesh.pp.rank]:,}"
+            )
         for unit in units:
             for slot in unit.slots:
                 found.shapes.setdefault(slot.name, slot.placement.shape)
@@ -237,8 +256,10 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
     """What makes a pipeline rank differ from another in what it computes."""
     last, settings = len(pipeline.stages) - 1, design.config.recompute
     groups = [plan(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
-    return tuple((stage == 0, stage == last, tuple((group.again, len(group.layers)) for group in of_stage))
-                 for stage, of_stage in zip(pipeline.stages_of(pp), groups))  # fmt: skip
+    return tuple(
+        (stage == 0, stage == last, tuple((group.again, len(group.layers)) for group in of_stage))
+        for stage, of_stage in zip(pipeline.stages_of(pp), groups)
+    )
 
 
 @contextlib.contextmanager

@@ -59,8 +59,13 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
     checks += [Check("memory", "", problem) for problem in found.memory]
     if found.layout and not found.memory:
         most = max(fullest(found.job, found.layout, cluster))
-        checks.append(Check("memory", f"{most / 1e9:.1f} of {cluster.device.memory_gb:.1f} GB on the fullest rank "
-                            f"({cluster.device.name}, {source})"))  # fmt: skip
+        checks.append(
+            Check(
+                "memory",
+                f"{most / 1e9:.1f} of {cluster.device.memory_gb:.1f} GB on the fullest rank "
+                f"({cluster.device.name}, {source})",
+            )
+        )
     return checks
 
 
@@ -74,8 +79,11 @@ def check_design(found: Inspection, world_size: int, recipe, report: Report) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # no pool of threads may exist when the twin's ranks are forked
     config = found.resolved
-    config = replace(config, precision=replace(config.precision, precision=found.job.precision),
-                     kernels=replace(config.kernels, torch_compile=False))  # fmt: skip
+    config = replace(
+        config,
+        precision=replace(config.precision, precision=found.job.precision),
+        kernels=replace(config.kernels, torch_compile=False),
+    )
     for check in check_ranks(Design(config, world_size, found.job.vocab_size, recipe.build_model)):
         report.add(check)
     for check in check_twin(config, world_size, recipe, STEPS):

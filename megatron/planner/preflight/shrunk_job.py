@@ -36,9 +36,11 @@ def compared(twin: Twin, recipe: Recipe, steps: int) -> Check:
         found = compare(reference, trace(laid_out(twin.config, layout), recipe, twin.world_size, steps))
     except RankFailed as failed:
         return Check(f"twin {precision}", "", f"the twin does not train: {str(failed).strip().splitlines()[-1]}", DO)
-    told = (f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "
-            f"difference in loss {found.loss:.1e}, gradient norm {found.norm:.1e}, weights {found.weight:.1e} "
-            f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})")  # fmt: skip
+    told = (
+        f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "
+        f"difference in loss {found.loss:.1e}, gradient norm {found.norm:.1e}, weights {found.weight:.1e} "
+        f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})"
+    )
     fault = "" if found.passes(precision) else f"{told}; worst: {found.worst}"
     lost = "".join(f"; not covered: {words}" for words in twin.lost)
     return Check(f"twin {precision}", f"{told}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)

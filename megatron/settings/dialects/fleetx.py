@@ -137,8 +137,9 @@ def is_fleetx(root) -> bool:
     """Whether a YAML mapping (a node of PyYAML) has the sections of PaddleFleetX, or builds on such a file."""
     import yaml
 
-    return any(key.value == BASE or key.value in SECTIONS and isinstance(node, yaml.MappingNode)
-               for key, node in root.value)  # fmt: skip
+    return any(
+        key.value == BASE or key.value in SECTIONS and isinstance(node, yaml.MappingNode) for key, node in root.value
+    )
 
 
 def read(path: str, compose, above: tuple[Path, ...] = ()) -> dict[str, Entry]:
