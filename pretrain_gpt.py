@@ -63,9 +63,10 @@ def world_size(config) -> int:
 
 def recipe():
     """What is trained."""
-    from megatron.training.state import Recipe
+    from megatron.model.gpt.facts import GPTFacts
+    from megatron.model.recipe import Recipe
 
-    return Recipe("GPT", build_model, build_datasets)
+    return Recipe("GPT", lambda config, vocab_size: GPTFacts(config.model, vocab_size), build_model, build_datasets)
 
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):

@@ -61,9 +61,10 @@ def measure(name: str, micro: int, mode: str, steps: int, warmup: int) -> dict:
     import torch
 
     import pretrain_gpt
-    from megatron.model import flops
+    from megatron.model.recipe import facts_of
     from megatron.settings.parse import parse_pretrain
     from megatron.settings.rules import resolve
+    from megatron.telemetry.peak_flops import peak_flops
     from megatron.training.build import build_run
     from megatron.training.loop import train_step
 
@@ -86,8 +87,8 @@ def measure(name: str, micro: int, mode: str, steps: int, warmup: int) -> dict:
     run.close()
     seconds = statistics.median(times[warmup:])
     tokens = micro * config.model.seq_length / seconds
-    rate = tokens * flops.model_flops(config.model, run.vocab_size)
-    peak = flops.peak_flops(torch.cuda.get_device_name(), "bf16")
+    rate = tokens * facts_of(config, run.vocab_size).flops()
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     return dict(
         model=name,
         mode=mode,

@@ -81,7 +81,7 @@ def contender(way: str, arguments: argparse.Namespace, pipe) -> None:
     pipe.send(sum(parameter.numel() for parameter in gpt.parameters()))
     while pipe.recv():
         start = time.perf_counter()
-        loss, count = gpt(None, batch)
+        loss, count = gpt(None, batch)[1].values()
         loss.backward()
         sums, norm = optimizer.totals(torch.stack((loss.detach(), count)).double())
         behind_passes = time.perf_counter()

@@ -111,7 +111,7 @@ def _prepare(model, pipeline, mesh, shape, micros):
     ops = pipeline.ops(mesh.pp.rank, micros)
 
     def run(record):
-        execute(ops, stages, batches, wire, lambda loss, tokens: loss / tokens, timeline=record)
+        execute(ops, stages, batches, wire, lambda sums, batch: sums["lm loss"] / sums["tokens"], timeline=record)
 
     return run
 

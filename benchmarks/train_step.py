@@ -53,7 +53,7 @@ def ours(size: str, dtype: torch.dtype, compiled: bool):
 
     def step(tokens: torch.Tensor) -> float:
         tokens = tokens.t().contiguous()  # [s + 1, b]
-        loss, count = gpt(None, MicroBatch(tokens[:-1], tokens[1:], torch.arange(b)))
+        loss, count = gpt(None, MicroBatch(tokens[:-1], tokens[1:], torch.arange(b)))[1].values()
         loss.backward()
         sums, norm = optimizer.totals(torch.stack((loss.detach(), count)).double())
         optimizer.step(3e-4, 0.1, min(1.0, sums[1].item() / (norm + 1e-6)) / sums[1].item())

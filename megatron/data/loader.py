@@ -42,6 +42,13 @@ class MicroBatch:
     document_ids: Optional[torch.Tensor] = None
     hash: tuple[int, int] = (0, 0)
 
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """Tokens that count, an fp32 scalar on the device."""
+        if self.loss_mask is not None:
+            return self.loss_mask.sum()
+        return torch.full((), self.labels.numel(), dtype=torch.float32, device=self.labels.device)
+
     def to(self, device) -> "MicroBatch":
         """The same on `device`; to CUDA from pinned memory, without waiting for the copy."""
         device = torch.device(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_gpt("runs/quickstart/checkpoints")`."""
+"""A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, DataError, SettingsError
-from megatron.model.gpt.module import GPT
+from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
@@ -21,7 +21,7 @@ from megatron.settings import schema
 class Loaded:
     """A model in evaluation mode, and what its checkpoint says of it."""
 
-    model: GPT
+    model: torch.nn.Module
     config: schema.Config  # of the training run
     vocab_size: int  # without padding
     iteration: int
@@ -35,8 +35,8 @@ class Loaded:
         return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
 
 
-def load_gpt(folder: str, *, device="cpu", precision: Optional[str] = None, step: Optional[int] = None) -> Loaded:
-    """The GPT of a checkpoint folder (or of one checkpoint in it), weights alone, on one device.
+def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, step: Optional[int] = None) -> Loaded:
+    """The model of a checkpoint folder (or of one checkpoint in it), weights alone, on one device.
 
     precision: fp32, bf16 or fp16; default: that of the training run, but fp32 for fp16 on a CPU, which is slow at it.
     step: a certain iteration instead of the newest.
@@ -48,7 +48,10 @@ def load_gpt(folder: str, *, device="cpu", precision: Optional[str] = None, step
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     dtype, vocab_size = DTYPES[precision], record["vocab_size"]
-    model = GPT(config.model, Mesh(), vocab_size, kernels=config.kernels, dtype=dtype, device="meta")
+    plain = replace(
+        config, parallel=schema.Parallel(), recompute=schema.Recompute(), precision=schema.Precision(precision)
+    )
+    model = recipe_of(config).build_model(plain, Mesh(), vocab_size, dtype=dtype, device="meta")
     units = lay_out(model, 1)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
     pieces = []

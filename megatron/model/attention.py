@@ -15,10 +15,11 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.autocast import op
-from megatron.model import recompute
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
+from megatron.model.recompute import recompute
+from megatron.model.weights import Table, inside
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
@@ -55,40 +56,38 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 
 
 class Attention(nn.Module):
-    """[s, b, h] -> [s, b, h]. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
+    """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`."""
 
     def __init__(
         self,
         model: Model,
         layer: int,
         tp: Axis,
-        output_std: float,
+        weights: Table,
         *,
         seed: int,
         kernels: Kernels,
-        again: bool = False,
+        recompute_core=False,
         **common,
     ):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
-        width = model.num_attention_heads * model.head_dim
-        linear = dict(common, bias=not model.disable_bias_linear)
-        rows = (model.query_groups, self.queries + 2, self.head_dim)
-        self.qkv = ColumnParallelLinear(model.hidden_size, rows, tp, std=model.init_method_std, **linear)
-        self.output = RowParallelLinear(width, model.hidden_size, tp, std=output_std, **linear)
+        self.qkv = ColumnParallelLinear(inside(weights, "qkv"), tp, **common)
+        self.output = RowParallelLinear(inside(weights, "output"), tp, **common)
         self.q_norm = self.k_norm = None
-        if model.qk_layernorm:  # one weight for all heads, of which each rank sees some
-            norm = NORMS[model.normalization]
-            kind = dict(partial=("tp",), dtype=common["dtype"], device=common["device"])
-            self.q_norm = norm(self.head_dim, model.norm_epsilon, **kind)
-            self.k_norm = norm(self.head_dim, model.norm_epsilon, **kind)
+        if model.qk_layernorm:
+            kind = dict(dtype=common["dtype"], device=common["device"])
+            self.q_norm, self.k_norm = (
+                NORMS[model.normalization](inside(weights, name), model.norm_epsilon, **kind)
+                for name in ("q_norm", "k_norm")
+            )
         self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=tp)
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
-        self.backend, self.again = kernels.attention_backend, again
+        self.backend, self.recompute_core = kernels.attention_backend, recompute_core
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         qkv = self.qkv(x)
@@ -102,10 +101,8 @@ class Attention(nn.Module):
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        if self.again:
-            attended = recompute.again(
-                scaled_dot_product_attention, query, key, value, self, context, inside=context.region
-            )
+        if self.recompute_core:
+            attended = recompute(scaled_dot_product_attention, query, key, value, self, context, inside=context.region)
         else:
             attended = scaled_dot_product_attention(query, key, value, self, context)
         return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]

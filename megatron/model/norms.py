@@ -6,38 +6,29 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.autocast import op
-from megatron.mpu.placement import Constant, Placement
+from megatron.model.weights import Table
+from megatron.mpu.layers import create_parameters
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias.
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias. weights: `model.weights.norm(...)`."""
 
-    `partial`: axes over which the gradient is a partial sum, because each of their ranks sees a part of the tokens
-    (sequence parallelism) or of the heads (query-key norm).
-    """
-
-    def __init__(self, width: int, epsilon: float, partial: tuple[str, ...] = (), *, dtype=None, device=None):
+    def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.placements = {
-            "weight": Placement((width,), Constant(1.0), partial=partial, decay=False),
-            "bias": Placement((width,), Constant(0.0), partial=partial, decay=False),
-        }
+        create_parameters(self, weights, None, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467). weights: `model.weights.norm(...)`."""
 
-    def __init__(self, width: int, epsilon: float, partial: tuple[str, ...] = (), *, dtype=None, device=None):
+    def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.placements = {"weight": Placement((width,), Constant(1.0), partial=partial, decay=False)}
+        create_parameters(self, weights, None, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.epsilon)

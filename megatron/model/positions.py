@@ -5,18 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.mpu.placement import Normal, Placement
+from megatron.model.weights import Table
+from megatron.mpu.layers import create_parameters
 
 
 class LearnedPositions(nn.Module):
-    """Position ids -> vectors of a learned table [positions, h]."""
+    """Position ids -> vectors of a learned table [positions, h]. weights: `model.weights.positions(...)`."""
 
-    def __init__(
-        self, positions: int, hidden: int, std: float, partial: tuple[str, ...] = (), *, dtype=None, device=None
-    ):
+    def __init__(self, weights: Table, *, dtype=None, device=None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(positions, hidden, dtype=dtype, device=device))
-        self.placements = {"weight": Placement((positions, hidden), Normal(std), partial=partial)}
+        create_parameters(self, weights, None, dtype=dtype, device=device)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(position_ids, self.weight)

@@ -10,7 +10,8 @@
 
 The second time gives the same bits: dropout depends on position, not on the state of a generator (mpu/random.py), so
 there is none to save. A module that runs again runs with its hooks, inside the backward pass, and stops as soon as
-everything that was not kept is there again: forward hooks that follow may not come. Which layers: `layer_groups.plan`.
+everything that was not kept is there again: forward hooks that follow may not come. Which layers:
+`recompute_plan.recompute_groups`.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def again(function: Callable, *args, inside: Callable = nullcontext):
+def recompute(function: Callable, *args, inside: Callable = nullcontext):
     """`function(*args)`, whose activations are computed again when the backward pass asks for them.
 
     inside() -> the context in which the second run happens, for what the first has around it and autograd forgets.

@@ -8,25 +8,28 @@ from typing import NamedTuple
 from megatron.settings.schema import Recompute
 
 
-class Group(NamedTuple):
-    """Consecutive layers that run as one; `again`: the granularity at which they are computed again, "" for not."""
+class RecomputeGroup(NamedTuple):
+    """Consecutive layers that run as one; `granularity`: what of them is computed again, "" for nothing."""
 
     layers: tuple[int, ...]
-    again: str
+    granularity: str
 
     @property
     def size(self) -> int:
         return len(self.layers)
 
 
-def plan(layers: Sequence[int], settings: Recompute) -> list[Group]:
+def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[RecomputeGroup]:
     """The layers of a stage (by their number in the whole network) in order, grouped.
 
     `--no-recompute-layers` counts over the whole network; `--recompute-method block --recompute-num-layers 2` are the
     first two layers of this stage, those that are exempt included.
 
-    >>> plan(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5"))
-    [Group(layers=(4,), again='full'), Group(layers=(5,), again=''), Group(layers=(6, 7), again='full')]
+    >>> for group in recompute_groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5")):
+    ...     print(*group)
+    (4,) full
+    (5,)
+    (6, 7) full
     """
     layers, size = list(layers), 1
     chosen = layers if settings.recompute_granularity else []
@@ -36,8 +39,8 @@ def plan(layers: Sequence[int], settings: Recompute) -> list[Group]:
         size = settings.recompute_num_layers or 1
     chosen = set(chosen) - settings.exempt_layers
     groups = []
-    for again, run in groupby(layers, chosen.__contains__):
+    for recomputed, run in groupby(layers, chosen.__contains__):
         members = tuple(run)
-        name, step = (settings.recompute_granularity, size) if again else ("", 1)
-        groups += [Group(members[at : at + step], name) for at in range(0, len(members), step)]
+        name, step = (settings.recompute_granularity, size) if recomputed else ("", 1)
+        groups += [RecomputeGroup(members[at : at + step], name) for at in range(0, len(members), step)]
     return groups

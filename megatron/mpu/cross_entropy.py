@@ -3,8 +3,8 @@
 
 The fp32 logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
 at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward makes the product
-for the weight's gradient, which may wait (`mpu/deferred.py`), and multiplies by the gradient that arrives. Rows of the
-vocabulary that are padding are kept out of the softmax: no probability, no gradient.
+for the weight's gradient, which may be deferred (`deferred_wgrad.py`), and multiplies by the gradient that arrives.
+Rows of the vocabulary that are padding are kept out of the softmax: no probability, no gradient.
 
 With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
@@ -25,14 +25,12 @@ import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
-from megatron.mpu.deferred_wgrad import WeightGradients, taker
+from megatron.mpu.deferred_wgrad import WeightGradients, defer_function
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
+from megatron.settings.kernel_sizes import LossChunks
 
-CHUNK_BYTES = 8 << 20  # of one chunk's logits in fp32, on a CPU: they should stay in its cache
-GPU_CHUNK_BYTES = 512 << 20  # on a GPU: enough rows to fill it
 FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and leaves room for weights up to 8
-BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 
 @op
@@ -46,7 +44,7 @@ def linear_cross_entropy(
     mask: Optional[torch.Tensor] = None,
     label_smoothing: float = 0.0,
     chunk: Optional[int] = None,
-    later: Optional[WeightGradients] = None,
+    deferred: Optional[WeightGradients] = None,
 ) -> torch.Tensor:
     """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
 
@@ -54,7 +52,7 @@ def linear_cross_entropy(
     mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
     onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
     label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time;
-    later: where the product for the weight's gradient may wait, as in `layers.linear`.
+    deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing)
@@ -62,8 +60,8 @@ def linear_cross_entropy(
     loss = losses.sum() if mask is None else (losses * mask).sum()
     if not wanted:
         return loss
-    put = taker(later, hidden, weight)
-    return _Precomputed.apply(loss, hidden, weight.detach() if put else weight, gradients, put)
+    defer = defer_function(deferred, hidden, weight)
+    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer)
 
 
 @op
@@ -76,20 +74,20 @@ def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Op
 class _Precomputed(torch.autograd.Function):
     """A scalar whose gradients are known, each as (what gives it, what it is multiplied by): backward scales them.
 
-    put: takes what gives the weight's gradient, instead of autograd.
+    defer: takes what gives the weight's gradient, instead of autograd.
     """
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, gradients, put):
-        ctx.gradients, ctx.put = gradients, put
+    def forward(ctx, loss, hidden, weight, gradients, defer):
+        ctx.gradients, ctx.defer = gradients, defer
         return loss.clone()
 
     @staticmethod
     def backward(ctx, upstream):
         of_hidden, of_weight = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
-        if ctx.put:
-            ctx.put(of_weight)
+        if ctx.defer:
+            ctx.defer(of_weight)
         needed = ctx.needs_input_grad
         return None, of_hidden() if needed[1] else None, of_weight() if needed[2] else None, None, None
 
@@ -123,9 +121,8 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     micro-batches need one large product and no sum over blocks. Then the weight's is not made before it is asked for.
     """
     n, product = hidden.shape[0], matmul(hidden)
-    budget = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
-    chunk = chunk or max(128, budget // (4 * vocabulary.rows))
-    block = max(chunk, BLOCK_BYTES // (weight.element_size() * vocabulary.rows) // chunk * chunk)
+    device = "cpu" if hidden.device.type == "cpu" else "cuda"
+    chunk, block = LossChunks.of(vocabulary.rows, weight.element_size(), device, chunk)
     losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
     if not wanted:
         for rows in _slices(0, n, chunk):

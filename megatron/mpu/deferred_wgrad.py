@@ -25,7 +25,7 @@ Product = tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]
 
 
 class WeightGradients:
-    """Where the linear layers of a rank leave products for later. Not collecting, it changes nothing."""
+    """Where the linear layers of a rank leave the products of pass W. Not collecting, it changes nothing."""
 
     def __init__(self):
         self._products: Optional[list[Product]] = None
@@ -39,7 +39,7 @@ class WeightGradients:
         finally:
             self._products = None
 
-    def put(self, weight: torch.nn.Parameter, product: Callable[[], torch.Tensor]) -> None:
+    def defer(self, weight: torch.nn.Parameter, product: Callable[[], torch.Tensor]) -> None:
         """For the backward pass of a layer: the product that is its weight's gradient, for later or for now."""
         if self._products is None:
             deliver([(weight, product)])
@@ -57,14 +57,14 @@ def attach(modules: Iterable[torch.nn.Module]) -> WeightGradients:
     return shared
 
 
-def taker(later: Optional[WeightGradients], x: torch.Tensor, weight: torch.Tensor) -> Optional[Callable]:
+def defer_function(deferred: Optional[WeightGradients], x: torch.Tensor, weight: torch.Tensor) -> Optional[Callable]:
     """What takes the product for the gradient of a weight that x is multiplied with; None: autograd does.
 
     Else autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
     """
-    if later is None or not (x.requires_grad and weight.requires_grad):
+    if deferred is None or not (x.requires_grad and weight.requires_grad):
         return None
-    return partial(later.put, weight)
+    return partial(deferred.defer, weight)
 
 
 def deliver(products: list[Product]) -> None:

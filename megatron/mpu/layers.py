@@ -8,7 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,9 @@ from torch import nn
 from megatron.fused_kernels import Case, choose, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
-from megatron.mpu.deferred_wgrad import WeightGradients, taker
+from megatron.mpu.deferred_wgrad import WeightGradients, defer_function
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Constant, Normal, Placement
-from megatron.tokenizer import padded_vocab_size
+from megatron.mpu.placement import Placement
 
 
 def matmul(x: torch.Tensor):
@@ -33,35 +32,36 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    later: WeightGradients | None = None,
+    deferred: WeightGradients | None = None,
     gather: Axis | None = None,
 ) -> torch.Tensor:
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
 
-    later: where the product for the weight's gradient may wait. gather: x is this rank's piece along dim 0 of what is
-    multiplied; the pieces are gathered now and again for the weight's gradient, so that only the piece is kept
+    deferred: takes the product for the weight's gradient while it collects. gather: x is this rank's piece along dim 0 of
+    what is multiplied; the pieces are gathered now and again for the weight's gradient, so that only the piece is kept
     (arXiv:2205.05198, section 4.2.2).
     """
-    flat, bias, put = weight.flatten(0, -2), None if bias is None else bias.flatten(), taker(later, x, weight)
+    flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    defer = defer_function(deferred, x, weight)
     product = matmul(x)
-    if put:
+    if defer:
         flat = flat.detach()
     elif gather is None and product is reference.matmul:
         return F.linear(x, flat, bias)
-    return _Linear.apply(x, flat, bias, product, put, gather)
+    return _Linear.apply(x, flat, bias, product, defer, gather)
 
 
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
-    put: takes the product that makes the weight's gradient, instead of autograd (`mpu/deferred.py`).
+    defer: takes the product that makes the weight's gradient, instead of autograd (`deferred_wgrad.py`).
     axis: what x is gathered over, and the gradient of x reduced and scattered; None: x is whole.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, put, axis):
+    def forward(ctx, x, weight, bias, product, defer, axis):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.put, ctx.axis = product, bias is not None, put, axis
+        ctx.product, ctx.has_bias, ctx.defer, ctx.axis = product, bias is not None, defer, axis
         whole = x if axis is None else collectives.all_gather(x, axis)
         return product(whole.reshape(-1, whole.shape[-1]), weight, bias).view(*whole.shape[:-1], -1)
 
@@ -75,8 +75,8 @@ class _Linear(torch.autograd.Function):
             d_x = _scattered(multiply(rows, weight.t(), None), x, ctx.axis)
         if columns:
             d_weight = multiply(rows.t(), columns(), None)
-        elif ctx.put:
-            ctx.put(lambda: multiply(rows.t(), _columns(x, ctx.axis)(), None))
+        elif ctx.defer:
+            ctx.defer(lambda: multiply(rows.t(), _columns(x, ctx.axis)(), None))
         return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None
 
 
@@ -109,37 +109,30 @@ def _scattered(rows: torch.Tensor, x: torch.Tensor, axis: Axis | None) -> Callab
     return scattered
 
 
+def create_parameters(module: nn.Module, weights: Mapping[str, Placement], tp: Axis | None, *, dtype, device) -> None:
+    """Give a module the parameters of its table of weights, empty: of each the piece that this rank of `tp` holds."""
+    sizes = {tp.name: tp.size} if tp else {}
+    for name, placement in weights.items():
+        module.register_parameter(
+            name, nn.Parameter(torch.empty(placement.local_shape(sizes), dtype=dtype, device=device))
+        )
+    if "bias" not in weights:
+        module.register_parameter("bias", None)
+    module.placements = dict(weights)
+
+
 class ColumnParallelLinear(nn.Module):
     """[s, b, h] -> [s, b, rows/tp]: each rank computes its part of the outputs from all inputs.
 
-    `rows` is the logical shape of the outputs and `cut` the dim of it that is divided: fused query-key-value is
-    `rows=(groups, queries + 2, head_dim), cut=0`, a gated MLP `rows=(2, ffn), cut=1`. So every shard is one box.
+    weights: `model.weights.column(...)`: the weight [rows..., h], one dim of whose rows is cut, and perhaps a bias.
     """
 
-    weight_gradients: WeightGradients | None = None  # set by `deferred.attach` for pipelines with W passes
+    weight_gradients: WeightGradients | None = None  # set by `deferred_wgrad.attach` for pipelines with W passes
 
-    def __init__(
-        self,
-        inputs: int,
-        rows: tuple[int, ...],
-        tp: Axis,
-        *,
-        cut: int = 0,
-        std: float,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        dtype=None,
-        device=None,
-    ):
+    def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
         self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
-        local = [n // tp.size if dim == cut else n for dim, n in enumerate(rows)]
-        self.weight = nn.Parameter(torch.empty(*local, inputs, dtype=dtype, device=device))
-        self.placements = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut})}
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(*local, dtype=dtype, device=device))
-            self.placements["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.gather else mappings.copy_to(x, self.tp)
@@ -147,61 +140,36 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[s, b, inputs/tp] -> [s, b, h]: the sum over ranks of each one's product with its part of the inputs."""
+    """[s, b, inputs/tp] -> [s, b, h]: the sum over ranks of each one's product with its part of the inputs.
+
+    weights: `model.weights.row(...)`: the weight [h, inputs], cut along its inputs, and perhaps a bias [h].
+    """
 
     weight_gradients: WeightGradients | None = None
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        tp: Axis,
-        *,
-        std: float,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        dtype=None,
-        device=None,
-    ):
+    def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.leave = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
-        self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size, dtype=dtype, device=device))
-        self.placements = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1})}
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
-            partial = ("tp",) if sequence_parallel else ()  # each rank adds it to its own tokens only
-            self.placements["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
+        self.tp, self.reduce_output = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, self.weight_gradients)
-        x = self.leave(linear(x, self.weight, None, self.weight_gradients), self.tp)
+        x = self.reduce_output(linear(x, self.weight, None, self.weight_gradients), self.tp)  # all-reduce over tp
         return x if self.bias is None else x + self.bias  # once, after the sum
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds."""
+    """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds.
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden: int,
-        tp: Axis,
-        *,
-        std: float,
-        divisible_by: int = 128,
-        sequence_parallel: bool = False,
-        dtype=None,
-        device=None,
-    ):
+    weights: `model.weights.word_table(...)`
+    """
+
+    def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.vocab_size = tp, vocab_size
-        self.leave = mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
-        rows = padded_vocab_size(vocab_size, divisible_by, tp.size) // tp.size
-        self.first_row = tp.rank * rows
-        self.weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.placements = {"weight": Placement((vocab_size, hidden), Normal(std), cut={"tp": 0})}
+        self.tp, self.reduce_output = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
+        self.first_row = tp.rank * self.weight.shape[0]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
@@ -209,4 +177,4 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+        return self.reduce_output(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)

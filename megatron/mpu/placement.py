@@ -10,8 +10,12 @@ hung on tensors. A module lists the placements of its own parameters in `self.pl
 and `placements(model)` collects them under logical names such as `blocks.17.attention.qkv.weight`.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Union
+
+MODEL_AXES = ("tp", "cp")  # their ranks hold copies of what they do not cut
 
 
 class Normal(NamedTuple):
@@ -36,6 +40,7 @@ class Placement:
               sequence-parallel norms, `tied` for an embedding that first and last stage both hold
     init:     initial values
     decay:    weight decay applies (matrices: yes; biases and norms: no)
+    multiple: a cut dim is padded to a multiple of this many for each rank (rows of a vocabulary)
 
     A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
     part of the model, has no gradient and is not stored.
@@ -46,10 +51,22 @@ class Placement:
     cut: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     decay: bool = True
+    multiple: int = 1
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
+
+        >>> Placement((50257, 4), Normal(0.02), cut={"tp": 0}, multiple=128).local_shape({"tp": 8})
+        (6400, 4)
+        """
+        local = list(self.shape)
+        for axis, dim in self.cut.items():
+            local[dim] = math.ceil(local[dim] / (sizes.get(axis, 1) * self.multiple)) * self.multiple
+        return tuple(local)
 
     def owned(self, place: dict[str, int]) -> bool:
         """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""
-        copies = {"tp", *self.partial} - set(self.cut)
+        copies = {*MODEL_AXES, *self.partial} - set(self.cut)
         return all(place[axis] == 0 for axis in copies)
 
     def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

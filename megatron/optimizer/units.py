@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters laid end to end: the memory that ZeRO cuts, reduces and gathers.
 
-A *unit* is a layer (`blocks.17`) or another top-level part of the model (`embedding`, `final_norm`). The parameters
+A *unit* is a layer or another part of the model, as the model says in its `units` (`model.weights.Unit`). The parameters
 of a unit lie end to end in one flat range, those with weight decay first, each aligned, the whole padded to the number of
 ranks that shard it. All units of a rank lie end to end in turn, so that one buffer holds all weights, another all
 gradients, and a unit or a shard is a slice.
@@ -20,9 +20,9 @@ import torch
 from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.placement import Placement, placements
 from megatron.mpu.random import init_parameter
+from megatron.optimizer.flat import aligned, unit_size
 
-ALIGN = 64  # elements: 128 bytes in bf16, what vector units and tensor cores like
-APART = ("embedding.word",)  # units of their own: first and last stage hold a tied table, and cut it alike
+LAYERS = "blocks"  # where a module that does not list its units has its layers
 
 Chunks = Union[torch.nn.Module, Sequence[torch.nn.Module]]  # the model chunks of a rank; one may stand for itself
 
@@ -49,6 +49,7 @@ class Unit:
     start: int
     size: int
     decay: int
+    layer: bool  # used in one place; other units are used all over their chunk
 
     @property
     def place(self) -> slice:
@@ -59,11 +60,6 @@ class Unit:
     def chunks(self) -> set[int]:
         """The model chunks that use it."""
         return {chunk for slot in self.slots for chunk in slot.chunks}
-
-    @property
-    def is_block(self) -> bool:
-        """Whether it is a layer, used in one place; other units are used all over their chunk."""
-        return self.name.startswith("blocks.")
 
     def shard(self, rank: int, pieces: int) -> tuple[int, int]:
         """[low, high) inside the unit that belongs to `rank` of `pieces`."""
@@ -112,20 +108,47 @@ def lay_out(model: Chunks, pieces: int) -> list[Unit]:
     A parameter that several chunks share is one slot.
     """
     members: dict[str, list[Slot]] = {}
+    unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
-        members.setdefault(_unit_name(slot.name), []).append(slot)
+        members.setdefault(unit_of[slot.name].name, []).append(slot)
+    layers = {unit.name for unit in unit_of.values() if unit.layer}
     units, start = [], 0
     for unit, slots in members.items():
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
         for slot in slots:
             slot.start, slot.stop = at, at + slot.parameter.numel()
-            at += -(-slot.parameter.numel() // ALIGN) * ALIGN
+            at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
-        size = -(-at // (ALIGN * pieces)) * ALIGN * pieces
-        units.append(Unit(unit, slots, start, size, decay))
+        size = unit_size((slot.parameter.numel() for slot in slots), pieces)
+        units.append(Unit(unit, slots, start, size, decay, unit in layers))
         start += size
     return units
+
+
+class Named(NamedTuple):
+    """A unit's name, and whether it is a layer."""
+
+    name: str
+    layer: bool
+
+
+def units_of(chunk: torch.nn.Module) -> dict[str, Named]:
+    """Parameter -> unit. As the chunk's own `units` say; otherwise each child of its `blocks` is a layer, and so is no
+    other part.
+    """
+    names = [name for name, _ in chunk.named_parameters(remove_duplicate=False)]
+    if hasattr(chunk, "units"):
+        told = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
+        return {
+            name: next(Named(unit.name, unit.layer is not None) for unit in told if name.startswith(f"{unit.name}."))
+            for name in names
+        }
+    parts = {name: name.split(".") for name in names}
+    return {
+        name: Named(".".join(part[:2]), True) if part[0] == LAYERS else Named(part[0], False)
+        for name, part in parts.items()
+    }
 
 
 def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
@@ -139,12 +162,6 @@ def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
             slot.chunks.append(number)
     assert len({slot.name for slot in found.values()}) == len(found), "two parameters of one name"
     return found.values()
-
-
-def _unit_name(name: str) -> str:
-    apart = next((unit for unit in APART if name.startswith(f"{unit}.")), None)
-    parts = name.split(".")
-    return apart or (".".join(parts[:2]) if parts[0] == "blocks" else parts[0])
 
 
 @torch.no_grad()

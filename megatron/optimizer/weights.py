@@ -144,8 +144,8 @@ class Weights:
             return
         for number, chunk in enumerate(chunks):
             held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
-            blocks = [memory for memory in held if memory.unit.is_block]
-            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.is_block], blocks[:1])
+            blocks = [memory for memory in held if memory.unit.layer]
+            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.layer], blocks[:1])
             for at, memory in enumerate(blocks):
                 before, after = blocks[at - 1 : at] if at else [], blocks[at + 1 : at + 2]
                 self._attach_block(chunk.get_submodule(memory.unit.name), memory, before, after)
@@ -172,9 +172,9 @@ class Weights:
             chunk.register_forward_hook(leave)
 
     def arrived(self, unit: Unit, count: int) -> None:
-        """Each parameter of a unit has had `count` gradients: free a unit that is no block behind its last pass."""
+        """Each parameter of a unit has had `count` gradients: free a unit that is no layer behind its last pass."""
         memory = self.memory[unit.name]
-        if not self.keep and not unit.is_block and count == memory.passes:
+        if not self.keep and not unit.layer and count == memory.passes:
             self._free(memory)
 
     def _attach_block(self, block: torch.nn.Module, memory: Memory, before: Sequence[Memory], after: Sequence[Memory]):

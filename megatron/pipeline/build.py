@@ -2,7 +2,7 @@
 """This rank's model chunks, and the proof that all ranks together hold the model, each part of it once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -13,28 +13,35 @@ from megatron.mpu.placement import placements
 from megatron.pipeline.stages import Pipeline
 
 
-def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh, tied: bool) -> list[nn.Module]:
+def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh) -> list[nn.Module]:
     """The chunks of this rank. `build(layers=range, first=bool, last=bool)` makes one, on the meta device say.
 
-    tied: the table of the first stage's embedding is the last stage's output weight too. One rank holds one table; where
-    the ends are on two ranks, each has a copy and half of its gradient.
+    A unit that both ends of the pipeline hold, such as a tied table, exists once where one rank has both ends; else each
+    end has a copy and a part of its gradient.
     """
     last = len(pipeline.stages) - 1
-    stages = [
-        build(layers=pipeline.layers[stage], first=stage == 0, last=stage == last)
-        for stage in pipeline.stages_of(mesh.pp.rank)
-    ]
-    tables = [stage.embedding for stage in stages if stage.first or stage.last] if tied and last else []
-    if len(tables) == 2:
-        tables[1].word = tables[0].word
-    elif tables:
-        word = tables[0].word
-        word.placements["weight"] = replace(word.placements["weight"], partial=("tied",))
+    numbers = pipeline.stages_of(mesh.pp.rank)
+    stages = [build(layers=pipeline.layers[n], first=n == 0, last=n == last) for n in numbers]
+    shared = [unit.name for stage in stages for unit in getattr(stage, "units", ()) if len(unit.ends) > 1]
+    for name in dict.fromkeys(shared) if last else ():
+        holders = [stage for stage in stages if name in {unit.name for unit in stage.units}]
+        if len(holders) == 2:
+            parent, _, attribute = name.rpartition(".")
+            setattr(holders[1].get_submodule(parent), attribute, holders[0].get_submodule(name))
+        else:
+            _share(holders[0].get_submodule(name))
     return stages
 
 
-def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, num_layers: int, parameters: int) -> None:
-    """Raise SettingsError unless all ranks together hold every layer and exactly so many parameters.
+def _share(module: nn.Module) -> None:
+    """Note that the other end of the pipeline holds a copy of these parameters."""
+    for part in module.modules():
+        own = getattr(part, "placements", {})
+        part.placements = {name: replace(placed, partial=(*placed.partial, "tied")) for name, placed in own.items()}
+
+
+def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, weights: Mapping) -> None:
+    """Raise SettingsError unless all ranks together hold these weights (name -> `Placement`), each element of them.
 
     exchange: value -> [value of every rank]. A parameter counts by the boxes of its logical tensor that ranks hold, so
     copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
@@ -43,17 +50,22 @@ def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, num_
     if mesh.dp.rank == 0:
         for name, (parameter, placement) in placements(stages).items():
             own.add((name, *placement.box(tuple(parameter.shape), mesh.place)))
-    held = set().union(*exchange(own))
-    layers = {int(name.split(".")[1]) for name, _, _ in held if name.startswith("blocks.")}
-    count = sum(math.prod(extent) for _, _, extent in held)
-    wrong = []
-    if layers != set(range(num_layers)):
-        wrong.append(f"layers {sorted(layers)} instead of 0 to {num_layers - 1}")
-    if count != parameters:
-        wrong.append(f"{count:,} parameters instead of {parameters:,}")
+    held: dict[str, int] = {}
+    for name, _, extent in set().union(*exchange(own)):
+        held[name] = held.get(name, 0) + math.prod(extent)
+    wrong = _different(held, {name: math.prod(placed.shape) for name, placed in weights.items()})
     if wrong:
         raise SettingsError(
             "the ranks do not hold the model that the settings describe",
-            "; ".join(wrong),
+            "; ".join(wrong[:8]),
             "this is a mistake of this program: please report it with the command line",
         )
+
+
+def _different(held: Mapping[str, int], wanted: Mapping[str, int]) -> list[str]:
+    """Parameters whose number of elements is not what it should be."""
+    return [
+        f"{name}: {held.get(name, 0):,} elements instead of {wanted.get(name, 0):,}"
+        for name in sorted(held.keys() | wanted.keys())
+        if held.get(name) != wanted.get(name)
+    ]

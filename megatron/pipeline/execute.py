@@ -10,6 +10,7 @@ made. The output itself belongs to the message that carries it, and is freed wit
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -38,22 +39,27 @@ def execute(
     wire: Wire,
     objective: Optional[Callable] = None,
     *,
+    names: Sequence[str] = ("lm loss", "tokens"),
     timeline: Optional[list] = None,
-    see: Optional[Callable[[Op], Any]] = None,
+    on_op: Optional[Callable[[Op], Any]] = None,
 ) -> torch.Tensor:
-    """Run one rank's ops. Returns [loss sum, counted tokens] over its micro-batches in fp64 (zeros off the last stage).
+    """Run one rank's ops. Returns its sums over its micro-batches, those of `names`, in fp64.
+
+    A stage returns what goes to the next one; or (that, {name: sum}), where it has sums of its own to contribute: the
+    last stage its loss and the tokens that count, any stage what it wants to have logged, or minimised beside the loss.
 
     stages:     this rank's model chunks; which stage chunk c is says `wire.stages`
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
-    objective:  (loss sum, tokens) of a micro-batch -> the scalar whose gradient is taken; None: no gradients at all
+    objective:  ({name: sum} of a stage, its micro-batch) -> the scalar whose gradient is taken, or None where the sums have
+                none; without an objective no gradients at all
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
-    see:        called with each op before its message is waited for
+    on_op:      called with each op before its message is waited for
     """
-    work = _Work(stages, batches, wire, objective, split=any(op.kind == "W" for op in ops))
+    work = _Work(stages, batches, wire, objective, names, split=any(op.kind == "W" for op in ops))
     ahead = work.expect(ops[0]) if ops else None
     for number, op in enumerate(ops):
-        if see is not None:
-            see(op)
+        if on_op is not None:
+            on_op(op)
         message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
         arrived = message and work.receive(op, message)
         start = work.now() if timeline is not None else 0.0
@@ -67,8 +73,8 @@ def execute(
 class _Work:
     """What one rank holds while it works through its ops."""
 
-    def __init__(self, stages, batches, wire: Wire, objective, split: bool):
-        self.chunks, self.batches, self.wire, self.objective = stages, batches, wire, objective
+    def __init__(self, stages, batches, wire: Wire, objective, names: Sequence[str], split: bool):
+        self.chunks, self.batches, self.wire, self.objective, self.names = stages, batches, wire, objective, names
         self.places = [
             _neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
             for chunk in range(len(stages))
@@ -76,7 +82,7 @@ class _Work:
         self.live: dict[tuple[int, int], tuple] = {}  # (micro, chunk) -> input, edge of the output
         self.deferred = attach(stages) if split else None
         self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> what I has left for W
-        self.sums: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []  # of stages and micro-batches
 
     def now(self) -> float:
         if self.wire.device.type == "cuda":
@@ -109,27 +115,36 @@ class _Work:
         if x is not None and training:
             x.requires_grad_()
         y = self.chunks[op.chunk](x, self.batches[op.micro])
-        if place.after is None:
-            loss, tokens = y
-            self.sums.append(torch.stack([loss.detach().double(), torch.as_tensor(tokens).to(loss.device).double()]))
-            y = self.objective(loss, tokens) if training else None
-        else:
+        y, sums = y if isinstance(y, tuple) else (y, {})
+        if sums:
+            self.add(sums)
+        if place.after is not None:
             with phase("send F"):
                 self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
+            own = self.objective(sums, self.batches[op.micro]) if sums else None
             # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
-            self.live[op[1:]] = x, y if place.after is None else get_gradient_edge(y)
+            self.live[op[1:]] = x, None if place.after is None else get_gradient_edge(y), own
+
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        """Note a stage's sums of a micro-batch."""
+        assert sums.keys() <= set(self.names), f"sums {sorted(sums)}, of which the recipe names {list(self.names)}"
+        some = next(iter(sums.values()))
+        zero = torch.zeros((), dtype=torch.float64, device=some.device)
+        self.sums.append(torch.stack([sums[name].detach().double() if name in sums else zero for name in self.names]))
 
     def backward(self, op: Op, gradient: Optional[torch.Tensor]) -> None:
         """B, or I: the same, but products for gradients of weights are kept for W."""
-        place, (x, y) = self.places[op.chunk], self.live.pop(op[1:])
+        place, (x, y, own) = self.places[op.chunk], self.live.pop(op[1:])
         if place.after is not None:
             self.wire.arrived("F", op.micro, place.stage + 1)  # who sends a gradient back has had the output
+        roots, gradients = ([], []) if y is None else ([y], [gradient])
+        if own is not None:
+            roots, gradients = [*roots, own], [*gradients, None]
+        with self.deferred.collect() if op.kind == "I" else nullcontext() as products:
+            torch.autograd.backward(roots, gradients)
         if op.kind == "I":
-            with self.deferred.collect() as self.products[op[1:]]:
-                torch.autograd.backward(y, gradient)
-        else:
-            torch.autograd.backward(y, gradient)
+            self.products[op[1:]] = products
         if place.before is not None:
             with phase("send B"):
                 self.wire.send(x.grad, place.before, "B", op.micro, place.stage - 1)
@@ -141,7 +156,7 @@ class _Work:
         assert not self.live and not self.products, f"left over: {sorted(self.live)} {sorted(self.products)}"
         if self.sums:
             return torch.stack(self.sums).sum(0)
-        return torch.zeros(2, dtype=torch.float64, device=self.wire.device)
+        return torch.zeros(len(self.names), dtype=torch.float64, device=self.wire.device)
 
 
 def _neighbours(stages: Stages, rank: int, chunk: int) -> _Neighbours:

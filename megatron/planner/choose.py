@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import SettingsError
-from megatron.model import flops
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
@@ -79,7 +78,7 @@ def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space
     job, remark = target.job_of(config, cluster)
     started = time.perf_counter()
     found = search(job, cluster, space)
-    count = flops.parameters(job.model, job.vocab_size)
+    count = job.facts.parameters
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself makes times real")
@@ -91,10 +90,11 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
     speeds = cluster.device.flops
     if job.device == "cuda" and job.precision == "fp32" and "bf16" in speeds and "fp32" in speeds:
         yield f"fp32, the default: products are {speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
-    if job.device == "cuda" and job.model.attention_dropout:
+    dropout = job.facts.settings.attention_dropout
+    if job.device == "cuda" and dropout:
         yield (
-            f"attention with dropout ({job.model.attention_dropout:g}) keeps its weights; with --attention-dropout 0 a "
-            "flash kernel needs less memory and time"
+            f"attention with dropout ({dropout:g}) keeps its weights; with --attention-dropout 0 a flash kernel needs less "
+            "memory and time"
         )
 
 
@@ -158,7 +158,7 @@ def nothing_fits(outcome: Outcome) -> SettingsError:
 def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[str]:
     """What the rules of a training say against a plan; data and length of training are not its business."""
     data = schema.Data(mock_data=True)
-    tokenizer = schema.Tokenizer(tokenizer_type="NullTokenizer", vocab_size=plan.job.vocab_size)
+    tokenizer = schema.Tokenizer(tokenizer_type="NullTokenizer", vocab_size=plan.job.facts.vocab_size)
     settings = replace(
         plan.layout.applied(config, plan.job.global_batch),
         data=data,

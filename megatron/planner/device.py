@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError
-from megatron.model.flops import PEAK_TFLOPS, peak_flops
+from megatron.telemetry.peak_flops import PEAK_TFLOPS, peak_flops
 
 GIB = 2**30
 
@@ -79,7 +79,7 @@ class Device:
         return best * smallest / (smallest + self.rows)
 
 
-# Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are those of `flops.PEAK_TFLOPS`.
+# Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are those of `peak_flops.PEAK_TFLOPS`.
 TABLE = {
     "V100-16GB": (16, 900, 130, 10),
     "V100-32GB": (32, 900, 130, 10),

@@ -4,7 +4,6 @@
 from collections.abc import Iterator
 
 from megatron.errors import Failure
-from megatron.model import flops
 from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_plan, simulate
@@ -40,7 +39,7 @@ def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[
     needed = [ledger(job, layout, cluster.device, rank) for rank in range(layout.pp)]
     worst = max(needed, key=lambda one: one.total)
     plan = Plan(layout, job, found, worst.total, worst.rank)
-    count = flops.parameters(job.model, job.vocab_size)
+    count = job.facts.parameters
     yield "\n".join(
         [text.described(job, count), *_changed(config), *(f"note: {remark}" for remark in remarks if remark)]
     )
@@ -102,7 +101,7 @@ def _stages(job: Job, layout: Layout, needed, cluster: Cluster) -> str:
     """Which layers lie where, and how full that makes the rank."""
     from megatron.planner.parameters import rank_units
 
-    pipeline, rows = layout.pipeline(job.model.num_layers), []
+    pipeline, rows = layout.pipeline(job.facts.num_layers), []
     for rank in range(layout.pp):
         own = [_range(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
         ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
@@ -131,7 +130,7 @@ def _range(layers: range) -> str:
 
 def _schedule(job: Job, layout: Layout) -> str:
     """A diagram of a short step, and the gaps of the real one."""
-    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
     short = pipeline.own.micros if pipeline.own else min(micros, 2 * layout.pp)
     head = f"schedule {layout.schedule}, {micros} micro-batches a step"
     if layout.pp > 16:
@@ -143,7 +142,7 @@ def _schedule(job: Job, layout: Layout) -> str:
 
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     samples = batch.total_samples(config.batch, layout.dp)
-    wanted = samples * job.model.seq_length
+    wanted = samples * job.facts.seq_length
     yield (
         f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
         "billion tokens"

@@ -11,13 +11,14 @@ settings of a run, `Layout.flags` says it in flags. Numbers of tokens, bytes and
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Optional
 
+from megatron.model.facts import Facts, Share
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
-from megatron.settings.schema import Config, Model, Parallel, Recompute
+from megatron.settings.schema import Config, Parallel, Recompute
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
@@ -26,33 +27,34 @@ ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 class Job:
     """What is trained, whatever the layout.
 
-    vocab_size:  rows of the embedding before padding
-    device:      "cuda" or "cpu": which kernels run, and what they keep
-    backend:     --attention-backend
+    facts:    the model
+    device:   "cuda" or "cpu": which kernels run, and what they keep
+    backend:  --attention-backend
+    chunk:    --cross-entropy-chunk
     """
 
-    model: Model
-    vocab_size: int
+    facts: Facts
     global_batch: int
     precision: str = "bf16"
     device: str = "cuda"
     backend: str = "auto"
     documents: bool = False  # --reset-attention-mask
     mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which is a little too many
+    chunk: Optional[int] = None
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, *, dp: int, device: str) -> "Job":
+    def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
         """The job that settings describe."""
         precision = config.precision.precision
         return cls(
-            config.model,
-            vocab_size,
+            facts,
             batch.full_size(config.batch, dp),
             ("bf16" if device == "cuda" else "fp32") if precision == "auto" else precision,
             device,
             config.kernels.attention_backend,
             config.data.reset_attention_mask,
             config.precision.amp_level == "O1",
+            config.kernels.cross_entropy_chunk,
         )
 
     @property
@@ -60,23 +62,9 @@ class Job:
         """Bytes of a weight and of an activation."""
         return 4 if self.mixed else ELEMENT[self.precision]
 
-    @cached_property
-    def attention_kernel(self) -> str:
-        """The kernel that `fused_kernels.choose` will take: flash, block-causal, or reference, which stores scores.
-
-        backend "stored" is for comparisons: attention whose scores are whole, as other suites have it.
-        """
-        m = self.model
-        if self.backend == "stored":
-            return "reference"
-        drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and self.precision == "fp16"
-        if scaled and (drops or self.device == "cpu"):
-            return "reference"
-        if drops:
-            return "block-causal"
-        if self.device == "cuda":
-            return "block-causal" if self.backend == "explicit" and not scaled else "flash"
-        return "flash" if self.backend == "sdpa" or m.seq_length > 4096 else "block-causal"
+    def share(self, tp: int = 1, sp: bool = False, micro: int = 1) -> Share:
+        """How a rank works on the model in a layout."""
+        return Share(tp, sp, micro, self.device, self.precision, self.element, self.backend, self.chunk)
 
 
 @dataclass(frozen=True)
@@ -143,6 +131,10 @@ class Layout:
     @property
     def replicate(self) -> int:
         return self.dp // self.shard
+
+    def share(self, job: Job) -> Share:
+        """How each rank works on the job's model."""
+        return job.share(self.tp, self.sp, self.micro)
 
     def micros(self, job: Job) -> int:
         """Micro-batches of a step on each rank."""

@@ -108,10 +108,11 @@ def moving(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[st
     """What a step adds whatever the ZeRO stage, at its fullest moment; and its activations by kind."""
     kept = _kept(job, layout, rank)
     loss = kept.pop("output layer and loss", 0)
-    last = rank == layout.pipeline(job.model.num_layers).stages[-1][0]
-    most = activations.loss_workspace(job, layout) if last else 0
+    last = rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
+    most = job.facts.loss_workspace(layout.share(job)) if last else 0
     units = rank_units(job, layout, rank)
-    layer = activations.workspace(job, layout) + units.largest * job.element
+    layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
+    layer = activations.workspace(job, layout, layers) + units.largest * job.element
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
@@ -136,13 +137,13 @@ def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     """Activations by kind at the fullest moment."""
-    pipeline = layout.pipeline(job.model.num_layers)
+    pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = pipeline.stages_of(rank)
     each = [activations.stage_kept(job, layout, pipeline.layers[stage], stage == 0, stage == last) for stage in stages]
-    late = [activations.deferred(job, layout) * len(pipeline.layers[stage]) for stage in stages]
+    late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
-        late[stages.index(last)] += activations.loss_waits(job, layout)
+        late[stages.index(last)] += job.facts.loss_deferred(layout.share(job))
     sums = [sum(kinds.values()) for kinds in each]
     moments = most_held(layout.schedule, layout.pp, layout.micros(job), len(each), rank)
     alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
@@ -164,7 +165,7 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     if layout.zero < 3:
         return 0
     others = units.others.padded(layout.shard)
-    return (others + (1 + layout.overlap) * units.block.padded(layout.shard)) * job.element
+    return (others + (1 + layout.overlap) * units.largest_layer(layout.shard)) * job.element
 
 
 def _buffers(units: Units, layout: Layout) -> int:
@@ -172,7 +173,7 @@ def _buffers(units: Units, layout: Layout) -> int:
     if layout.zero < 2:
         return 0
     others = units.others.padded(layout.shard)
-    block = units.block.padded(layout.shard)
+    block = units.largest_layer(layout.shard)
     return 4 * (others + (1 + layout.overlap) * (block + block // layout.shard))
 
 
@@ -184,4 +185,4 @@ def _messages(job: Job, layout: Layout, rank: int) -> int:
     if job.device == "cpu":
         alive = most_held(layout.schedule, layout.pp, layout.micros(job), layout.chunks, rank)
         waiting += max(sum(counts) for counts, _ in alive)
-    return waiting * activations.passage(job, layout)
+    return waiting * job.facts.message_bytes(layout.share(job))

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many weights a rank holds, unit by unit: the arithmetic of `optimizer/units.py` without building a model.
+"""How many weights a rank holds, unit by unit: the arithmetic of `optimizer/units.py` on a model's tables of weights.
 
-Elements, not bytes. A *unit* is a layer, the word table, learned positions, the final norm or the output layer; its
-parameters are aligned and the whole is padded to the number of ranks that shard it. Tests hold it equal to what a run
-allocates.
+Elements, not bytes. Tests hold it equal to what a run allocates.
 """
 
 import math
@@ -11,25 +9,27 @@ from collections import Counter
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from megatron.model.facts import Facts
+from megatron.model.weights import Table
+from megatron.optimizer.flat import aligned, unit_size
 from megatron.planner.layout import Job, Layout
-from megatron.settings.schema import Model
-
-ALIGN = 64  # elements; `optimizer.units.ALIGN`, which needs torch to be imported
 
 
 class Slot(NamedTuple):
-    """A parameter: its elements on one tp rank, whether it is decayed, and the axis over which its gradient is partial."""
+    """A parameter: its elements on one tp rank, whether it is decayed, and the axes over which its gradient is partial."""
 
     size: int
     decay: bool = True
-    partial: str = ""
+    partial: tuple[str, ...] = ()
 
 
-class Unit(NamedTuple):
-    """name: `blocks` (each layer), `embedding.word`, `embedding`, `final_norm` or `output`; slots: as they lie."""
+class UnitSizes(NamedTuple):
+    """A unit's parameters as they lie. name: its name, or of a layer its kind; ends: see `model.weights.Unit`."""
 
     name: str
     slots: tuple[Slot, ...]
+    layer: bool = False
+    ends: tuple[str, ...] = ()
 
     def padded(self, pieces: int) -> int:
         """Elements of the unit's buffer when `pieces` ranks shard it."""
@@ -45,9 +45,9 @@ class Unit(NamedTuple):
         size = self.padded(pieces) // pieces
         low, high, at, found = size * rank, size * (rank + 1), 0, 0
         for slot in self.slots:
-            if slot.partial == axis:
+            if axis in slot.partial:
                 found += max(0, min(high, at + slot.size) - max(low, at))
-            at += _up(slot.size, ALIGN)
+            at += aligned(slot.size)
         return found
 
 
@@ -57,17 +57,21 @@ class Units(tuple):
     @cached_property
     def others(self) -> "Units":
         """Those that are no layers."""
-        return Units(unit for unit in self if unit.name != "blocks")
+        return Units(unit for unit in self if not unit.layer)
 
     @cached_property
-    def block(self) -> "Units":
-        """A layer, or nothing where there is none."""
-        return Units([unit for unit in self if unit.name == "blocks"][:1])
+    def layers(self) -> "Units":
+        """The layers."""
+        return Units(unit for unit in self if unit.layer)
+
+    def largest_layer(self, pieces: int) -> int:
+        """Elements of the largest layer's buffer."""
+        return max((unit.padded(pieces) for unit in set(self.layers)), default=0)
 
     @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
-        return max(slot.size for unit in self for slot in unit.slots)
+        return max(slot.size for unit in self.counts for slot in unit.slots)
 
     @cached_property
     def counts(self) -> Counter:
@@ -85,64 +89,50 @@ class Units(tuple):
         return self._sizes[pieces]
 
 
-def padded_vocabulary(model: Model, vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tp ranks."""
-    return _up(vocab_size, model.make_vocab_size_divisible_by * tp)
+def rank_units(job: Job, layout: Layout, rank: int) -> Units:
+    """The units of a pipeline rank's chunks, on one tp rank."""
+    pipeline = layout.pipeline(job.facts.num_layers)
+    last = len(pipeline.stages) - 1
+    stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
+    return _units(
+        job.facts, layout.tp, layout.sp, tuple((_kinds(job.facts, layers), *ends) for layers, *ends in stages)
+    )
+
+
+@lru_cache(maxsize=65536)
+def _kinds(facts: Facts, layers: range) -> tuple[str, ...]:
+    return tuple(map(facts.layer_kind, layers))
 
 
 @lru_cache(maxsize=1024)
-def layer(model: Model, tp: int, sp: bool) -> Unit:
-    """The parameters of one transformer layer on one tp rank."""
-    h, d, bias = model.hidden_size, model.head_dim, not model.disable_bias_linear
-    over = "tp" if sp else ""
-    vectors = 1 if model.normalization == "RMSNorm" else 2
-    norm = [Slot(h, False, over)] * vectors
-    heads = [Slot(d, False, "tp" if tp > 1 else "")] * (2 * vectors * model.qk_layernorm)
-    groups, queries = model.query_groups // tp, model.num_attention_heads // model.query_groups
-    qkv = groups * (queries + 2) * d
-    up = model.ffn_size // tp * (2 if model.swiglu else 1)
-    slots = [*norm, Slot(qkv * h), *[Slot(qkv, False)] * bias]
-    slots += [Slot(h * (model.num_attention_heads * d // tp)), *[Slot(h, False, over)] * bias, *heads, *norm]
-    slots += [Slot(up * h), *[Slot(up, False)] * bias, Slot(h * (model.ffn_size // tp)), *[Slot(h, False, over)] * bias]
-    return _unit("blocks", slots)
-
-
-def rank_units(job: Job, layout: Layout, rank: int) -> Units:
-    """The units of a pipeline rank's chunks, on one tp rank."""
-    pipeline = layout.pipeline(job.model.num_layers)
-    last = len(pipeline.stages) - 1
-    stages = pipeline.stages_of(rank)
-    chunks = tuple((len(pipeline.layers[stage]), stage == 0, stage == last) for stage in stages)
-    return _units(job.model, job.vocab_size, layout.tp, layout.sp, chunks)
+def layer_sizes(facts: Facts, kind: str, tp: int, sp: bool) -> UnitSizes:
+    """The parameters of a layer on one tp rank."""
+    return UnitSizes(kind, _slots(facts.layer_weights(kind, sp), tp), layer=True)
 
 
 @lru_cache(maxsize=4096)
-def _units(model: Model, vocab_size: int, tp: int, sp: bool, chunks: tuple[tuple[int, bool, bool], ...]) -> Units:
-    h, over = model.hidden_size, "tp" if sp else ""
-    rows = padded_vocabulary(model, vocab_size, tp) // tp
-    tied = not model.untie_embeddings_and_output_weights
-    first, last = any(first for _, first, _ in chunks), any(last for _, _, last in chunks)
-    units = []
-    if first or (last and tied):
-        units.append(Unit("embedding.word", (Slot(rows * h, True, "tied" if tied and not (first and last) else ""),)))
-    if first and model.position_embedding_type == "learned_absolute":
-        units.append(Unit("embedding", (Slot(model.position_table * h, True, over),)))
-    units += [layer(model, tp, sp)] * sum(layers for layers, _, _ in chunks)
-    if last:
-        units.append(Unit("final_norm", (Slot(h, False, over),) * (1 if model.normalization == "RMSNorm" else 2)))
-        if not tied:
-            units.append(Unit("output", (Slot(rows * h),)))
-    return Units(units)
+def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[str, ...], bool, bool], ...]) -> Units:
+    """stages: of each chunk the kinds of its layers, whether it is the first, the last."""
+    first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
+    held = facts.units((), first, last, sp)
+    layers = [layer_sizes(facts, kind, tp, sp) for kinds, _, _ in stages for kind in kinds]
+    front, back = [], []
+    for unit in held:
+        shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy
+        sizes = UnitSizes(unit.name, _slots(unit.weights, tp, ("tied",) * shared), False, unit.ends)
+        (front if "first" in unit.ends else back).append(sizes)
+    return Units(front + layers + back)
 
 
-def _unit(name: str, slots: list[Slot]) -> Unit:
-    return Unit(name, tuple(sorted(slots, key=lambda slot: not slot.decay)))
+def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[Slot, ...]:
+    """Decayed weights first, as `optimizer.units.lay_out` has them."""
+    slots = [
+        Slot(math.prod(placed.local_shape({"tp": tp})), placed.decay, (placed.partial if tp > 1 else ()) + shared)
+        for placed in table.values()
+    ]
+    return tuple(sorted(slots, key=lambda slot: not slot.decay))
 
 
 @lru_cache(maxsize=65536)
 def _padded(slots: tuple[Slot, ...], pieces: int) -> int:
-    return _up(sum(_up(slot.size, ALIGN) for slot in slots), ALIGN * pieces)
-
-
-def _up(n: int, multiple: int) -> int:
-    return math.ceil(n / multiple) * multiple
+    return unit_size((slot.size for slot in slots), pieces)

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.model.recipe import Recipe, recipe_of
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import chunks_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
 from megatron.settings.batch import full_size
 from megatron.settings.rules import resolve
 from megatron.settings.schema import Profiling
-from megatron.training.state import Recipe
 
 # Largest relative differences after ten AdamW steps that are rounding. bf16 rounds activations to 3 digits, and sums in
 # another order round differently.
@@ -188,7 +189,9 @@ def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, ti
 
 def preload(config: schema.Config) -> None:
     """Import here what each forked rank would otherwise import for itself: modules that torch leaves until their use."""
-    late = ["megatron.model.gpt.module", "megatron.data.gpt_dataset", "megatron.data.mock", "numpy.random"]
+    recipe = recipe_of(config)
+    recipe.build_model(config, Mesh(), 8, layers=range(0), dtype=torch.float32, device="meta")
+    late = ["megatron.data.gpt_dataset", "megatron.data.mock", "numpy.random"]
     late += ["torch.fx.experimental.symbolic_shapes"]  # torch's meta device
     late += ["torch._dynamo"] * bool(config.recompute.recompute_granularity)  # its checkpoint()
     for name in late:

@@ -156,30 +156,28 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[t
             for micro, batch in _batches(job, dp, space, found):
                 sized = replace(job, global_batch=batch)
                 for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
-                    for sp in (False, True) if tp > 1 and job.model.seq_length % tp == 0 else (False,):
+                    for sp in (False, True) if tp > 1 and job.facts.seq_length % tp == 0 else (False,):
                         for again in GRANULARITIES:
-                            if again != "core_attn" or job.attention_kernel != "flash":
+                            if again != "core_attn" or _stores_scores(job, tp, sp, micro):
                                 yield (
                                     Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(again), layers),
                                     sized,
                                 )
 
 
+def _stores_scores(job: Job, tp: int, sp: bool, micro: int) -> bool:
+    """Whether recomputing softmax(q k) v would save anything: it does where its kernel keeps scores."""
+    branches = job.facts.branches(job.share(tp, sp, micro), job.facts.layer_kind(0))
+    return any(branch.core and branch.core.kernel != "flash" for branch in branches)
+
+
 def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> list[int]:
-    m, sizes = job.model, []
+    sizes = []
     for tp in [space.tp] if space.tp else divisors(cluster.world_size):
         if tp > cluster.local_size and not space.tp:
             found.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
             break
-        bad = [
-            f"{value} {name}"
-            for name, value in (
-                ("heads", m.num_attention_heads),
-                ("key-value heads", m.query_groups),
-                ("ffn", m.ffn_size),
-            )
-            if value % tp
-        ]
+        bad = [f"{value} {name}" for name, value in job.facts.divisible_by_tp().items() if value % tp]
         if bad or cluster.world_size % tp:
             found.impossible.append(
                 f"tp {tp}: {' and '.join(bad) or f'{cluster.world_size} ranks'} cannot be divided by it"
@@ -193,8 +191,8 @@ def _pipeline_sizes(job: Job, ranks: int, space: Space, found: Found) -> Iterato
     for pp in [space.pp] if space.pp else divisors(ranks):
         if ranks % pp:
             continue
-        if pp > job.model.num_layers:
-            reason = f"pp {pp} and more: there are {job.model.num_layers} layers"
+        if pp > job.facts.num_layers:
+            reason = f"pp {pp} and more: there are {job.facts.num_layers} layers"
             found.impossible += [reason] * (reason not in found.impossible)
             return
         yield pp
@@ -215,7 +213,7 @@ def _batches(job: Job, dp: int, space: Space, found: Found) -> Iterator[tuple[in
 
 def _arrangements(job: Job, pp: int, micros: int, space: Space) -> Iterator[tuple[str, int, Optional[str]]]:
     """(schedule, chunks, layers of each stage or None for even)."""
-    layers = job.model.num_layers
+    layers = job.facts.num_layers
     if pp == 1:
         yield "1f1b", 1, None
         return
@@ -295,7 +293,7 @@ def _state_choices(dp: int, space: Space) -> Iterator[tuple[int, int, float]]:
 
 def _fullest(layout: Layout, job: Job) -> list[int]:
     """Pipeline ranks one of which needs most: the first has most micro-batches, the last the loss, others more layers."""
-    pipeline = layout.pipeline(job.model.num_layers)
+    pipeline = layout.pipeline(job.facts.num_layers)
     sizes = [len(layers) for layers in pipeline.layers]
     heaviest = pipeline.stages[max(range(len(sizes)), key=sizes.__getitem__)][0]
     return sorted({0, layout.pp - 1, heaviest, min(1, layout.pp - 1)})
@@ -325,7 +323,7 @@ def _spared(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     layout = plan.layout
     if layout.recompute.recompute_granularity is None:
         return None
-    stages = layout.pipeline(plan.job.model.num_layers).layers
+    stages = layout.pipeline(plan.job.facts.num_layers).layers
     low, high, best = 0, max(map(len, stages)) - 1, None  # with all of them spared it is another plan
     while low < high:
         count = (low + high + 1) // 2
@@ -350,7 +348,7 @@ def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     )
     costs = [0.0] * layout.pp
     costs[0], costs[-1] = first / one - 1, last / one - 1
-    layers = ",".join(map(str, split_even(costs, job.model.num_layers)))
+    layers = ",".join(map(str, split_even(costs, job.facts.num_layers)))
     return evaluate(job, replace(layout, stage_layers=layers), cluster)[0] if layers != layout.stage_layers else None
 
 

@@ -9,18 +9,19 @@ together; the schedule (simulated) puts stages together; data parallel communica
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Optional
 
-from megatron.model import flops
-from megatron.model.recompute_plan import plan
+from megatron.model.facts import Branch, Core, Facts, Share
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import span
-from megatron.planner.parameters import padded_vocabulary, rank_units
+from megatron.planner.parameters import rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.settings.schema import Recompute
 
+OPS = 15  # kernels that a branch of a layer starts
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 
 
@@ -60,7 +61,7 @@ class Step:
     flops: float  # model FLOPs of all ranks
 
     def tokens_per_second(self, job: Job) -> float:
-        return job.global_batch * job.model.seq_length / self.seconds
+        return job.global_batch * job.facts.seq_length / self.seconds
 
     def tflops_per_rank(self, world_size: int) -> float:
         return self.flops / self.seconds / world_size / 1e12
@@ -92,13 +93,13 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> Step:
 
 def useful_flops(job: Job) -> float:
     """Model FLOPs of an iteration, of all ranks."""
-    return flops.model_flops(job.model, job.vocab_size) * job.global_batch * job.model.seq_length
+    return job.facts.flops() * job.global_batch * job.facts.seq_length
 
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """A micro-batch through one layer, forward and backward, with what the first or last stage does beside."""
-    again = layout.recompute.recompute_granularity or ""
-    return _stage(job, layout.tp, layout.sp, layout.micro, 1, ((again, 1),), first, last, cluster).both
+    layer = ((job.facts.layer_kind(0), layout.recompute.recompute_granularity or ""), 1)
+    return _stage(job, layout.share(job), (layer,), first, last, cluster).both
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float], float]:
@@ -125,113 +126,115 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
 
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
     """A chunk of the rank that works longest, of its chunks' mean length: it sets the pace of all."""
-    of_ranks = _kinds(layout.pipeline(job.model.num_layers), layout.recompute)
-    took = {
-        kind: _stage(job, layout.tp, layout.sp, layout.micro, *kind, cluster)
-        for kind in set(chain.from_iterable(of_ranks))
-    }
-    slow = max((sum(map(took.__getitem__, kinds), Pass()) for kinds in of_ranks), key=lambda one: one.both)
+    share = layout.share(job)
+    of_ranks = _stages(job.facts, layout.pipeline(job.facts.num_layers), layout.recompute)
+    took = {stage: _stage(job, share, *stage, cluster) for stage in set(chain.from_iterable(of_ranks))}
+    slow = max((sum(map(took.__getitem__, stages), Pass()) for stages in of_ranks), key=lambda one: one.both)
     return Pass(slow.forward / layout.chunks, slow.backward / layout.chunks, slow.waiting / layout.chunks)
 
 
-def _kinds(pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
-    """Of the pipeline ranks that differ, the stages: (layers, how many are computed again, is it the first, the last)."""
+def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
+    """Of the pipeline ranks that differ, the stages: (layers by kind and recomputation, is it the first, the last)."""
     last = len(pipeline.stages) - 1
-    kinds = [(len(layers), _repeated(settings, layers), n == 0, n == last) for n, layers in enumerate(pipeline.layers)]
+    kinds = [(_layers(facts, settings, layers), n == 0, n == last) for n, layers in enumerate(pipeline.layers)]
     return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
 
 
 @lru_cache(maxsize=65536)
-def _repeated(settings: Recompute, layers: range) -> tuple[tuple[str, int], ...]:
-    """How many layers are computed again, by granularity."""
-    counts: dict[str, int] = {}
-    for group in plan(layers, settings):
-        counts[group.again] = counts.get(group.again, 0) + group.size
-    return tuple(sorted(counts.items()))
+def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tuple[str, str], int], ...]:
+    return tuple(sorted(activations.repeated(facts, settings, layers).items()))
 
 
 @lru_cache(maxsize=65536)
-def _stage(
-    job: Job, tp: int, sp: bool, micro: int, layers: int, repeated, first: bool, last: bool, cluster: Cluster
-) -> Pass:
-    core, rest, talk = _layer(job, tp, sp, micro, cluster)
-    attention, total = _attention_half(job, tp, sp, micro, cluster), core + rest
-    waiting = 4 * talk * layers
-    forward, backward = layers * (total + 2 * talk), layers * (2 * total + 2 * talk)
-    for name, count in repeated:
-        more = dict(full=total + 2 * talk, full_attn=attention + talk * sp, core_attn=core).get(name, 0.0)
-        backward += count * more
-        waiting += count * dict(full=2 * talk, full_attn=talk * sp).get(name, 0.0)
-    ends = Pass()
-    n, h, e, d = job.model.seq_length * micro, job.model.hidden_size, job.element, cluster.device
+def _stage(job: Job, share: Share, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
+    """layers: ((kind, granularity of recomputation), how many), ..."""
+    talk, sp = _talk(job, share, cluster), share.sp
+    total = Pass()
+    for (kind, granularity), count in layers:
+        work, branches = _layer(job, share, kind, cluster), job.facts.branches(share, kind)
+        repeated, messages = _repeated(job, share, kind, granularity, cluster)
+        waiting = 2 * len(branches) * talk
+        layer = Pass(work + waiting / 2, 2 * work + waiting / 2 + repeated + messages * talk, waiting + messages * talk)
+        total += Pass(count * layer.forward, count * layer.backward, count * layer.waiting)
+    n, h, e, d = job.facts.seq_length * share.micro, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
-        ends += Pass(4 * n * h * e / d.bandwidth + talk, 4 * n * h * e / d.bandwidth + talk * sp, talk * (1 + sp))
+        total += Pass(4 * n * h * e / d.bandwidth + talk, 4 * n * h * e / d.bandwidth + talk * sp, talk * (1 + sp))
     if last:
-        rows = padded_vocabulary(job.model, job.vocab_size, tp) // tp
+        rows = job.facts.vocabulary_rows(share.tp)
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
         # The loss makes its gradients at once, but for that of the weight.
-        ends += Pass(2 * product + softmax + talk * sp, product + talk, talk * (1 + sp))
-    return Pass(forward, backward, waiting) + ends
+        total += Pass(2 * product + softmax + talk * sp, product + talk, talk * (1 + sp))
+    return total
 
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:
     """The forward pass of one layer on one rank, for a micro-batch of one."""
-    core, rest, _ = _layer(job, 1, False, 1, cluster)
-    return core + rest
+    return _layer(job, job.share(), job.facts.layer_kind(0), cluster)
 
 
 @lru_cache(maxsize=65536)
-def _layer(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of a forward pass of a layer: attention core, all else, and one tensor parallel collective."""
-    m, d, e = job.model, cluster.device, job.element
-    n, h = m.seq_length * micro, m.hidden_size
-    width, ffn = m.num_attention_heads * m.head_dim // tp, m.ffn_size // tp
-    products = [(n, h, width + 2 * m.query_groups * m.head_dim // tp), (n, width, h), (n, ffn, h)]
-    products += [(n, h, ffn)] * (2 if m.swiglu else 1)
-    linear = sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in products)
-    rest = n // (tp if sp else 1)
-    # Elements read and written: two norms, two residual additions with their dropouts, the function inside the MLP.
-    moved = rest * h * (10 + (m.hidden_dropout > 0)) + n * ffn * (5 if m.swiglu else 2) + n * 4 * width
-    talk = _talk(job, tp, sp, micro, cluster)
-    return _core(job, tp, micro, d), linear + d.unfused * moved * e / d.bandwidth + 30 * d.launch, talk
+def _layer(job: Job, share: Share, kind: str, cluster: Cluster) -> float:
+    """Seconds of a forward pass of a layer, without its messages."""
+    return sum(_branch(job, share, branch, cluster.device) for branch in job.facts.branches(share, kind))
 
 
-def _talk(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> float:
-    size = job.model.seq_length * micro * job.model.hidden_size * job.element
+def _branch(job: Job, share: Share, branch: Branch, d: Device) -> float:
+    n, h, drops = job.facts.seq_length * share.micro, job.facts.settings.hidden_size, job.facts.settings.hidden_dropout
+    rest = n // (share.tp if share.sp else 1)
+    # Elements read and written: a norm, a residual addition with its dropout, and what lies between.
+    moved = rest * h * (5 + 0.5 * (drops > 0)) + branch.moved
+    elementwise = d.unfused * moved * job.element / d.bandwidth
+    return _products(job, share, branch, d) + _core(job, branch.core, d) + elementwise + OPS * d.launch
+
+
+def _products(job: Job, share: Share, branch: Branch, d: Device) -> float:
+    """Seconds of a branch's matrix products."""
+    n, h = job.facts.seq_length * share.micro, job.facts.settings.hidden_size
+    sizes = [(n, h, columns) for columns in branch.outputs] + [(n, branch.inputs, h)]
+    return sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in sizes)
+
+
+def _repeated(job: Job, share: Share, kind: str, granularity: str, cluster: Cluster) -> tuple[float, float]:
+    """What recomputation adds to a layer's backward pass: (seconds, messages)."""
+    branches = job.facts.branches(share, kind)
+    if granularity == "full":
+        return _layer(job, share, kind, cluster), len(branches)
+    found = [branch for branch in branches if branch.core and granularity]
+    core = sum(_core(job, branch.core, cluster.device) for branch in found)
+    if granularity == "full_attn":
+        products = sum(_products(job, share, branch, cluster.device) for branch in found)
+        return core + products, len(found) * share.sp
+    return core, 0
+
+
+def _talk(job: Job, share: Share, cluster: Cluster) -> float:
+    """Seconds of one tensor parallel sum."""
+    size = job.facts.seq_length * share.micro * job.facts.settings.hidden_size * job.element
     # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
-    op = "all_gather" if sp else "all_reduce"
-    return cluster.seconds(op, (2 if sp else 1) * size, 2 if sp else 1, tp, 1)
+    op = "all_gather" if share.sp else "all_reduce"
+    return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
 
 
-def _core(job: Job, tp: int, micro: int, device: Device) -> float:
-    m, n = job.model, job.model.seq_length * micro
-    width = m.num_attention_heads * m.head_dim // tp
-    work = 4 * n * m.seq_length * width
+def _core(job: Job, core: Optional[Core], device: Device) -> float:
+    """Seconds of attention between its two linear layers."""
+    if core is None:
+        return 0.0
     reached = device.attention.get(job.precision) or min(device.attention.values())
-    if job.attention_kernel == "flash":
-        return work / 2 / reached
-    half = job.attention_kernel == "block-causal"  # of the scores never exists
-    if half and job.device == "cpu" and not m.attention_dropout:
-        return work / 2 / reached * 1.2
-    scores = n * m.seq_length * (m.num_attention_heads // tp)
-    passes = 4 + 2 * (m.attention_dropout > 0)
-    speed = device.reached(job.precision, m.head_dim)
-    return (work / speed + device.unfused * scores * job.element * passes / device.bandwidth) / (2 if half else 1)
-
-
-def _attention_half(job: Job, tp: int, sp: bool, micro: int, cluster: Cluster) -> float:
-    m, d = job.model, cluster.device
-    n, width = m.seq_length * micro, m.num_attention_heads * m.head_dim // tp
-    work = 2 * n * m.hidden_size * (2 * width + 2 * m.query_groups * m.head_dim // tp)
-    return work / d.reached(job.precision, min(n, width, m.hidden_size)) + _core(job, tp, micro, d)
+    if core.kernel == "flash":
+        return core.work / 2 / reached
+    half = core.kernel == "block-causal"  # of the scores never exists
+    if half and job.device == "cpu" and not core.dropout:
+        return core.work / 2 / reached * 1.2
+    moved = device.unfused * core.scores * job.element * (4 + 2 * core.dropout) / device.bandwidth
+    return (core.work / device.reached(job.precision, core.width) + moved) / (2 if half else 1)
 
 
 def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
     """One message to the next stage. Neighbouring stages are tp x dp ranks apart."""
     if layout.pp == 1:
         return 0.0
-    return cluster.seconds("send", activations.passage(job, layout), 1, 2, layout.tp * layout.dp)
+    return cluster.seconds("send", job.facts.message_bytes(layout.share(job)), 1, 2, layout.tp * layout.dp)
 
 
 # Once a step ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError, UsageError
+from megatron.model.recipe import facts_of
 from megatron.planner import device as devices
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
@@ -137,4 +138,4 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
 def job_of(config: Config, cluster: Cluster, dp: int = 1) -> tuple[Job, str]:
     """(the job, a remark on its vocabulary)."""
     size, remark = vocabulary_of(config)
-    return Job.of(config, size, dp=dp, device=cluster.device.kind), remark
+    return Job.of(config, facts_of(config, size), dp=dp, device=cluster.device.kind), remark

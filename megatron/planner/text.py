@@ -155,7 +155,7 @@ def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
     if tokens:
         lines.append(
             f"{tokens / 1e9:,.1f} billion tokens: {tokens / each / 86400:,.1f} days, "
-            f"{tokens / (plan.job.global_batch * plan.job.model.seq_length):,.0f} steps, "
+            f"{tokens / (plan.job.global_batch * plan.job.facts.seq_length):,.0f} steps, "
             f"{tokens / each / 3600 * cluster.world_size:,.0f} device hours"
         )
     return lines
@@ -163,9 +163,4 @@ def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
 
 def described(job: Job, count: int) -> str:
     """The model in a line."""
-    m = job.model
-    return (
-        f"GPT of {count / 1e9:.3f} B parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
-        f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {job.vocab_size}, "
-        f"{job.precision}"
-    )
+    return f"{job.facts.describe(f'{count / 1e9:.3f} B')}, {job.precision}"

@@ -2,16 +2,16 @@
 """Every byte that a rank says to others in a step: by collective and axis, exactly as the code communicates.
 
 Bytes are those of the whole tensor: what is reduced, what a gathering results in, what a reduce-scatter starts from, what
-a message holds. Tests compare with what runs send. Legend as in `activations.py`.
+a message holds. Tests compare with what runs send. Legend as in `model/facts.py`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
-from megatron.model.recompute_plan import plan
-from megatron.planner import activations
+from megatron.model.recompute_plan import recompute_groups
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
-from megatron.planner.parameters import rank_units
+from megatron.planner.parameters import layer_sizes, rank_units
 
 
 @dataclass(frozen=True)
@@ -52,45 +52,49 @@ def totals(found: list[Transfer]) -> dict[tuple[str, str], int]:
 
 
 def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    micros, pipeline = layout.micros(job), layout.pipeline(job.model.num_layers)
-    n = job.model.seq_length * layout.micro
-    whole = n * job.model.hidden_size * job.element
+    micros, pipeline, share = layout.micros(job), layout.pipeline(job.facts.num_layers), layout.share(job)
+    n = job.facts.seq_length * layout.micro
+    whole = n * job.facts.settings.hidden_size * job.element
     reduces = gathers = scatters = 0
     for stage in pipeline.stages_of(rank):
         layers = pipeline.layers[stage]
-        twice = again(job, layout, layers)
+        branches = sum(len(job.facts.branches(share, job.facts.layer_kind(layer))) for layer in layers)
+        twice = recomputed(job, layout, layers)
         first, last = stage == 0, stage == len(pipeline.stages) - 1
         if layout.sp:
-            gathers += 6 * len(layers) + twice[0] + first + last  # inputs of column-parallel layers twice
-            scatters += 4 * len(layers) + twice[1] + first + last
+            gathers += 3 * branches + twice[0] + first + last  # inputs of column-parallel layers twice
+            scatters += 2 * branches + twice[1] + first + last
         else:
-            reduces += 4 * len(layers) + twice[1] + first + last
+            reduces += 2 * branches + twice[1] + first + last
     found = [
         Transfer("activations", op, "tp", micros * calls * whole, micros * calls)
         for op, calls in (("all_reduce", reduces), ("all_gather", gathers), ("reduce_scatter", scatters))
     ]
     if pipeline.stages[-1][0] == rank:
-        chunks = micros * activations.loss_chunks(job, layout)
+        chunks = micros * job.facts.loss_chunks(share)
         found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * micros, chunks))
         found.append(Transfer("loss", "all_reduce", "tp", 4 * n * micros, chunks))
     return found
 
 
-def again(job: Job, layout: Layout, layers) -> tuple[int, int]:
+def recomputed(job: Job, layout: Layout, layers) -> tuple[int, int]:
     """(gatherings, sums) that recomputing these layers of a stage repeats; it stops at the last tensor that is needed."""
-    gathers = sums = 0
-    for group in plan(layers, layout.recompute):
-        if group.again == "full":
-            gathers += 2 * group.size
-            sums += 2 * group.size - (job.model.hidden_dropout == 0)  # after the last sum only a dropout keeps anything
-        elif group.again == "full_attn":
-            gathers += group.size
+    gathers, sums, share, facts = 0, 0, layout.share(job), job.facts
+    for group in recompute_groups(layers, layout.recompute):
+        branches = [branch for layer in group.layers for branch in facts.branches(share, facts.layer_kind(layer))]
+        if group.granularity == "full":
+            gathers += len(branches)
+            sums += len(branches) - (
+                facts.settings.hidden_dropout == 0
+            )  # after the last sum only a dropout keeps anything
+        elif group.granularity == "full_attn":
+            gathers += sum(branch.core is not None for branch in branches)
     return gathers, sums
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
-    size, stages, ahead, back = activations.passage(job, layout), pipeline.stages, 0, 0
+    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
+    size, stages, ahead, back = job.facts.message_bytes(layout.share(job)), pipeline.stages, 0, 0
     for stage in pipeline.stages_of(rank):
         ahead += stage + 1 < len(stages) and stages[stage + 1][0] != rank
         back += stage > 0 and stages[stage - 1][0] != rank
@@ -130,44 +134,40 @@ def _reduced(job: Job, layout: Layout, rank: int) -> int:
     units = rank_units(job, layout, rank)
     size = 4 * units.padded(layout.shard)
     if layout.zero >= 2 and _shares_table(job, layout, rank):
-        size += 4 * next(unit.padded(layout.shard) for unit in units.others if unit.name == "embedding.word")
+        size += 4 * next(unit.padded(layout.shard) for unit in units.others if len(unit.ends) > 1)
     return size
 
 
 def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     """(elements, calls) of a step of stage 3: layers before each pass, the rest when work on its chunk begins."""
-    pipeline, micros = layout.pipeline(job.model.num_layers), layout.micros(job)
+    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
     units, stages = rank_units(job, layout, rank), pipeline.stages_of(rank)
-    block = units.block.padded(layout.shard)
-    passes = elements = calls = 0
+    layers = elements = calls = 0  # of the layers of one micro-batch; then of the other units
     for stage in stages:
-        layers = pipeline.layers[stage]
-        passes += 2 * len(layers)
-        for group in plan(layers, layout.recompute):  # all of a group but its last layer are gathered to run again
-            passes += group.size - 1 if group.again == "full" else 0
+        held = [layer for layer in pipeline.layers[stage] for _ in range(2)]  # before the forward and the backward pass
+        for group in recompute_groups(pipeline.layers[stage], layout.recompute):
+            if group.granularity == "full":  # all of a group but its last layer are gathered to run again
+                held += group.layers[:-1]
+        kinds = Counter(map(job.facts.layer_kind, held))
+        sizes = {kind: layer_sizes(job.facts, kind, layout.tp, layout.sp).padded(layout.shard) for kind in kinds}
+        layers += sum(count * sizes[kind] for kind, count in kinds.items())
+        calls += micros * len(held)
     for unit in units.others:
-        if unit.name:
-            among = tuple(
-                chunk for chunk, stage in enumerate(stages) if _used(unit.name, stage, len(pipeline.stages), job)
-            )
-            begun = starts(layout.schedule, layout.pp, micros, layout.chunks, rank, among)
-            elements += begun * unit.padded(layout.shard)
-            calls += begun
-    return elements + micros * passes * block, calls + micros * passes
+        among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
+        begun = starts(layout.schedule, layout.pp, micros, layout.chunks, rank, among)
+        elements += begun * unit.padded(layout.shard)
+        calls += begun
+    return elements + micros * layers, calls
 
 
-def _used(name: str, stage: int, stages: int, job: Job) -> bool:
-    """Whether a stage uses a unit that is no layer."""
-    first, last = stage == 0, stage == stages - 1
-    if name == "embedding.word":
-        return first or (last and not job.model.untie_embeddings_and_output_weights)
-    return first if name == "embedding" else last
+def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:
+    """Whether a stage uses a unit of these ends."""
+    return (stage == 0 and "first" in ends) or (stage == stages - 1 and "last" in ends)
 
 
 def _shares_table(job: Job, layout: Layout, rank: int) -> bool:
-    stages = layout.pipeline(job.model.num_layers).stages
-    tied = not job.model.untie_embeddings_and_output_weights
-    return tied and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
+    stages = layout.pipeline(job.facts.num_layers).stages
+    return job.facts.tied and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
 
 
 def _partial(job: Job, layout: Layout, rank: int, shard_rank: int) -> list[Transfer]:

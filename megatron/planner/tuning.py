@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.mpu import initialize as ranks
 from megatron.planner import text
@@ -20,7 +21,6 @@ from megatron.settings import schema
 from megatron.settings.rules import resolve
 from megatron.training.build import build_run
 from megatron.training.loop import train_step
-from megatron.training.state import Recipe
 
 TRIED = 3  # layouts that --tune-steps times
 

@@ -71,6 +71,7 @@ class Model:
     make_vocab_size_divisible_by: int = setting(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
+    model_type: str = setting("which model: GPT, or a module that has a function recipe()", "GPT")
     model_name_or_path: Optional[str] = setting(
         "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
     )

@@ -14,6 +14,7 @@ from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.attention import Context
 from megatron.model.block import Block
+from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu import collectives
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.initialize import DTYPES
@@ -112,7 +113,7 @@ def _ops(kind: str, figures: dict) -> dict:
     s, h, heads = SHAPE[kind]
     took = _block_seconds(kind, s, h, heads)
     model = Model(1, h, heads, s, hidden_dropout=0.0, attention_dropout=0.0)
-    job = Job(model, 1, 1, "fp32", kind)
+    job = Job(GPTFacts(model, 1), 1, "fp32", kind)
 
     def predicted(unfused: float) -> float:
         device = Device(**figures | dict(launch=launch, unfused=unfused))
@@ -125,9 +126,9 @@ def _ops(kind: str, figures: dict) -> dict:
 def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
     """Forward and backward pass of one layer in fp32, without dropout."""
     model = Model(1, h, heads, s, hidden_dropout=0.0, attention_dropout=0.0)
-    block = Block(
-        model, 0, Mesh().tp, seed=1, kernels=Kernels(), sequence_parallel=False, dtype=torch.float32, device=kind
-    )
+    weights = GPTFacts(model, 1).layer_weights("layer", False)
+    kind_of = dict(dtype=torch.float32, device=kind)
+    block = Block(model, 0, Mesh().tp, weights, seed=1, kernels=Kernels(), sequence_parallel=False, **kind_of)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(0, 0.02)

@@ -15,7 +15,6 @@ PATH is a folder of checkpoints (the one that `--load` would choose is taken, or
 """
 
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -291,30 +290,31 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
     """
     from megatron.checkpoint.boxes import Box
     from megatron.errors import SettingsError
-    from megatron.model.gpt.module import GPT
-    from megatron.mpu.mesh import Mesh
-    from megatron.mpu.placement import placements
+    from megatron.model.recipe import facts_of
     from megatron.settings.schema import from_record
 
     if "config" not in state or "vocab_size" not in state:
         raise CheckpointError("the checkpoint does not say what model it is", do="use --writers N")
-    model = from_record(state["config"]).model
-    for what, value in (("query groups", model.query_groups), ("MLP width", model.ffn_size)):
+    facts = facts_of(from_record(state["config"]), state["vocab_size"])
+    for what, value in facts.divisible_by_tp().items():
         if value % tp:
             raise SettingsError(f"{value} ({what}) cannot be divided by --tensor-model-parallel-size {tp}")
-    if model.num_layers % pp:
-        raise SettingsError(f"{model.num_layers} layers cannot be divided by --pipeline-model-parallel-size {pp}")
-    boxes = []
-    for rank in range(tp):
-        mesh = Mesh(rank, tp=tp, create_groups=False)
-        held = placements(GPT(model, mesh, state["vocab_size"], device="meta"))
-        boxes.append({name: Box(*placed.box(tuple(p.shape), mesh.place)) for name, (p, placed) in held.items()})
+    if facts.num_layers % pp:
+        raise SettingsError(f"{facts.num_layers} layers cannot be divided by --pipeline-model-parallel-size {pp}")
 
-    def stage(name: str) -> int:
-        layer = re.match(r"blocks\.(\d+)\.", name)
-        return int(layer[1]) * pp // model.num_layers if layer else 0 if name.startswith("embedding.") else pp - 1
+    def stage(unit) -> int:
+        if unit.layer is not None:
+            return unit.layer * pp // facts.num_layers
+        return 0 if "first" in unit.ends else pp - 1
 
-    return [{name: box for name, box in held.items() if stage(name) == at} for at in range(pp) for held in boxes]
+    ranks = [(at, rank) for at in range(pp) for rank in range(tp)]
+    boxes = {place: {} for place in ranks}
+    for unit in facts.whole:
+        for name, placed in unit.weights.items():
+            local = placed.local_shape({"tp": tp})
+            for rank in range(tp):
+                boxes[stage(unit), rank][f"{unit.name}.{name}"] = Box(*placed.box(local, {"tp": rank}))
+    return [boxes[place] for place in ranks]
 
 
 COMMANDS = dict(

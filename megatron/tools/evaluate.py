@@ -55,10 +55,10 @@ def main(argv: list[str]) -> None:
     settings = groups["evaluate"]
     check(settings)
 
-    from megatron.inference.load import load_gpt, open_tokenizer
+    from megatron.inference.load import load_model, open_tokenizer
     from megatron.mpu.initialize import pick_device
 
-    loaded = load_gpt(
+    loaded = load_model(
         settings.load, device=pick_device(settings.device, 0), precision=settings.precision, step=settings.ckpt_step
     )
     for notice in loaded.notices:

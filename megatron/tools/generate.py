@@ -65,11 +65,11 @@ def main(argv: list[str]) -> None:
     prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
 
     from megatron.inference.generation import generate
-    from megatron.inference.load import load_gpt, open_tokenizer
+    from megatron.inference.load import load_model, open_tokenizer
     from megatron.mpu.initialize import pick_device
 
     device = pick_device(settings.device, 0)
-    loaded = load_gpt(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
+    loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
     tokenizer = open_tokenizer(loaded, groups["tokenizer"])
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)

@@ -66,15 +66,15 @@ def with_checkpoints(config: Config, real: Checkpoint, folder: Optional[str]) ->
 def train(config: Config, world_size: int) -> None:
     """Train resolved settings on forked ranks. Raises the failure of the rank that fails first."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed, run_ranks
     from megatron.planner.parity import preload
     from megatron.training.loop import pretrain
-    from pretrain_gpt import recipe
 
     preload(config)
 
     def body(rank: int) -> None:
-        pretrain(config, recipe())
+        pretrain(config, recipe_of(config))
 
     try:
         run_ranks(world_size, body, timeout=60 * config.parallel.distributed_timeout_minutes)

@@ -103,12 +103,12 @@ def possible(config: Config, layouts: list) -> list[tuple]:
 
 def trained(config: Config, world_size: int, steps: int):
     """The trace of a few steps. Raises what a rank raised where it is a failure of settings, data or disk."""
+    from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed
     from megatron.planner.parity import trace
-    from pretrain_gpt import recipe
 
     try:
-        return trace(config, recipe(), world_size, steps)
+        return trace(config, recipe_of(config), world_size, steps)
     except RankFailed as failed:
         if failed.failure is None or config.logging.debug:
             raise

@@ -24,7 +24,8 @@ from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
-from megatron.model import flops
+from megatron.model.facts import Facts, Share
+from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.mpu import initialize as ranks
 from megatron.mpu.initialize import DTYPES, Context, weight_format
@@ -40,12 +41,13 @@ from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.settings.rules import remarks
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.metrics import Run as Rates
+from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, run_record, source_commit
 from megatron.telemetry.timers import Timers
 from megatron.tokenizer import build_tokenizer
-from megatron.training.state import Recipe, Run, State
+from megatron.training.state import Run, State
 
 
 def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] = None) -> Run:
@@ -67,14 +69,9 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
-    stages = build_stages(build, pipeline, context.mesh, not config.model.untie_embeddings_and_output_weights)
-    prove_complete(
-        stages,
-        context.mesh,
-        exchange_over(context),
-        config.model.num_layers,
-        flops.parameters(config.model, vocab_size),
-    )
+    stages = build_stages(build, pipeline, context.mesh)
+    facts = recipe.facts(config, vocab_size)
+    prove_complete(stages, context.mesh, exchange_over(context), facts.weights)
     optimizer = ShardedAdamW(
         stages,
         context.mesh,
@@ -99,7 +96,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     train, valid, test = build_batches(config, context, datasets, tokenizer)
     lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
-    say(summary(config, context, recipe, vocab_size, state))
+    say(summary(config, context, facts, state))
     if len(pipeline.stages) > 1 and context.first:
         say(f" > {pipeline.describe(micros_of(config, context))}")
     if record and not config.checkpoint.finetune:
@@ -113,16 +110,17 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         config=config,
         context=context,
         vocab_size=vocab_size,
+        sums=dict(recipe.sums),
         stages=stages,
         pipeline=pipeline,
-        wire=wire_of(config, context, dtype, pipeline),
+        wire=wire_of(config, context, dtype, pipeline, facts),
         optimizer=optimizer,
         lengths=lengths,
         train_batches=train,
         valid_batches=valid,
         test_batches=test,
         saver=saver,
-        metrics=build_metrics(config, context, vocab_size, state),
+        metrics=build_metrics(config, context, facts, state),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state.iteration, say),
@@ -371,14 +369,14 @@ def micros_of(config: schema.Config, context: Context) -> int:
     return config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
 
 
-def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline) -> Wire:
-    """The wire between pipeline stages, for hidden states [s, b, h] (or [s/tp, b, h])."""
-    model, mesh = config.model, context.mesh
-    s = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
-    groups = None
+def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline, facts: Facts) -> Wire:
+    """The wire between pipeline stages, for messages of the model's shape."""
+    mesh, groups = context.mesh, None
+    shape = facts.message(
+        Share(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro=config.batch.micro_batch_size)
+    )
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
         groups = open_channels(mesh, pipeline.stages)
-    shape = (s, config.batch.micro_batch_size, model.hidden_size)
     return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
@@ -394,20 +392,18 @@ def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline, don
     return Recorder(path, pipeline, context.mesh)
 
 
-def build_metrics(config: schema.Config, context: Context, vocab_size: int, state: State) -> Metrics:
+def build_metrics(config: schema.Config, context: Context, facts: Facts, state: State) -> Metrics:
     """The log of a run, opened on the first rank."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = Rates(
         total_iterations(config.batch, context.mesh.dp.size),
         config.model.seq_length,
         ranks=context.mesh.world_size,
-        flops_per_token=flops.model_flops(config.model, vocab_size),
+        flops_per_token=facts.flops(),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
     )
-    header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=flops.parameters(config.model, vocab_size)
-    )
+    header = run_record(config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters)
     return Metrics(
         config.logging,
         rates,
@@ -443,20 +439,18 @@ def peak_of(config: schema.Config, context: Context, name: str) -> Optional[floa
         return config.logging.peak_tflops * 1e12
     if context.device.type == "cpu":
         return ranks.measured_flops(context.device, DTYPES[config.precision.precision])
-    return flops.peak_flops(name, config.precision.precision)
+    return peak_flops(name, config.precision.precision)
 
 
-def summary(config: schema.Config, context: Context, recipe: Recipe, vocab_size: int, state: State) -> str:
+def summary(config: schema.Config, context: Context, facts: Facts, state: State) -> str:
     """What is about to happen, in a few lines."""
-    mesh, batch, model = context.mesh, config.batch, config.model
+    mesh, batch = context.mesh, config.batch
     size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)
-    count = flops.parameters(model, vocab_size)
     return "\n".join(
         [
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
-            f" > {recipe.name} of {count:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
-            f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {vocab_size}",
+            f" > {facts.describe(f'{facts.parameters:,}')}",
             f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
             f"torch {torch.__version__}, Python {sys.version.split()[0]}",
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "

@@ -6,7 +6,7 @@ checkpoint keeps: data order, batch size, learning rate and dropout are all comp
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Optional
@@ -18,6 +18,7 @@ from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import Verdict
+from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
@@ -27,7 +28,7 @@ from megatron.telemetry.metrics import Step
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
 from megatron.training.recovery import pass_over, rewind, stopped
-from megatron.training.state import Recipe, Run, State
+from megatron.training.state import Run, State
 
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
@@ -83,16 +84,17 @@ def train_step(run: Run) -> Optional[Step]:
     size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
     if state.iteration + 1 in state.left_out:
         return pass_over(run, size)
-    loss_of, unscale = objective(config, state.scaler.scale, size, num_micros * run.dp)
+    loss_of, unscale = objective(config, run.sums, state.scaler.scale, size, num_micros * run.dp)
     with run.phase("data", step=state.iteration + 1):
         batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
     with phase("passes"):
         sums = passes(run, batches, loss_of, watch.heart.watch)
     with run.phase("reduce"):
         totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
-    loss, tokens = watch.count(totals)
+    *values, tokens = watch.count(totals)
     factor = unscale(tokens)
-    loss, norm = loss / max(tokens, 1), norm * factor
+    means, norm = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, norm * factor
+    loss = next(iter(means.values()))
     verdict = watch.judge(
         state.iteration + 1,
         state.recent,
@@ -114,7 +116,7 @@ def train_step(run: Run) -> Optional[Step]:
         run.state.iteration,
         run.state.consumed_samples,
         size,
-        {"lm loss": loss},
+        means,
         learning_rate=rate,
         grad_norm=norm,
         loss_scale=run.state.scaler.scale,
@@ -124,12 +126,12 @@ def train_step(run: Run) -> Optional[Step]:
     )
 
 
-def passes(run: Run, batches: Sequence[MicroBatch], loss_of, see) -> torch.Tensor:
-    """Forward and backward passes of a step, in the order of the schedule; this rank's [loss sum, tokens]."""
+def passes(run: Run, batches: Sequence[MicroBatch], loss_of, on_op) -> torch.Tensor:
+    """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
     run.optimizer.expect(len(batches))
-    sums = execute(ops, run.stages, batches, run.wire, loss_of, timeline=record, see=see)
+    sums = execute(ops, run.stages, batches, run.wire, loss_of, names=run.names, timeline=record, on_op=on_op)
     if record is not None:
         run.recorder.write(record)
     return sums
@@ -138,8 +140,8 @@ def passes(run: Run, batches: Sequence[MicroBatch], loss_of, see) -> torch.Tenso
 def find_cause(run: Run, batches: Sequence[MicroBatch], loss_of) -> str:
     """Where the first value of this step that is not finite was made, in words; all ranks together."""
 
-    def replay(see):
-        return run.optimizer.totals(passes(run, batches, loss_of, see))
+    def replay(on_op):
+        return run.optimizer.totals(passes(run, batches, loss_of, on_op))
 
     with run.optimizer.present():
         return run.watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
@@ -151,22 +153,40 @@ def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) ->
 
 
 def counted_once(run: Run, sums: torch.Tensor) -> torch.Tensor:
-    """A rank's loss and tokens, as its part of the sum over all ranks: tensor-parallel ranks have seen the same ones."""
+    """A rank's sums, as its part of those over all ranks: tensor-parallel ranks have seen the same tokens."""
     return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)
 
 
-def objective(config: schema.Config, loss_scale: float, size: int, micro_batches: int):
-    """(micro-batch's loss sum, tokens) -> scalar to differentiate; and what undoes its scale, given all tokens.
+def objective(config: schema.Config, weights: Mapping[str, float], loss_scale: float, size: int, micro_batches: int):
+    """({name: sum} of a stage, its micro-batch) -> scalar to differentiate; and what undoes its scale, given all tokens.
+
+    weights: name of a sum -> its weight; the scalar is None where a stage has none of weight.
 
     `--loss-averaging token`: the mean over the unmasked tokens of the global batch. Their number is known only at the
     end of the step, so the loss is divided by the number without masks and corrected with the gradients; without masks
     the correction is exactly 1. `micro-batch`: the mean over micro-batches of the mean over their tokens.
     """
+
+    def total(sums):
+        parts = [
+            sums[name] if weight == 1.0 else sums[name] * weight
+            for name, weight in weights.items()
+            if weight and name in sums
+        ]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def scaled(factor_of):
+        def loss_of(sums, batch):
+            whole = total(sums)
+            return None if whole is None else whole * factor_of(batch)
+
+        return loss_of
+
     if config.optimizer.loss_averaging == "micro-batch":
         scale = loss_scale / micro_batches
-        return lambda loss, tokens: loss * (scale / torch.clamp(tokens, min=1)), lambda tokens: 1.0 / loss_scale
+        return scaled(lambda batch: scale / torch.clamp(batch.num_tokens, min=1)), lambda tokens: 1.0 / loss_scale
     nominal = size * config.model.seq_length
-    return lambda loss, tokens: loss * (loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
+    return scaled(lambda batch: loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
@@ -175,37 +195,38 @@ def clip_coefficient(norm: float, limit: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches, split: str, final: bool = False) -> float:
-    """Mean loss over `--eval-iters` global batches of a split that were not seen before; all ranks get it."""
+def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, float]:
+    """Mean losses over `--eval-iters` global batches of a split that were not seen before; all ranks get them."""
     started = time.perf_counter()
     size = run.config.batch.global_batch_size
     num_micros = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
         stage.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.context.device)
+    sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
     with phase("evaluate"):
         for _ in range(run.config.batch.eval_iters):
             run.watch.heart.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
-            sums += execute(ops, run.stages, micro_batches(run, batches, consumed, num_micros), run.wire)
+            found = micro_batches(run, batches, consumed, num_micros)
+            sums += execute(ops, run.stages, found, run.wire, names=run.names)
             consumed += size
-        loss, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
+        *values, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
     if split == "validation":
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    mean = loss / max(tokens, 1)
+    means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
     run.metrics.record_eval(
         run.state.iteration,
         run.state.consumed_samples,
-        {"lm loss": mean},
+        means,
         split=split,
         label=f" on {split} set" if final else "",
         seconds=time.perf_counter() - started,
     )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
-    return mean
+    return means
 
 
 def due(interval: Optional[int], state: State) -> bool:

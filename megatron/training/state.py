@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pretraining job is made of: a `Recipe` says what is trained, a `Run` is the job, its `State` is what moves."""
+"""What a pretraining job is made of: a `Run` is the job, its `State` is what moves."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
@@ -30,20 +29,6 @@ from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained; how it is trained is the same for every recipe.
-
-    build_model:     (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
-                     whose forward takes (hidden, MicroBatch)
-    build_datasets:  (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
-    """
-
-    name: str
-    build_model: Callable
-    build_datasets: Callable
 
 
 @dataclass(frozen=True)
@@ -100,6 +85,7 @@ class Run:
     config: schema.Config  # resolved
     context: Context
     vocab_size: int  # without padding
+    sums: dict[str, float]  # what stages return: name -> weight in what is minimised
     stages: list[torch.nn.Module]  # this rank's model chunks
     pipeline: Pipeline
     wire: Wire  # to the neighbouring pipeline stages
@@ -115,6 +101,11 @@ class Run:
     recorder: Optional[Recorder]
     profiler: Profiler
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What stages return sums of: losses, and the tokens that count."""
+        return (*self.sums, "tokens")
 
     @property
     def dp(self) -> int:

@@ -101,7 +101,7 @@ def test_settings():
 
 
 def run(model, micro):
-    loss, count = model(None, micro)
+    loss, count = model(None, micro)[1].values()
     (loss / count).backward()
     return (loss / count).detach(), [p.grad for p in model.parameters()]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradients, deliver
 from megatron.mpu.mesh import Mesh
+from megatron.settings import kernel_sizes
 
 N, H, V, PADDED = 37, 16, 100, 128
 
@@ -131,15 +131,15 @@ def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
 @pytest.mark.parametrize("block", [1 << 27, 1])
 def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
     """Pass I gives the gradient to hidden alone; W that of the weight: the same bits, of one block or of several."""
-    monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", block)
+    monkeypatch.setattr(kernel_sizes, "BLOCK_BYTES", block)
     found = []
-    for later in (None, WeightGradients()):
+    for deferred in (None, WeightGradients()):
         hidden, weight, labels, mask = problem(dtype)
-        with later.collect() if later else nullcontext([]) as products:
-            more = dict(mask=mask, chunk=10, later=later)
+        with deferred.collect() if deferred else nullcontext([]) as products:
+            more = dict(mask=mask, chunk=10, deferred=deferred)
             loss = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, **more)
             (loss * 0.3).backward()
-        assert (weight.grad is None) == bool(later) and len(products) == bool(later)
+        assert (weight.grad is None) == bool(deferred) and len(products) == bool(deferred)
         deliver(products)
         found.append((hidden.grad, weight.grad))
     for got, want in zip(*found):

@@ -3,8 +3,9 @@ import dataclasses
 
 import pytest
 
-from megatron.model.flops import hardware_flops, inference_flops, model_flops, parameters, peak_flops
+from megatron.model.gpt.facts import GPTFacts
 from megatron.settings.schema import Model
+from megatron.telemetry.peak_flops import peak_flops
 
 SHAPES = {  # layers, hidden, heads, sequence, vocabulary -> billions of parameters
     "345M": (24, 1024, 16, 1024, 50304, 0.3549),
@@ -31,19 +32,19 @@ LLAMA3_8B = dataclasses.replace(
 )
 
 
-def shape(name: str) -> tuple[Model, int]:
+def facts(name: str) -> GPTFacts:
     layers, hidden, heads, seq, vocab, _ = SHAPES[name]
-    return Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq), vocab
+    return GPTFacts(Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq), vocab)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_of_known_shapes(name):
-    assert parameters(*shape(name)) / 1e9 == pytest.approx(SHAPES[name][-1], abs=5e-5)
+    assert facts(name).parameters / 1e9 == pytest.approx(SHAPES[name][-1], abs=5e-5)
 
 
 def test_parameters_of_llamas_are_the_published_counts():
-    assert parameters(LLAMA_7B, 32000) == 6_738_415_616
-    assert parameters(LLAMA3_8B, 128256) == 8_030_261_248
+    assert GPTFacts(LLAMA_7B, 32000).parameters == 6_738_415_616
+    assert GPTFacts(LLAMA3_8B, 128256).parameters == 8_030_261_248
 
 
 def test_parameters_counted_by_hand():
@@ -51,25 +52,15 @@ def test_parameters_counted_by_hand():
     attention = 4 * 12 + 12 + 4 * 4 + 4 + 2 * 2 * 2
     mlp = 4 * 16 + 16 + 16 * 4 + 4
     norms = 3 * 2 * 4
-    assert parameters(model, 10) == attention + mlp + norms + 10 * 4 + 3 * 4
+    assert GPTFacts(model, 10).parameters == attention + mlp + norms + 10 * 4 + 3 * 4
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_flops_with_full_recompute_equal_the_papers_formula(name):
-    """96 B s l h^2 (1 + s / 6h + V / 16lh), arXiv:2104.04473 equation 3."""
-    model, vocab = shape(name)
-    L, h, s = model.num_layers, model.hidden_size, model.seq_length
-    paper = 96 * L * h * h * (1 + s / (6 * h) + vocab / (16 * L * h))
-    assert hardware_flops(model, vocab, "full") == pytest.approx(paper)
-    assert model_flops(model, vocab) == pytest.approx(72 * L * h * h * (1 + s / (6 * h) + vocab / (12 * L * h)))
-    assert hardware_flops(model, vocab) == model_flops(model, vocab)
-
-
-def test_selective_recompute_repeats_the_attention_core_alone():
-    model, vocab = shape("175B")
-    more = hardware_flops(model, vocab, "selective") - model_flops(model, vocab)
-    assert more == 4 * 96 * 2048 * 12288
-    assert more / model_flops(model, vocab) < 0.01
+def test_flops_equal_the_papers_formula(name):
+    """72 B s l h^2 (1 + s / 6h + V / 12lh): arXiv:2104.04473 equation 3 without recomputation."""
+    found = facts(name)
+    L, h, s = found.num_layers, found.settings.hidden_size, found.seq_length
+    assert found.flops() == pytest.approx(72 * L * h * h * (1 + s / (6 * h) + found.vocab_size / (12 * L * h)))
 
 
 def test_flops_counted_by_hand_for_grouped_queries_and_gates():
@@ -77,8 +68,7 @@ def test_flops_counted_by_hand_for_grouped_queries_and_gates():
         num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=5, swiglu=True
     )
     linear = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 5)
-    assert inference_flops(model, 11, context=7) == linear + 2 * 2 * 7 * 8 + 2 * 8 * 11
-    assert model_flops(model, 11, seq_length=7) == 3 * inference_flops(model, 11, context=7)
+    assert GPTFacts(model, 11).flops(context=7) == 3 * (linear + 2 * 2 * 7 * 8 + 2 * 8 * 11)
 
 
 @pytest.mark.parametrize(

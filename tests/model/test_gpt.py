@@ -85,19 +85,19 @@ def test_masked_tokens_have_no_part_in_the_loss(tiny, batch):
     mask = torch.zeros(16, 3)
     mask[2:5] = 1.0
     whole, masked = batch(), batch(loss_mask=mask)
-    loss, count = model(None, masked)
+    loss, count = model(None, masked)[1].values()
     assert count.item() == 9
     torch.testing.assert_close(loss, model.token_losses(None, whole)[2:5].sum())
-    loss, count = model(None, whole)
+    loss, count = model(None, whole)[1].values()
     assert count.item() == 48
     torch.testing.assert_close(loss, model.token_losses(None, whole).sum())
 
 
 def test_labels_are_smoothed_in_training_alone(tiny, batch):
     plain, smooth = tiny(scale=5.0), tiny(scale=5.0, label_smoothing=0.1)
-    want = plain(None, batch())[0]
-    assert abs(smooth(None, batch())[0] - want) > 0.1
-    assert torch.equal(smooth.eval()(None, batch())[0], want)
+    want = plain(None, batch())[1]["lm loss"]
+    assert abs(smooth(None, batch())[1]["lm loss"] - want) > 0.1
+    assert torch.equal(smooth.eval()(None, batch())[1]["lm loss"], want)
 
 
 def test_dropout_depends_on_the_sample_alone(tiny, batch):
@@ -122,8 +122,8 @@ def test_stages_of_a_pipeline_equal_the_whole(tiny, batch, settings):
     names = [set(dict(stage.named_parameters())) for stage in stages]
     assert names[0] | names[1] == set(dict(whole.named_parameters()))
     assert names[0] & names[1] == (set() if settings else {"embedding.word.weight"})
-    want = whole(None, micro)[0]
-    got = stages[1](stages[0](None, micro), micro)[0]
+    want = whole(None, micro)[1]["lm loss"]
+    got = stages[1](stages[0](None, micro), micro)[1]["lm loss"]
     torch.testing.assert_close(got, want)
     want.backward()
     got.backward()
@@ -144,14 +144,14 @@ def test_settings_for_fp16_change_nothing_in_fp32(tiny, batch):
 def test_tensor_parallel_equals_one_rank(tiny, batch, run_ranks, settings, sequence_parallel):
     settings = dict(settings, hidden_dropout=0.1, attention_dropout=0.1)
     whole, micro = tiny(**settings), batch()
-    whole(None, micro)[0].backward()
+    whole(None, micro)[1]["lm loss"].backward()
     want = {name: p.grad.numpy() for name, p in whole.named_parameters()}
-    loss = whole(None, micro)[0].item()
+    loss = whole(None, micro)[1]["lm loss"].item()
 
     def body(rank):
         mesh = Mesh(rank, tp=2)
         model = tiny(mesh, sequence_parallel=sequence_parallel, **settings)
-        value = model(None, micro)[0]
+        value = model(None, micro)[1]["lm loss"]
         value.backward()
         found = {}
         for name, (parameter, placement) in placements(model).items():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.model.recompute_plan import plan
+from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Recompute
 
@@ -34,7 +34,7 @@ SETTINGS = {
 
 def gradients(model, *batches) -> list[torch.Tensor]:
     """Losses and gradients with all micro-batches in flight at once, the last one's backward pass first."""
-    losses = [model(None, batch)[0] for batch in batches]
+    losses = [model(None, batch)[1]["lm loss"] for batch in batches]
     for loss in reversed(losses):
         loss.backward()
     return [torch.stack(losses).detach(), *(p.grad for p in model.parameters())]
@@ -110,7 +110,7 @@ def test_saved_bytes(tiny, batch, shape):
 def test_nothing_is_kept_for_inference(tiny, batch):
     model = tiny(recompute=Recompute("full"))
     with torch.no_grad():
-        assert not model(None, batch())[0].requires_grad
+        assert not model(None, batch())[1]["lm loss"].requires_grad
     plain = tiny()
     assert torch.equal(model.eval().logits(batch().tokens), plain.eval().logits(batch().tokens))
 
@@ -120,7 +120,7 @@ def test_a_layer_runs_again_with_its_hooks_inside_the_backward_pass(tiny, batch)
     model, seen = tiny(recompute=Recompute("full", no_recompute_layers="0")), []
     for n, block in model.blocks.items():
         block.register_forward_pre_hook(lambda *_, n=n: seen.append(n))
-    loss, _ = model(None, batch())
+    loss, _ = model(None, batch())[1].values()
     assert seen == ["0", "1"]
     loss.backward()
     assert seen == ["0", "1", "1"]
@@ -130,7 +130,12 @@ def test_a_layer_runs_again_with_its_hooks_inside_the_backward_pass(tiny, batch)
 
 
 def chosen(layers, **settings) -> list:
-    return [layer for group in plan(layers, Recompute(**settings)) if group.again for layer in group.layers]
+    return [
+        layer
+        for group in recompute_groups(layers, Recompute(**settings))
+        if group.granularity
+        for layer in group.layers
+    ]
 
 
 @pytest.mark.parametrize("granularity", ["core_attn", "full_attn", "full"])
@@ -156,12 +161,12 @@ def test_blocks_count_in_each_stage():
 )
 def test_every_layer_has_its_place(first, count, granularity, method, size, exempt):
     settings = Recompute(granularity, method, size, ",".join(map(str, exempt)))
-    groups = plan(range(first, first + count), settings)
+    groups = recompute_groups(range(first, first + count), settings)
     assert [layer for group in groups for layer in group.layers] == list(range(first, first + count))
     for group in groups:
-        assert group.again in ("", granularity)
-        if group.again:
+        assert group.granularity in ("", granularity)
+        if group.granularity:
             assert not exempt & set(group.layers)
             assert len(group.layers) <= (size if granularity == "full" and method != "block" else 1)
     bare = replace(settings, recompute_granularity=None)
-    assert not any(group.again for group in plan(range(first, first + count), bare))
+    assert not any(group.granularity for group in recompute_groups(range(first, first + count), bare))

@@ -6,7 +6,8 @@ import torch
 
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
-from megatron.optimizer.units import ALIGN, lay_out
+from megatron.optimizer.flat import ALIGN
+from megatron.optimizer.units import lay_out
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.settings import schema
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
-from megatron.optimizer.units import ALIGN
+from megatron.optimizer.flat import ALIGN
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.settings import schema
 

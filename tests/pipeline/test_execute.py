@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from megatron.model.weights import column
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.execute import Wire, execute
@@ -23,7 +24,7 @@ class Stage(torch.nn.Module):
         super().__init__()
         self.number, self.last = number, number == stages - 1
         torch.manual_seed(number)
-        self.linear = ColumnParallelLinear(WIDTH, (WIDTH,), ALONE, std=0.3)
+        self.linear = ColumnParallelLinear(column(WIDTH, (WIDTH,), 0.3), ALONE)
         self.gain = torch.nn.Parameter(torch.randn(WIDTH))
         for parameter in self.linear.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -31,7 +32,7 @@ class Stage(torch.nn.Module):
     def forward(self, x, batch):
         inputs, targets = batch[0].requires_grad_(), batch[1]
         y = torch.tanh(self.linear(inputs if self.number == 0 else x) * self.gain)
-        return (((y - targets) ** 2).sum(), torch.tensor(float(ROWS))) if self.last else y
+        return (None, {"lm loss": ((y - targets) ** 2).sum(), "tokens": torch.tensor(float(ROWS))}) if self.last else y
 
 
 def _batches(micros):
@@ -39,8 +40,8 @@ def _batches(micros):
     return [tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in "xy") for _ in range(micros)]
 
 
-def _objective(loss, tokens):
-    return loss / tokens
+def _objective(sums, batch):
+    return sums["lm loss"] / sums["tokens"]
 
 
 def _wire(mesh, stages=None, **more):
@@ -65,8 +66,8 @@ def _reference(stages, micros):
         x = None
         for stage in chain:
             x = stage(x, batch)
-        total += x[0].item()
-        _objective(*x).backward()
+        total += x[1]["lm loss"].item()
+        _objective(x[1], batch).backward()
     return total, {stage.number: [p.grad for p in stage.parameters()] for stage in chain}
 
 

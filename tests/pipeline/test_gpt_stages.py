@@ -6,10 +6,10 @@ import torch
 
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
-from megatron.model import flops
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
+from megatron.mpu.placement import Constant, Placement, placements
 from megatron.mpu.random import init_parameter
 from megatron.pipeline.build import build_stages, prove_complete
 from megatron.pipeline.execute import Wire, execute
@@ -44,7 +44,7 @@ def _stages(model, pipeline, mesh):
     def build(**part):
         return GPT(model, mesh, VOCABULARY, **part)
 
-    stages = build_stages(build, pipeline, mesh, not model.untie_embeddings_and_output_weights)
+    stages = build_stages(build, pipeline, mesh)
     for name, (parameter, placement) in placements(stages).items():
         init_parameter(name, parameter, placement, mesh.place, seed=5)
     return stages
@@ -57,7 +57,7 @@ def _run(rank, model, parallel, micros):
     stages = _stages(model, pipeline, mesh)
     wire = Wire(mesh.pp, (S, B, model.hidden_size), torch.float32, torch.device("cpu"), stages=pipeline.stages)
     ops = pipeline.ops(rank, micros)
-    sums = execute(ops, stages, _batches(micros), wire, lambda loss, tokens: loss / (tokens * micros))
+    sums = execute(ops, stages, _batches(micros), wire, lambda sums, batch: sums["lm loss"] / (sums["tokens"] * micros))
     with torch.no_grad():
         for stage in stages:
             stage.eval()
@@ -122,13 +122,13 @@ def _builder(model, mesh, **more):
 def test_one_rank_that_holds_both_ends_has_one_table():
     model, mesh = _model(), Mesh(0, pp=2, create_groups=False)
     parallel = Parallel(pipeline_model_parallel_size=2, pipeline_schedule="zb-v", pipeline_stage_layers="1,2,1,1")
-    stages = build_stages(_builder(model, mesh), Pipeline.of(parallel, 5), mesh, True)
+    stages = build_stages(_builder(model, mesh), Pipeline.of(parallel, 5), mesh)
     assert stages[0].embedding.word is stages[1].embedding.word
     assert stages[0].embedding.word.placements["weight"].partial == ()
     looped = Pipeline.of(Parallel(pipeline_model_parallel_size=2, pipeline_stage_layers="3,2"), 5)
     for rank in range(2):
         mesh = Mesh(rank, pp=2, create_groups=False)
-        (stage,) = build_stages(_builder(model, mesh), looped, mesh, True)
+        (stage,) = build_stages(_builder(model, mesh), looped, mesh)
         assert stage.embedding.word.placements["weight"].partial == ("tied",)
 
 
@@ -145,21 +145,22 @@ def test_all_ranks_together_hold_the_model_once(kind, settings):
     settings, model = dict(settings), _model(**MODELS[kind])
     pp, tp = settings.pop("pp", 1), settings.pop("tp", 1)
     pipeline = Pipeline.of(Parallel(pipeline_model_parallel_size=pp, **settings), 5)
-    tied, count = not model.untie_embeddings_and_output_weights, flops.parameters(model, VOCABULARY)
+    weights = GPTFacts(model, VOCABULARY).weights
     meshes = [Mesh(rank, pp=pp, tp=tp, replicate=2, create_groups=False) for rank in range(2 * pp * tp)]
-    ranks = [(build_stages(_builder(model, mesh, device="meta"), pipeline, mesh, tied), mesh) for mesh in meshes]
+    ranks = [(build_stages(_builder(model, mesh, device="meta"), pipeline, mesh), mesh) for mesh in meshes]
 
-    def prove(ranks, layers=5, parameters=count):
+    def prove(ranks, weights=weights):
         told = [_told(*rank) for rank in ranks]
-        prove_complete(*ranks[0], lambda own: told, layers, parameters)
+        prove_complete(*ranks[0], lambda own: told, weights)
 
     prove(ranks)
-    with pytest.raises(SettingsError, match="parameters instead of"):
-        prove(ranks, parameters=count + 1)
-    with pytest.raises(SettingsError, match="instead of 0 to 5"):
-        prove(ranks, layers=6)
+    name = "blocks.4.mlp.up.weight"
+    with pytest.raises(SettingsError, match=f"{name}: .* elements instead of 0"):
+        prove(ranks, {other: placed for other, placed in weights.items() if other != name})
+    with pytest.raises(SettingsError, match="blocks.5.mlp.up.weight: 0 elements instead of"):
+        prove(ranks, weights | {"blocks.5.mlp.up.weight": weights[name]})
     if pp > 1:
-        with pytest.raises(SettingsError, match=r"layers \[.*\] instead of 0 to 4; .* parameters instead of"):
+        with pytest.raises(SettingsError, match=r"blocks\.[23]\..*: 0 elements instead of"):
             prove([rank for rank in ranks if rank[1].pp.rank == 0])
 
 
@@ -172,5 +173,5 @@ def _told(stages, mesh):
         return [own]
 
     with pytest.raises(SettingsError):
-        prove_complete(stages, mesh, exchange, 0, -1)
+        prove_complete(stages, mesh, exchange, {"of no rank": Placement((1,), Constant(0.0))})
     return told[0]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_kept
@@ -63,7 +64,7 @@ def measured(model, layout, mesh, *, backend="auto", dtype=torch.float32, layers
 
 
 def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, first=True, last=True) -> int:
-    job = Job(model, VOCABULARY, layout.micro, precision, "cpu", backend)
+    job = Job(GPTFacts(model, VOCABULARY), layout.micro, precision, "cpu", backend)
     layers = range(model.num_layers) if layers is None else layers
     kept = stage_kept(job, layout, layers, first=first, last=last)
     kept.pop("output layer and loss", None)  # of its gradients autograd knows nothing

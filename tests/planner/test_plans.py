@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import UsageError
-from megatron.model.flops import parameters
+from megatron.model.gpt.facts import GPTFacts
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
@@ -38,7 +38,7 @@ A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=20
     ],
 )
 def test_sizes_have_the_published_names(shape, vocabulary, billions, within):
-    assert parameters(Model(*shape), vocabulary) / 1e9 == pytest.approx(billions, abs=within)
+    assert GPTFacts(Model(*shape), vocabulary).parameters / 1e9 == pytest.approx(billions, abs=within)
 
 
 def test_arithmetic():
@@ -55,10 +55,10 @@ def test_arithmetic():
 )
 def test_memory_that_another_suite_reports(shape, recompute, gigabytes):
     """PaddleFleetX, fp16 O2 on a V100, micro-batch 8: it keeps attention scores whole and gradients in fp16."""
-    job = Job(Model(*shape), 50304, 8, "fp16", backend="stored")
+    job = Job(GPTFacts(Model(*shape), 50304), 8, "fp16", backend="stored")
     found = ledger(job, Layout(micro=8, recompute=Recompute(recompute)), find("V100-32GB"))
     allocated = found.total - found.device["device context"] - found.device["fragmentation"]
-    ours = allocated - 2 * parameters(job.model, 50304)
+    ours = allocated - 2 * job.facts.parameters
     assert ours / 1e9 == pytest.approx(gigabytes, rel=0.1)
 
 
@@ -80,7 +80,7 @@ PAPER = {
 def of_paper(heads, hidden, layers, tp, pp, ranks, batch):
     dp = ranks // (tp * pp)
     micro = next(m for m in (8, 4, 2, 1) if batch % (m * dp) == 0 and (m == 1 or m * pp * hidden <= 48 * 2048))
-    job = Job(Model(layers, hidden, heads, **LONG), 51200, batch, "fp16", backend="stored")
+    job = Job(GPTFacts(Model(layers, hidden, heads, **LONG), 51200), batch, "fp16", backend="stored")
     return job, Layout(tp, pp, dp, micro, recompute=Recompute("full"))
 
 
@@ -116,7 +116,7 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_times_of_the_later_paper(name):
     heads, hidden, layers, pp, chunks, batch, micro, full, present = LATER[name]
-    job = Job(Model(layers, hidden, heads, **LONG), 51200, batch, "fp16", backend="stored")
+    job = Job(GPTFacts(Model(layers, hidden, heads, **LONG), 51200), batch, "fp16", backend="stored")
     layout = Layout(8, pp, 1, micro, chunks, "interleaved" if chunks > 1 else "1f1b", recompute=Recompute("full"))
     better = Layout(8, pp, 1, micro, chunks, layout.schedule, sp=True, recompute=Recompute("core_attn"))
     cluster = Cluster(A100, 8 * pp)
@@ -143,7 +143,7 @@ def test_small_messages_over_many_nodes_are_slow():
 
 def test_no_message_is_hidden_beside_less_work_than_it_takes():
     """ZeRO 3 over two nodes: however small the batch, a step is no shorter than its messages."""
-    job = Job(Model(32, 4096, 32, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, 16)
+    job = Job(GPTFacts(Model(32, 4096, 32, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200), 16)
     layout, slow = Layout(dp=16, zero=3, shard=16, overlap=True), replace(A100, outer=1e9)
     for device in (A100, slow):
         cluster = Cluster(device, 16)
@@ -155,7 +155,7 @@ def test_no_message_is_hidden_beside_less_work_than_it_takes():
 
 def test_a_search_for_175_billion_parameters_takes_seconds():
     started = time.process_time()
-    job = Job(Model(96, 12288, 96, **LONG), 51200, 1536)
+    job = Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 1536)
     found = search(job, Cluster(A100, 1024), Space(global_batch=1536))
     assert time.process_time() - started < 40  # 4 on a quiet machine
     best = found.plans[0]
@@ -177,7 +177,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
     ],
 )
 def test_golden_plans(name, shape, ranks, batch, bound):
-    job = Job(Model(*shape, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200, batch)
+    job = Job(GPTFacts(Model(*shape, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200), batch)
     space = Space(global_batch=batch, offload=False, tp=8 if ranks > 100 else None)
     best = search(job, Cluster(A100, ranks), space).plans[0].layout
     assert bound[0] <= best.tp * best.pp <= bound[1], best.short()
@@ -185,7 +185,7 @@ def test_golden_plans(name, shape, ranks, batch, bound):
 
 def test_alternatives_of_a_model_on_64_small_cards():
     """100 billion parameters on 64 cards of 31 GB: 32 x 2 and 64 x 1 are both told."""
-    job = Job(Model(80, 10240, 128, seq_length=1024), 51200, 64, "bf16")
+    job = Job(GPTFacts(Model(80, 10240, 128, seq_length=1024), 51200), 64, "bf16")
     card = find("A100-80GB")
     found = search(
         job, Cluster(Device("card", "cuda", 31.0, card.flops, card.attention), 64, 64), Space(global_batch=64)
@@ -197,20 +197,20 @@ def test_alternatives_of_a_model_on_64_small_cards():
 
 def test_nothing_fits():
     found = search(
-        Job(Model(96, 12288, 96, **LONG), 51200, 64), Cluster(A100, 8), Space(global_batch=64, offload=False)
+        Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), Space(global_batch=64, offload=False)
     )
     assert not found.plans and found.rejected[0].over <= found.rejected[-1].over
 
 
 def test_given_values_narrow_the_search():
-    job = Job(Model(24, 1024, 16, 1024), 50304, 64)
+    job = Job(GPTFacts(Model(24, 1024, 16, 1024), 50304), 64)
     plans = search(job, Cluster(A100, 8), Space(max_global_batch=64, tp=2, pp=2, micro=2, zero=1)).plans
     assert plans
     assert {(p.layout.tp, p.layout.pp, p.layout.micro, p.layout.zero) for p in plans} == {(2, 2, 2, 1)}
 
 
 def test_layers_are_spared_from_recomputation_as_far_as_memory_goes():
-    job = Job(Model(24, 2048, 16, 2048, attention_dropout=0.0), 50304, 16)
+    job = Job(GPTFacts(Model(24, 2048, 16, 2048, attention_dropout=0.0), 50304), 16)
     small = Device("small", "cuda", 38.0, A100.flops, A100.attention)
     best = search(job, Cluster(small, 1), Space(global_batch=16, micro=8, offload=False)).plans[0]
     assert best.layout.recompute.recompute_granularity and best.layout.recompute.no_recompute_layers

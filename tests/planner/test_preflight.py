@@ -12,7 +12,8 @@ import pytest
 import pretrain_gpt
 from megatron.data.indexed import write_index
 from megatron.errors import SettingsError
-from megatron.model import flops
+from megatron.model.facts import Facts
+from megatron.model.recipe import facts_of
 from megatron.mpu import initialize as context
 from megatron.mpu.placement import Placement
 from megatron.optimizer.units import Unit
@@ -146,7 +147,10 @@ SMALL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 
 def checks(line: str = "", world: int = 8) -> dict:
     """Name -> check of every rank of SMALL."""
     config = resolve(parse_pretrain(f"{SMALL} {line}".split()), world)
-    return {check.name: check for check in check_ranks(Design(config, world, 102, pretrain_gpt.build_model))}
+    return {
+        check.name: check
+        for check in check_ranks(Design(config, world, facts_of(config, 102), pretrain_gpt.build_model))
+    }
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def _too_much(self, rank, pieces):
     [
         (Placement, "box", _all_of_it, {"shards": "overlap"}),  # every tensor parallel rank says it holds everything
         (Unit, "shard", _too_much, {"shards": "overlap"}),
-        (flops, "parameters", lambda model, size: 7, {"parameters": "and the formula says 7"}),
+        (Facts, "parameters", property(lambda facts: 7), {"parameters": "and the formula says 7"}),
         (
             Pipeline,
             "layers_of",

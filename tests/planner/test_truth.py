@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 import pretrain_gpt
+from megatron.model.recipe import facts_of
 from megatron.mpu.forked import run_ranks
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import on_disk, state
@@ -133,7 +134,10 @@ def counted_step():
 @pytest.mark.parametrize("case", CASES, ids=[" ".join(case).strip() or "one" for case in CASES])
 def test_ledgers_are_exact(case):
     config, world = settings_of(case)
-    layout, job = Layout.of(config, world), Job.of(config, config.tokenizer.vocab_size + 1, dp=world, device="cpu")
+    layout, job = (
+        Layout.of(config, world),
+        Job.of(config, facts_of(config, config.tokenizer.vocab_size + 1), dp=world, device="cpu"),
+    )
     for place, memory, files, sent in found_on(world)[case]:
         held, _ = state(job, layout, place["pp"])
         shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["parameters"]

@@ -25,11 +25,9 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.imported import imported_state
-from megatron.inference.load import Loaded, load_gpt, open_tokenizer
+from megatron.inference.load import Loaded, load_model, open_tokenizer
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_names import kind_of, matches, our_settings, their_settings
-from megatron.model.gpt.module import GPT
-from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
 from megatron.settings import schema
 from megatron.storage.durable import storage, sync_folder
 
@@ -66,7 +64,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.Tokenizer, ch
         settings = their_settings(config.model, vocab_size, end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if check:
-            loaded = load_gpt(path, precision="fp32")
+            loaded = load_model(path, precision="fp32")
             for parameter in loaded.model.parameters():
                 parameter.data = parameter.data.to(dtype).float()
             prompts = _prompts(vocab_size, loaded.longest)
@@ -120,9 +118,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         )
     wanted = {match.ours: match for match in matches(kind, model)}
     names = _fitting_names(source, files, kind, model)
-    shapes = {
-        name: placed.shape for name, (_, placed) in placements(GPT(model, Mesh(), vocab_size, device="meta")).items()
-    }
+    shapes = {name: placed.shape for name, placed in GPTFacts(model, vocab_size).weights.items()}
     assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
     for name, match in wanted.items():
         for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
@@ -149,7 +145,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         if check:
-            loaded = load_gpt(folder, precision="fp32")
+            loaded = load_model(folder, precision="fp32")
             prompts = _prompts(vocab_size, loaded.longest)
             notices.append(_agree(_our_logits(loaded, prompts), _their_logits(source, prompts)))
         return notices

@@ -25,9 +25,8 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.megatron_pickle import extract
-from megatron.model.gpt.module import GPT
-from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Placement, placements
+from megatron.model.gpt.facts import GPTFacts
+from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
@@ -110,7 +109,7 @@ def convert(
     sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
     with _facts_and_tensors(parts[0]) as (facts, shapes, _):
         model, vocab_size, notices = _settings(facts, shapes, sizes, vocab_size, heads)
-    wanted = {name: placed for name, (_, placed) in placements(GPT(model, Mesh(), vocab_size, device="meta")).items()}
+    wanted = GPTFacts(model, vocab_size).weights
 
     def shards() -> Iterator[list[Piece]]:
         seen: set[str] = set()

@@ -25,8 +25,8 @@ from torch import nn
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
-from megatron.model import flops
-from megatron.model.recompute_plan import plan
+from megatron.model.facts import Facts, Share
+from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Mesh, ranks_along, sizes_of
 from megatron.optimizer.units import lay_out, owned_ranges, pieces_of
@@ -50,7 +50,7 @@ class Design:
 
     config: schema.Config  # resolved, with a precision that is a number format
     world_size: int
-    vocab_size: int
+    facts: Facts
     build: Callable
 
     @property
@@ -75,8 +75,8 @@ class Design:
 
     def stages(self, mesh: Mesh, pipeline: Pipeline) -> list[nn.Module]:
         """The model chunks of a rank, on the meta device."""
-        build = partial(self.build, self.config, mesh, self.vocab_size, dtype=self.dtype, device="meta")
-        return build_stages(build, pipeline, mesh, not self.config.model.untie_embeddings_and_output_weights)
+        build = partial(self.build, self.config, mesh, self.facts.vocab_size, dtype=self.dtype, device="meta")
+        return build_stages(build, pipeline, mesh)
 
 
 def check_ranks(design: Design) -> Iterator[Check]:
@@ -88,7 +88,7 @@ def check_ranks(design: Design) -> Iterator[Check]:
     took = time.perf_counter() - started
     pp, tp = design.sizes["pp"], design.sizes["tp"]
     model = design.config.model
-    exact = flops.parameters(model, design.vocab_size)
+    exact = design.facts.parameters
     yield Check(
         "layers",
         f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
@@ -169,6 +169,7 @@ class Census:
     """What all distinct ranks hold together."""
 
     ranks: int = 0
+    layers: set[int] = field(default_factory=set)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of logical parameters
     boxes: dict[str, list[Box]] = field(default_factory=dict)  # that saving gets of them
     misplaced: list[str] = field(default_factory=list)
@@ -179,15 +180,17 @@ def census(design: Design) -> Census:
     """Build every distinct rank, and of its flat units every shard."""
     found, pipeline, sizes = Census(), design.pipeline, design.sizes
     config, shard = design.config, sizes["shard"]
-    job = Job.of(config, design.vocab_size, dp=sizes["replicate"] * shard, device="cuda")
+    job = Job.of(config, design.facts, dp=sizes["replicate"] * shard, device="cuda")
     layout = Layout.of(config, design.world_size)
     planned = [rank_units(job, layout, pp).padded(shard) for pp in range(sizes["pp"])]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
         found.ranks += 1
         for chunk, (layers, stage) in enumerate(zip(pipeline.layers_of(mesh.pp.rank), stages)):
-            if [int(number) for number in stage.blocks] != list(layers):
-                found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(stage.blocks)}")
+            held = [unit.layer for unit in stage.units if unit.layer is not None]
+            found.layers.update(held)
+            if held != list(layers):
+                found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(map(str, held))}")
         units = lay_out(stages, shard)
         if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
             found.miscounted.append(
@@ -202,7 +205,7 @@ def census(design: Design) -> Census:
                 flat = torch.empty(own.high - own.low, device="meta")
                 for piece in pieces_of(own, flat, mesh.place, counted=True):
                     found.boxes[piece.name].append(piece.box)
-    lost = set(range(config.model.num_layers)) - {int(n.split(".")[1]) for n in found.shapes if n.startswith("blocks.")}
+    lost = set(range(config.model.num_layers)) - found.layers
     found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
     return found
 
@@ -215,7 +218,9 @@ def check_shapes(design: Design) -> Check:
     started, kinds, wrong = time.perf_counter(), set(), []
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
     pipeline = design.pipeline
-    pipeline = replace(pipeline, layers=tuple(few_of_each(layers, recompute) for layers in pipeline.layers))
+    pipeline = replace(
+        pipeline, layers=tuple(few_of_each(layers, recompute, design.facts.layer_kind) for layers in pipeline.layers)
+    )
     with _talking_to_nobody(last + 1):
         for mesh in design.distinct:
             if mesh.tp.rank not in (0, last):
@@ -238,15 +243,15 @@ def check_shapes(design: Design) -> Check:
     return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS)
 
 
-def few_of_each(layers: Sequence[int], settings: schema.Recompute) -> tuple[int, ...]:
-    """The first two groups of layers of each kind: layers are alike but for what is computed again.
+def few_of_each(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
+    """The first two groups of layers that are alike: of one kind, with the same recomputation.
 
-    >>> few_of_each(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"))
+    >>> few_of_each(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
     (4, 5, 7, 8)
     """
     seen, kept = Counter(), []
-    for group in plan(layers, settings):
-        kind = (group.again, len(group.layers))
+    for group in recompute_groups(layers, settings):
+        kind = (group.granularity, tuple(map(kind_of, group.layers)))
         seen[kind] += 1
         kept += group.layers if seen[kind] <= 2 else ()
     return tuple(kept)
@@ -255,9 +260,10 @@ def few_of_each(layers: Sequence[int], settings: schema.Recompute) -> tuple[int,
 def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
     """What makes a pipeline rank differ from another in what it computes."""
     last, settings = len(pipeline.stages) - 1, design.config.recompute
-    groups = [plan(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
+    groups = [recompute_groups(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
+    kinds = lambda group: (group.granularity, tuple(map(design.facts.layer_kind, group.layers)))
     return tuple(
-        (stage == 0, stage == last, tuple((group.again, len(group.layers)) for group in of_stage))
+        (stage == 0, stage == last, tuple(map(kinds, of_stage)))
         for stage, of_stage in zip(pipeline.stages_of(pp), groups)
     )
 
@@ -278,16 +284,15 @@ def _walk(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
     """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
     for tensors that have none.
     """
-    model, b = design.config.model, design.config.batch.micro_batch_size
-    s = model.seq_length
-    wire = (s // (mesh.tp.size if design.config.parallel.sequence_parallel else 1), b, model.hidden_size)
-    tokens = torch.empty((s, b), dtype=torch.int64, device="meta")
+    b, config = design.config.batch.micro_batch_size, design.config
+    wire = design.facts.message(Share(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro=b))
+    tokens = torch.empty((design.facts.seq_length, b), dtype=torch.int64, device="meta")
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
     given = None
     if not stage.first:
         given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)
     out = stage.eval()(given, batch)
-    out, expected = (out[0], ()) if stage.last else (out, wire)
+    out, expected = (out[1]["lm loss"], ()) if stage.last else (out, wire)
     wrong = [f"output {tuple(out.shape)} instead of {expected}"] if tuple(out.shape) != expected else []
     if not stage.last and out.dtype != design.dtype:
         wrong.append(f"output in {out.dtype} instead of {design.dtype}")

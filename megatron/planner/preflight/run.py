@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megatron.model import flops
 from megatron.planner import target, text
 from megatron.planner.choose import settled
 from megatron.planner.preflight.verdict import Check, Report, refusal
@@ -51,7 +50,7 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
     idle = [] if problems else rules.idle(config, world)
     checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in idle]
     if not checks:
-        count = flops.parameters(found.job.model, found.job.vocab_size)
+        count = found.job.facts.parameters
         checks.append(Check("settings", f"{text.described(found.job, count)}; {found.layout.short()} on {world} ranks"))
     checks += [Check("files", "", problem) for problem in found.files]
     if found.layout and not found.files:
@@ -84,7 +83,7 @@ def check_design(found: Inspection, world_size: int, recipe, report: Report) -> 
         precision=replace(config.precision, precision=found.job.precision),
         kernels=replace(config.kernels, torch_compile=False),
     )
-    for check in check_ranks(Design(config, world_size, found.job.vocab_size, recipe.build_model)):
+    for check in check_ranks(Design(config, world_size, found.job.facts, recipe.build_model)):
         report.add(check)
     for check in check_twin(config, world_size, recipe, STEPS):
         report.add(check)
@@ -98,7 +97,7 @@ def together(config: schema.Config, found: Inspection, report: Report) -> None:
     from megatron.planner.preflight.machines import check_machines
 
     place = context.join(found.resolved.parallel, found.resolved.kernels)
-    weights = flops.parameters(found.job.model, found.job.vocab_size)
+    weights = found.job.facts.parameters
     for check in check_machines(config, place, weights * (4 if config.checkpoint.no_save_optim else 12)):
         report.add(check)
     failed, number = collectives.broadcast_object((report.failed, len(report.checks)), place.mesh.world)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron.model.recipe import Recipe
 from megatron.mpu.forked import RankFailed
 from megatron.planner.parity import TOLERANCE, compare, laid_out, layout_of, one_process, trace
 from megatron.planner.preflight.verdict import Check
 from megatron.planner.shrink import Twin, twins_of
 from megatron.settings import schema
-from megatron.training.state import Recipe
 
 DO = "python -m megatron.tools.verify_layout --shrink with parts of the layout (--layouts tp2,pp2,dp2) finds the guilty one"
 

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model says of itself without being built: weights, arithmetic, memory, messages. Needs no torch.
+
+The planner, the check before a launch, parameter counts, FLOP rates and the proof that all ranks hold the whole model
+ask a model's `Facts`, and none of them knows which model it is. A new kind of layer is a module, and here a table of
+weights and a tuple of branches:
+
+    class GPTFacts(Facts):
+        def layer_weights(self, kind, sequence_parallel): ...     # the table of a layer's weights
+        def branches(self, share, kind): ...                      # attention, then MLP: sizes on one rank
+
+Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary, tp ranks that divide each matrix. Under sequence
+parallelism what lies between layers is cut by tp.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Optional
+
+from megatron.model.weights import Table, Unit, elements, logical, norm, positions, under, word_table
+from megatron.mpu.placement import Placement
+from megatron.settings.kernel_sizes import LossChunks
+from megatron.settings.schema import Model
+
+Bytes = Counter  # kind -> bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a rank works on the model: its part of each layer, the samples of a pass, number format, kernels.
+
+    element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
+    is for comparisons: attention whose scores are whole, as other suites have it.
+    """
+
+    tp: int = 1
+    sp: bool = False
+    micro: int = 1
+    device: str = "cuda"
+    precision: str = "bf16"
+    element: int = 2
+    backend: str = "auto"
+    chunk: Optional[int] = None
+
+
+class Core(NamedTuple):
+    """Attention between its two linear layers. kept: bytes for the backward pass; recomputed: bytes if it is recomputed.
+
+    kernel: flash, block-causal, or reference, which stores scores. work: FLOPs over all pairs of query and key. scores:
+    elements of softmax(q k). width: channels of a head. dropout: whether the weights are dropped.
+    """
+
+    kernel: str
+    work: float
+    scores: int
+    width: int
+    dropout: bool
+    kept: int
+    recomputed: int
+
+
+class Branch(NamedTuple):
+    """A branch of a layer: x + dropout(row(between(column(norm(x))))), a column- and a row-parallel product. Its sizes on
+    one rank, for one micro-batch.
+
+    outputs:   columns of the products with the branch's input; inputs: rows of the product with its output
+    moved:     elements that what lies between reads and writes
+    kept:      bytes that what lies between keeps, but for attention
+    workspace: bytes that the backward pass needs beside what is kept
+    """
+
+    name: str
+    outputs: tuple[int, ...]
+    inputs: int
+    moved: int
+    kept: int
+    workspace: int
+    core: Optional[Core] = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a language model: embedding, layers of branches, final norm, output layer and loss.
+
+    settings: its shape. vocab_size: rows of the embedding before padding.
+    A subclass says `layer_weights` and `branches`; whatever else differs may be overridden.
+    """
+
+    settings: Model
+    vocab_size: int
+
+    name = "language model"
+
+    # ---- what a model has to say ------------------------------------------------------------------------------------
+
+    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+        """The weights of a layer."""
+        raise NotImplementedError
+
+    def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
+        """The branches of a layer, in order."""
+        raise NotImplementedError
+
+    # ---- what it may say otherwise ----------------------------------------------------------------------------------
+
+    def layer_kind(self, layer: int) -> str:
+        """Layers of one kind are alike."""
+        return "layer"
+
+    def divisible_by_tp(self) -> dict[str, int]:
+        """What tensor parallelism divides: words -> number."""
+        return {"ffn": self.settings.ffn_size}
+
+    def describe(self, count: str) -> str:
+        """The model in a line, for the log; count: its parameters in words."""
+        m = self.settings
+        return (
+            f"{self.name} of {count} parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
+            f"sequence {m.seq_length}, vocabulary {self.vocab_size}"
+        )
+
+    def attention_flops(self, context: int) -> float:
+        """FLOPs of all layers' attention for one token that sees `context` tokens, forward."""
+        return 0.0
+
+    def message(self, share: Share) -> tuple[int, ...]:
+        """Shape of what goes from stage to stage: the hidden states."""
+        return self._between(share, self.settings.seq_length), share.micro, self.settings.hidden_size
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.settings.num_layers
+
+    @property
+    def seq_length(self) -> int:
+        return self.settings.seq_length
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the embedding's."""
+        return not self.settings.untie_embeddings_and_output_weights
+
+    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
+        """The units of a pipeline stage, in the order in which its module registers them."""
+        m, sp = self.settings, sequence_parallel
+        table = word_table(m, self.vocab_size)
+        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
+        if m.position_embedding_type == "learned_absolute":
+            front.append(Unit("embedding", under("position", positions(m, sp)), ends=("first",)))
+        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
+        if not self.tied:
+            back.append(Unit("output", table, ends=("last",)))
+        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
+        return held(front) + middle + held(back)
+
+    @property
+    def whole(self) -> list[Unit]:
+        """All units."""
+        return self.units(range(self.num_layers), True, True)
+
+    @property
+    def weights(self) -> dict[str, Placement]:
+        """All weights of the whole model by their full names: what a checkpoint holds."""
+        return logical(self.whole)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, without padding."""
+        return _parameters(self)
+
+    # ---- arithmetic -------------------------------------------------------------------------------------------------
+
+    def flops(self, context: Optional[int] = None) -> float:
+        """Model FLOPs of one token of training: forward, and twice that backward.
+
+        Those of matrix products, two per multiply-add, as in arXiv:2104.04473 (appendix) and Megatron-LM's own
+        throughput: attention over the full `context` (default: the sequence), causal or not.
+        """
+        output = 2.0 * self.settings.hidden_size * self.vocab_size
+        return 3.0 * (self.attention_flops(context or self.seq_length) + 2.0 * _matrices(self) + output)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def layer_kept(self, share: Share, kind: str, granularity: str = "") -> Bytes:
+        """Bytes that the forward pass of a layer keeps for the backward pass, with `granularity` of it recomputed."""
+        if granularity == "full":  # its input, nothing else
+            return Bytes({"inputs of recomputed layers": self.message_bytes(share)})
+        kept = Bytes()
+        for branch in self.branches(share, kind):
+            attention = branch.core is not None
+            if attention and granularity == "full_attn":
+                kept["inputs of recomputed layers"] += self.message_bytes(share)
+                kept["dropout masks"] += self._mask(share)
+                continue
+            kept.update(self.branch_kept(share, branch))
+            if attention and granularity == "core_attn":
+                kept["attention core"] += branch.core.recomputed - branch.core.kept
+        return kept
+
+    def branch_kept(self, share: Share, branch: Branch) -> Bytes:
+        """Bytes that a branch keeps with nothing recomputed."""
+        n, rest = self._tokens(share), self._between(share, self._tokens(share))
+        h, e = self.settings.hidden_size, share.element
+        kept = Bytes({"norms": self.norm_kept(share, rest * h, h), "dropout masks": self._mask(share)})
+        kept[branch.name] += (rest * h + n * branch.inputs) * e + branch.kept  # inputs of both products
+        if branch.core:
+            kept["attention core"] += branch.core.kept
+        return kept
+
+    def norm_kept(self, share: Share, number: int, width: int, shared_input: bool = False) -> int:
+        """Bytes that a norm of `number` elements keeps: its input, unless others keep it, and statistics of each row."""
+        rows, own = number // width, 0 if shared_input else number * share.element
+        if self.settings.normalization == "LayerNorm":
+            return 2 * rows * (4 if share.device == "cuda" else share.element) + own
+        return 4 * rows + own
+
+    def ends_kept(self, share: Share, first: bool, last: bool) -> Bytes:
+        """Bytes that embedding, and final norm with output layer and loss keep."""
+        n, kept = self._tokens(share), Bytes()
+        if first:
+            kept["token numbers"] += 8 * n + (n if share.tp > 1 else 0)
+            kept["dropout masks"] += self._mask(share)
+        if last:
+            rest, h = self._between(share, n), self.settings.hidden_size
+            kept["norms"] += self.norm_kept(share, rest * h, h)
+            kept["output layer and loss"] += self.loss_kept(share)
+        return kept
+
+    def layer_workspace(self, share: Share, kind: str, granularity: str = "", together: int = 1) -> int:
+        """Most bytes that a layer's backward pass needs beside what is kept; `together` layers are recomputed at a time."""
+        branches = self.branches(share, kind)
+        most = max(branch.workspace for branch in branches)
+        if granularity == "full":
+            return most + together * self.layer_kept(share, kind).total()
+        for branch in branches if granularity else ():
+            if branch.core:
+                core = branch.core.kept if granularity == "core_attn" else self.branch_kept(share, branch).total()
+                return most + core
+        return most
+
+    def deferred_kept(self, share: Share, kind: str) -> int:
+        """Bytes of a layer whose products for weights' gradients are deferred (zero-bubble W): the inputs of its linear
+        layers, and the gradients of their outputs.
+        """
+        n, h = self._tokens(share), self.settings.hidden_size
+        between = (n + self._between(share, n)) * h
+        return sum(between + n * (sum(b.outputs) + b.inputs) for b in self.branches(share, kind)) * share.element
+
+    def message_bytes(self, share: Share) -> int:
+        """Bytes of what goes from stage to stage."""
+        return math.prod(self.message(share)) * share.element
+
+    # ---- the loss ---------------------------------------------------------------------------------------------------
+
+    def vocabulary_rows(self, tp: int) -> int:
+        """Rows of the embedding on each tensor parallel rank, padding included."""
+        return word_table(self.settings, self.vocab_size)["weight"].local_shape({"tp": tp})[0]
+
+    def loss_chunks(self, share: Share) -> int:
+        """Chunks of tokens that the loss of a micro-batch is computed in."""
+        n, (chunk, block) = self._tokens(share), self._chunks(share)
+        return sum(-(-min(block, n - start) // chunk) for start in range(0, n, block))
+
+    def loss_kept(self, share: Share) -> int:
+        """What the fused output layer and loss keep: gradients of its input [n, h] and its weight [v/tp, h]; in place of
+        the latter, while its product waits, the two that are multiplied.
+        """
+        n, row = self._tokens(share), self.settings.hidden_size * share.element
+        return n * row + (self.loss_deferred(share) or self.vocabulary_rows(share.tp) * row)
+
+    def loss_deferred(self, share: Share) -> int:
+        """Bytes from which the output weight's gradient is made in the backward pass, or later: the input and the
+        gradients of all logits, [n, h + v/tp]. 0: they are too many to be kept, and it is made in the forward pass.
+        """
+        n = self._tokens(share)
+        wanted = n * (self.settings.hidden_size + self.vocabulary_rows(share.tp)) * share.element
+        return wanted if n <= self._chunks(share).block else 0
+
+    def loss_workspace(self, share: Share) -> int:
+        """Most bytes of logits and their gradients at a time, beside what is kept."""
+        n, rows, (chunk, block) = self._tokens(share), self.vocabulary_rows(share.tp), self._chunks(share)
+        logits, product = 3 * 4 * min(n, chunk) * rows, rows * self.settings.hidden_size
+        if n <= block:
+            return max(logits, product * share.element)
+        return block * rows * share.element + logits + 2 * 4 * product  # weight gradients of blocks are summed in fp32
+
+    def _chunks(self, share: Share) -> LossChunks:
+        return LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)
+
+    # ---- words for these --------------------------------------------------------------------------------------------
+
+    def _tokens(self, share: Share) -> int:
+        """Tokens of a micro-batch."""
+        return self.settings.seq_length * share.micro
+
+    def _between(self, share: Share, tokens: int) -> int:
+        """Of these tokens, those that a rank holds between layers."""
+        return tokens // (share.tp if share.sp else 1)
+
+    def _mask(self, share: Share) -> int:
+        """Bytes of what a dropout of hidden states keeps."""
+        whole = self._between(share, self._tokens(share)) * self.settings.hidden_size
+        return whole if self.settings.hidden_dropout > 0 else 0
+
+
+@lru_cache(maxsize=1024)
+def _parameters(facts: Facts) -> int:
+    return sum(elements(unit.weights) for unit in facts.whole)
+
+
+@lru_cache(maxsize=1024)
+def _matrices(facts: Facts) -> int:
+    """Elements of the matrices of all layers, which a token is multiplied with."""
+    tables = [unit.weights for unit in facts.whole if unit.layer is not None]
+    return sum(math.prod(placed.shape) for table in tables for placed in table.values() if placed.decay)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT's facts: a layer is self-attention, then an MLP, each behind a norm. Tests compare them with what autograd keeps,
+ranks send and published models count.
+
+    >>> gpt_175b = GPTFacts(Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048), 51200)
+    >>> f"{gpt_175b.parameters / 1e9:.1f} B, {gpt_175b.flops() / 1e12:.3f} TFLOP a token"
+    '174.6 B, 1.076 TFLOP a token'
+
+Legend: n tokens of a micro-batch (s x b), d channels of a head, q queries of a key-value group, e bytes of an element.
+"""
+
+from functools import lru_cache
+
+from megatron.model.facts import Branch, Core, Facts, Share
+from megatron.model.weights import Table, attention, mlp, norm, under
+from megatron.settings.kernel_sizes import causal_pairs
+from megatron.settings.schema import Model
+
+
+class GPTFacts(Facts):
+    """See `Facts`."""
+
+    name = "GPT"
+
+    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+        return _layer_weights(self.settings, sequence_parallel)
+
+    def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
+        return _branches(self, share)
+
+    def divisible_by_tp(self) -> dict[str, int]:
+        m = self.settings
+        return {"heads": m.num_attention_heads, "key-value heads": m.query_groups, "ffn": m.ffn_size}
+
+    def describe(self, count: str) -> str:
+        m = self.settings
+        return (
+            f"{self.name} of {count} parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
+            f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
+        )
+
+    def attention_flops(self, context: int) -> float:
+        m = self.settings
+        return m.num_layers * 2 * 2 * context * m.num_attention_heads * m.head_dim  # scores, and their mean of values
+
+    def attention_kernel(self, share: Share) -> str:
+        """The kernel that `fused_kernels.choose` will take."""
+        m = self.settings
+        if share.backend == "stored":
+            return "reference"
+        drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
+        if scaled and (drops or share.device == "cpu"):
+            return "reference"
+        if drops:
+            return "block-causal"
+        if share.device == "cuda":
+            return "block-causal" if share.backend == "explicit" and not scaled else "flash"
+        return "flash" if share.backend == "sdpa" or m.seq_length > 4096 else "block-causal"
+
+
+@lru_cache(maxsize=1024)
+def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
+    before = norm(model, model.hidden_size, sequence_parallel)
+    return {
+        **under("attention_norm", before),
+        **under("attention", attention(model, sequence_parallel)),
+        **under("mlp_norm", before),
+        **under("mlp", mlp(model, sequence_parallel)),
+    }
+
+
+@lru_cache(maxsize=65536)
+def _branches(facts: GPTFacts, share: Share) -> tuple[Branch, ...]:
+    m, e, n, h = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.hidden_size
+    width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
+    fused = width + 2 * m.query_groups * m.head_dim // share.tp
+    core = _core(facts, share)
+    scores = 0 if core.kernel == "flash" else 2 * share.micro * m.num_attention_heads // share.tp * m.seq_length**2 * e
+    up = (ffn, ffn) if m.swiglu else (ffn,)
+    mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
+    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU, or gate, value and silu(gate)
+    return (
+        Branch("attention", (fused,), width, n * 4 * width, 0, scores, core),
+        Branch("mlp", up, ffn, n * ffn * (5 if m.swiglu else 2), kept, mlp_workspace),
+    )
+
+
+def _core(facts: GPTFacts, share: Share) -> Core:
+    m, n = facts.settings, facts.settings.seq_length * share.micro
+    heads, kernel = m.num_attention_heads // share.tp, facts.attention_kernel(share)
+    work = 4.0 * n * m.seq_length * heads * m.head_dim
+    kept, recomputed = _core_kept(facts, share, kernel)
+    return Core(kernel, work, n * m.seq_length * heads, m.head_dim, m.attention_dropout > 0, kept, recomputed)
+
+
+def _core_kept(facts: GPTFacts, share: Share, kernel: str) -> tuple[int, int]:
+    """(bytes kept, bytes kept if softmax(q k) v is recomputed), op by op as `model.attention` and the kernels keep them."""
+    m, e, n, s = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.seq_length
+    heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
+    q, kv = n * heads * d * e, n * groups * d * e
+    fused, turned = q + 2 * kv, 0
+    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are tensors of their own
+    if m.qk_layernorm:
+        turned += fused
+        turned += facts.norm_kept(share, n * heads * d, d, shared_input=True)
+        turned += facts.norm_kept(share, n * groups * d, d, shared_input=True)
+    views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
+    recomputed = turned + views
+    grouped = m.num_attention_heads > m.query_groups
+    weights = n * heads * s
+    if kernel == "flash":
+        queries = q if grouped and not own else 0  # a copy, in place of queries that nobody else keeps
+        return recomputed + queries + 4 * n * heads, recomputed
+    if kernel == "block-causal":
+        rows = q if own or grouped else fused
+        pairs = n * heads * causal_pairs(s, m.num_attention_heads // m.query_groups) // s
+        return turned + rows + 2 * kv + pairs * (e + (m.attention_dropout > 0)), recomputed
+    wide = weights * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
+    if m.attention_dropout > 0:
+        dropped = weights * e + weights
+    else:
+        dropped = weights * e if wide != weights * e else 0
+    keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
+    return turned + keys + q + wide + dropped, recomputed

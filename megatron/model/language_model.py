@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What language models have in common: embedding, layers, final norm, output layer and loss; whole, or the part of it
+that a pipeline stage holds.
+
+Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide each matrix. Activations are [s, b, h],
+or [s/tp, b, h] between layers under sequence parallelism.
+"""
+
+from contextlib import nullcontext
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from megatron.fused_kernels.autocast import Autocast
+from megatron.model.facts import Facts
+from megatron.model.norms import NORMS
+from megatron.model.positions import LearnedPositions
+from megatron.model.recompute import recompute as recomputed
+from megatron.model.recompute_plan import recompute_groups
+from megatron.model.weights import Table, inside
+from megatron.mpu import mappings
+from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
+from megatron.mpu.deferred_wgrad import WeightGradients
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.random import Dropout
+from megatron.settings.schema import Kernels, Model, Recompute
+
+LOSS, TOKENS = "lm loss", "tokens"  # what the sums of a last stage are called
+
+
+class LanguageModel(nn.Module):
+    """The layers `layers` (default: all) of a model, with the embedding if `first` and norm, output and loss if `last`.
+
+    A subclass makes a layer (`build_layer`), and may give all layers of a pass something in common (`context`).
+
+    Parameters are created empty, from the tables of `facts.units`: `mpu.random.init_parameter` fills them as
+    `mpu.placement.placements(model)` says. They are named by logical, global names (`blocks.17.mlp.up.weight`), so a
+    stage of any layout names them alike. A last stage that is not the first holds a copy of a tied
+    `embedding.word.weight`.
+
+    units: what the stage holds. dtype: the format of weights and of what goes from stage to stage. autocast: other
+    formats inside, op by op.
+    """
+
+    weight_gradients: Optional[WeightGradients] = None  # of the output layer; set by `deferred_wgrad.attach`
+
+    def __init__(
+        self,
+        facts: Facts,
+        mesh: Mesh,
+        *,
+        layers: Optional[range] = None,
+        first: bool = True,
+        last: bool = True,
+        sequence_parallel: bool = False,
+        kernels: Optional[Kernels] = None,
+        recompute: Optional[Recompute] = None,
+        autocast: Optional[Autocast] = None,
+        seed: int = 1234,
+        dtype: torch.dtype = torch.float32,
+        device=None,
+    ):
+        super().__init__()
+        model = facts.settings
+        layers = range(model.num_layers) if layers is None else layers
+        self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
+        self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
+        self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
+        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.seed, self.kind = seed, dict(dtype=dtype, device=device)
+        self.units = facts.units(layers, first, last, self.sequence_parallel)
+        tables = {unit.name: unit.weights for unit in self.units}
+        if "embedding.word" in tables:
+            self.embedding = Embedding(model, mesh, tables, seed, self.sequence_parallel, **self.kind)
+        self.recompute_groups = recompute_groups(layers, recompute or Recompute())
+        granularity = {n: group.granularity for group in self.recompute_groups for n in group.layers}
+        self.blocks = nn.ModuleDict(
+            {str(n): self.build_layer(n, tables[f"blocks.{n}"], granularity[n]) for n in layers}
+        )
+        if self.kernels.torch_compile:
+            for block in self.blocks.values():
+                block.compile()
+        if last:
+            self.final_norm = NORMS[model.normalization](tables["final_norm"], model.norm_epsilon, **self.kind)
+            self.output = None
+            if "output" in tables:
+                self.output = VocabParallelEmbedding(tables["output"], mesh.tp, **self.kind)
+            self.gather_input = mappings.gather_sequence if self.sequence_parallel else mappings.copy_to
+
+    # ---- what a model says -------------------------------------------------------------------------------------------
+
+    def build_layer(self, layer: int, weights: Table, granularity: str) -> nn.Module:
+        """Layer number `layer`: a module whose forward takes (x, context) and returns x. granularity: of recomputation."""
+        raise NotImplementedError
+
+    def context(self, batch) -> Any:
+        """What all layers of a pass share, from its micro-batch."""
+        return batch
+
+    # ---- passes -----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Optional[torch.Tensor], batch):
+        """One micro-batch through these layers.
+
+        x: None on the first stage, else what the stage before returned, [s, b, h]. batch: a `MicroBatch`.
+        Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": how many count}),
+        fp32 scalars.
+        """
+        with self.region():
+            x = self._hidden(x, batch)
+            if not self.last:
+                return x
+            mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
+            loss = linear_cross_entropy(
+                x.flatten(0, 1),
+                self.output_weight,
+                batch.labels.reshape(-1),
+                mask=mask,
+                vocab_size=self.vocab_size,
+                tp=self.tp,
+                label_smoothing=self.label_smoothing if self.training else 0.0,
+                chunk=self.kernels.cross_entropy_chunk,
+                deferred=self.weight_gradients,
+            )
+        return None, {LOSS: loss, TOKENS: batch.num_tokens}
+
+    @torch.no_grad()
+    def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
+        """As `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
+        with self.region():
+            x = self._hidden(x, batch)
+            if not self.last:
+                return x
+            losses = token_losses(
+                x.flatten(0, 1),
+                self.output_weight,
+                batch.labels.reshape(-1),
+                vocab_size=self.vocab_size,
+                tp=self.tp,
+                chunk=self.kernels.cross_entropy_chunk,
+            )
+        return losses.view(batch.labels.shape)
+
+    def _hidden(self, x, batch) -> torch.Tensor:
+        """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage."""
+        if self.first:
+            positions = self.positions(len(batch.tokens), batch.position_ids)
+            x = self.embedding(batch.tokens, positions, batch.samples)
+        x = self.run_layers(x, self.context(batch))
+        return self.gather_input(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)
+
+    def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
+        """[s, b] as given, or [s, 1] counted on from `start`."""
+        if position_ids is not None:
+            return position_ids
+        return torch.arange(start, start + s, device=next(self.parameters()).device).unsqueeze(1)
+
+    def run_layers(self, x: torch.Tensor, context) -> torch.Tensor:
+        """[s, b, h] through all layers, in groups that are recomputed together."""
+        for group in self.recompute_groups:
+            if group.granularity == "full":
+                x = recomputed(self._layers, group.layers, x, context, inside=self.region)
+            else:
+                x = self._layers(group.layers, x, context)
+        return x
+
+    def _layers(self, layers, x: torch.Tensor, context) -> torch.Tensor:
+        for n in layers:
+            x = self.blocks[str(n)](x, context)
+        return x
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[v/tp, h]"""
+        return self.embedding.word.weight if self.output is None else self.output.weight
+
+
+class Embedding(nn.Module):
+    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has the word table alone."""
+
+    def __init__(self, model: Model, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **kind):
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            tables["embedding.word"], mesh.tp, sequence_parallel=sequence_parallel, **kind
+        )
+        self.position = None
+        if "embedding" in tables:
+            self.position = LearnedPositions(inside(tables["embedding"], "position"), **kind)
+        self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        self.dropout = Dropout(model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None)
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
+        """tokens [s, b], position_ids [s, b or 1]."""
+        x = self.word(tokens)
+        if self.position is not None:
+            if self.sequence_parallel:
+                position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
+            x = x + self.position(position_ids)
+        return self.dropout(x, samples)

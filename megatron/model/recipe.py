@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: the one door through which the suite knows a model. Needs no torch.
+
+`pretrain_gpt.py` is such a recipe. A checkpoint keeps its model type, by which tools find the recipe again: a name of
+MODEL_TYPES, or a module with a function `recipe()`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.errors import SettingsError
+from megatron.model.facts import Facts
+from megatron.settings.schema import Config
+
+MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model differs from others; how it is trained is the same for all.
+
+    model_type:     what checkpoints keep: a name of MODEL_TYPES, or the name of the module with `recipe()`
+    facts:          (config, vocab_size) -> what the model says of itself without being built
+    build_model:    (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
+                    whose forward takes (what the stage before sent, MicroBatch) and returns what goes to the next stage,
+                    or (that, {name: sum}) where it has sums: the last one its losses and "tokens", those that count
+    build_datasets: (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
+    groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
+    defaults:       of settings that all models have: name -> value
+    rules:          `settings.rules.Rule`s about its settings
+    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone
+    """
+
+    model_type: str
+    facts: Callable[[Config, int], Facts]
+    build_model: Callable
+    build_datasets: Callable
+    groups: Mapping[str, type] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    rules: tuple = ()
+    sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The recipe of a run's model. Raises SettingsError where there is none."""
+    return named_recipe(config.model.model_type)
+
+
+def named_recipe(model_type: str) -> Recipe:
+    """The recipe of a model type. Raises SettingsError where there is none."""
+    module = MODEL_TYPES.get(model_type, model_type)
+    try:
+        return importlib.import_module(module).recipe()
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(
+            f"--model-type {model_type}: there is no such model",
+            f"{module}: {error}",
+            f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()",
+        ) from error
+
+
+def facts_of(config: Config, vocab_size: int) -> Facts:
+    """What the model of a run says of itself; vocab_size: rows of the embedding before padding."""
+    return recipe_of(config).facts(config, vocab_size)

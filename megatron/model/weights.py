@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a model's parts as tables: name -> shape, cut, initial values, decay (`Placement`). Needs no torch.
+
+A module creates its parameters from its table (`mpu.layers.create_parameters`). The planner, parameter counts, ZeRO's
+units, the check that all ranks together hold the model, and conversions read the same tables.
+
+    >>> list(mlp(Model(num_layers=2, hidden_size=8, num_attention_heads=2), sequence_parallel=False))
+    ['up.weight', 'up.bias', 'down.weight', 'down.bias']
+
+Legend: h hidden, v vocabulary, g key-value groups, q queries of a group, d channels of a head.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.settings.schema import Model
+
+Table = Mapping[str, Placement]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that lie together in memory, and that ZeRO gathers and reduces together: a layer, a table, a norm.
+
+    name:    what the names of its weights begin with: `blocks.17`
+    weights: the rest of the name -> what the weight is
+    layer:   its number in the whole network; None: it is no layer
+    ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
+    """
+
+    name: str
+    weights: Table
+    layer: Optional[int] = None
+    ends: tuple[str, ...] = ()
+
+    def held_by(self, first: bool, last: bool) -> bool:
+        """Whether a stage that is so placed holds it, if it is no layer."""
+        return (first and "first" in self.ends) or (last and "last" in self.ends)
+
+
+def under(name: str, table: Table) -> dict[str, Placement]:
+    """A table with `name.` before each of its names."""
+    return {f"{name}.{key}": placement for key, placement in table.items()}
+
+
+def inside(table: Table, name: str) -> dict[str, Placement]:
+    """What stands under `name.` in a table, by the rest of its name."""
+    return {key[len(name) + 1 :]: placement for key, placement in table.items() if key.startswith(f"{name}.")}
+
+
+def logical(units: Iterable[Unit]) -> dict[str, Placement]:
+    """All weights of these units by their full names."""
+    return {name: placement for unit in units for name, placement in under(unit.name, unit.weights).items()}
+
+
+def elements(table: Table) -> int:
+    """Parameters of a table."""
+    return sum(math.prod(placement.shape) for placement in table.values())
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def column(inputs: int, rows: tuple[int, ...], std: float, *, cut: int = 0, bias: bool = True) -> dict[str, Placement]:
+    """Of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
+
+    Fused queries, keys and values are `rows=(g, q + 2, d), cut=0`, a gated MLP `rows=(2, ffn), cut=1`: every shard is one
+    box.
+    """
+    table = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut})}
+    if bias:
+        table["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
+    return table
+
+
+def row(inputs: int, outputs: int, std: float, *, bias: bool = True, sequence_parallel: bool = False):
+    """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs."""
+    table = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1})}
+    if bias:
+        partial = ("tp",) if sequence_parallel else ()  # each rank adds it to its own tokens only
+        table["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
+    return table
+
+
+def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
+    """Of LayerNorm or RMSNorm. partial: each tensor parallel rank's gradient is a part of a sum, because each sees a part
+    of the tokens (sequence parallelism) or of the heads (query-key norm).
+    """
+    axes = ("tp",) if partial else ()
+    table = {"weight": Placement((width,), Constant(1.0), partial=axes, decay=False)}
+    if model.normalization == "LayerNorm":
+        table["bias"] = Placement((width,), Constant(0.0), partial=axes, decay=False)
+    return table
+
+
+def word_table(model: Model, vocab_size: int) -> dict[str, Placement]:
+    """Of an embedding of words, or an output layer: [v, h], its rows divided, padded on each rank."""
+    shape, multiple = (vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
+    return {"weight": Placement(shape, Normal(model.init_method_std), cut={"tp": 0}, multiple=multiple)}
+
+
+def positions(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
+    """Of learned positions: [positions, h]. Under sequence parallelism each rank looks up its own part of the sequence."""
+    shape, partial = (model.position_table, model.hidden_size), ("tp",) if sequence_parallel else ()
+    return {"weight": Placement(shape, Normal(model.init_method_std), partial=partial)}
+
+
+def output_std(model: Model) -> float:
+    """Of layers that write to the residual stream: smaller, so that its variance does not grow with depth."""
+    return model.init_method_std / math.sqrt(2 * model.num_layers)
+
+
+def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
+    """Of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
+    m, bias = model, not model.disable_bias_linear
+    rows = (m.query_groups, m.num_attention_heads // m.query_groups + 2, m.head_dim)
+    width = m.num_attention_heads * m.head_dim
+    table = {
+        **under("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias)),
+        **under("output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
+    }
+    for name in ("q_norm", "k_norm") if m.qk_layernorm else ():
+        table |= under(name, norm(m, m.head_dim, partial=True))  # one weight for all heads, of which a rank sees some
+    return table
+
+
+def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
+    """Of the feed-forward half of a layer. With --swiglu its two input matrices are one, [2, ffn, h]: gate, then values."""
+    m, bias = model, not model.disable_bias_linear
+    rows, cut = ((2, m.ffn_size), 1) if m.swiglu else ((m.ffn_size,), 0)
+    return {
+        **under("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias)),
+        **under("down", row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
+    }

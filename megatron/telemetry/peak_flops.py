@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device could do at best, which MFU compares with."""
+
+from typing import Optional
+
+# Dense peak TFLOP/s from the vendors' data sheets, without sparsity: name in the device's string -> by number format.
+# fp32: with TF32 off. The first name that matches counts, so longer names come first.
+PEAK_TFLOPS = {
+    "GB200": dict(bf16=2500, fp16=2500, fp32=80),
+    "B200": dict(bf16=2250, fp16=2250, fp32=75),
+    "GH200": dict(bf16=989.4, fp16=989.4, fp32=66.9),
+    "H200": dict(bf16=989.4, fp16=989.4, fp32=66.9),
+    "H100 PCIe": dict(bf16=756.5, fp16=756.5, fp32=51.2),
+    "H100 NVL": dict(bf16=835.5, fp16=835.5, fp32=60),
+    "H100": dict(bf16=989.4, fp16=989.4, fp32=66.9),
+    "H800": dict(bf16=989.4, fp16=989.4, fp32=66.9),
+    "H20": dict(bf16=148, fp16=148, fp32=44),
+    "A100": dict(bf16=312, fp16=312, fp32=19.5),
+    "A800": dict(bf16=312, fp16=312, fp32=19.5),
+    "A40": dict(bf16=149.7, fp16=149.7, fp32=37.4),
+    "A30": dict(bf16=165, fp16=165, fp32=10.3),
+    "A10": dict(bf16=125, fp16=125, fp32=31.2),
+    "RTX A6000": dict(bf16=154.8, fp16=154.8, fp32=38.7),
+    "L40S": dict(bf16=362, fp16=362, fp32=91.6),
+    "L40": dict(bf16=181, fp16=181, fp32=90.5),
+    "L4": dict(bf16=121, fp16=121, fp32=30.3),
+    "V100": dict(fp16=125, fp32=15.7),
+    "T4": dict(fp16=65, fp32=8.1),
+    "RTX 5090": dict(bf16=209.5, fp16=209.5, fp32=104.8),
+    "RTX 4090": dict(bf16=165.2, fp16=165.2, fp32=82.6),
+    "RTX 3090": dict(bf16=71, fp16=71, fp32=35.6),
+    "MI300X": dict(bf16=1307.4, fp16=1307.4, fp32=163.4),
+}
+
+
+def peak_flops(device_name: str, precision: str) -> Optional[float]:
+    """Dense peak FLOP/s of a device by the name its driver gives; None when the table does not know it.
+
+    >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16"), peak_flops("NVIDIA H100 PCIe", "fp16"), peak_flops("Abacus", "fp32")
+    (312000000000000.0, 756500000000000.0, None)
+    """
+    words = device_name.upper().replace("-", " ").split()
+    for name, peaks in PEAK_TFLOPS.items():
+        wanted = name.upper().split()
+        if any(words[at : at + len(wanted)] == wanted for at in range(len(words))) and precision in peaks:
+            return peaks[precision] * 1e12
+    return None
