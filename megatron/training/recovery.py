@@ -21,7 +21,8 @@ def pass_over(run: Run, size: int) -> Step:
         f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
         f"{state.consumed_samples + size - 1}"
     )
-    run.state = state.after(size, Verdict.SKIP)
+    # Nothing was computed, so for the loss scale it is neither a good step nor an overflow.
+    run.state = replace(state.after(size, Verdict.SKIP), scaler=state.scaler)
     rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
     return Step(
         run.state.iteration,
