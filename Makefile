@@ -5,10 +5,10 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 help:            ## list these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## */\t/' | expand -t 16
 
-check:           ## lint, format, import floors, sizes, flag table (seconds)
+check:           ## lint, format, import floors, form of sources, flag table (seconds)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest tests/test_floors.py tests/test_sizes.py tests/settings/test_flags.py::test_docs_are_up_to_date
+	$(PYTHON) -m pytest tests/test_floors.py tests/test_source_form.py tests/settings/test_flags.py::test_docs_are_up_to_date
 
 format:          ## let ruff repair format and imports
 	$(PYTHON) -m ruff check --fix .

@@ -4,7 +4,7 @@
 `reference.py` defines every op in plain PyTorch. The table lists its faster twins, best first; `choose` takes the first
 one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
 
-    >>> choose("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256)).name
+    >>> choose("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256, causal=True)).name
     'block-causal'
 """
 
@@ -19,25 +19,38 @@ from megatron.fused_kernels import attention, matmul, norms, reference
 
 @dataclass(frozen=True)
 class Case:
-    """What decides whether an implementation can do it."""
+    """What decides whether an implementation can do it. Of ops other than attention, device and dtype alone.
+
+    causal:  no query sees a key after it, the queries being the last of the tokens
+    masked:  a mask comes besides; of a causal case it takes pairs away within that order, as documents do
+    grouped: several queries share a key and a value
+    scaled_softmax: scores that only fit fp16 when they are divided before and multiplied after
+    """
 
     device: str
     dtype: torch.dtype
     queries: int = 0
     keys: int = 0
+    causal: bool = False
     masked: bool = False
     dropout: bool = False
-    scaled_softmax: bool = False  # scores that only fit fp16 when they are divided before and multiplied after
+    grouped: bool = False
+    scaled_softmax: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Attention among the tokens of whole sequences."""
-        return self.queries == self.keys > 1
+    def asks(self) -> frozenset[str]:
+        """What an implementation has to cover, in the words of `EVERYTHING`."""
+        if self.causal:
+            order = "causal" if self.queries == self.keys > 1 else "cached"
+        else:
+            order = "bidirectional" if self.queries == self.keys else "cross"
+        extras = ("masked", "dropout", "grouped", "scaled_softmax")
+        return frozenset([order, *(extra for extra in extras if getattr(self, extra))])
 
-    @property
-    def plain(self) -> bool:
-        """Causal attention over whole sequences and nothing else."""
-        return self.whole and not (self.masked or self.dropout)
+
+# Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them,
+# or no order, with as many queries as keys or not. Then what a case may have besides.
+EVERYTHING = frozenset("causal cached bidirectional cross masked dropout grouped scaled_softmax".split())
 
 
 @dataclass(frozen=True)
@@ -46,22 +59,28 @@ class Implementation:
 
     run:      the function; its twin in `reference` documents the arguments
     worth:    what it brings, for `doctor`
-    covers:   whether it can do a case
+    suits:    whether it runs, and is worth running, on a device, in a format and at a size
     lacking:  why it cannot run on this machine ("" where it can)
     backend:  the value of --attention-backend that asks for it
+    covers:   what a case may ask for; results of others would be wrong
     """
 
     name: str
     run: Callable
     worth: str
-    covers: Callable[[Case], bool] = lambda case: True
+    suits: Callable[[Case], bool] = lambda case: True
     lacking: str = ""
     backend: str = ""
+    covers: frozenset[str] = EVERYTHING
+
+    def fits(self, case: Case) -> bool:
+        """Whether `choose` may take it."""
+        return not self.lacking and case.asks <= self.covers and self.suits(case)
 
 
 def choose(op: str, case: Case, backend: str = "auto") -> Implementation:
     """The best implementation of `op` for `case`; a `backend` other than auto narrows it down if it covers the case."""
-    fitting = [entry for entry in TABLE[op] if not entry.lacking and entry.covers(case)]
+    fitting = [entry for entry in TABLE[op] if entry.fits(case)]
     asked = [entry for entry in fitting if entry.backend == backend]
     return (asked or fitting)[0]
 
@@ -88,37 +107,37 @@ TABLE: dict[str, list[Implementation]] = {
             "flash-attn",
             attention.flash_attn,
             "the fastest attention on many NVIDIA GPUs",
-            lambda case: case.device == "cuda" and case.dtype in (torch.bfloat16, torch.float16) and case.plain,
+            _on("cuda", torch.bfloat16, torch.float16),
             _package("flash_attn", NO_CUDA),
             "flash",
+            frozenset({"causal", "bidirectional", "cross", "grouped"}),
         ),
         Implementation(  # like flash-attn it keeps scores in fp32, which scaled_softmax asks for
             "sdpa (CUDA)",
             attention.sdpa,
             "torch's flash, cuDNN or memory-efficient attention: no stored scores",
-            lambda case: case.device == "cuda" and not case.dropout,
+            _on("cuda"),
             NO_CUDA,
             "sdpa",
+            EVERYTHING - {"dropout"},
         ),
         Implementation(
             "block-causal",
             attention.block_causal,
             "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout",
-            lambda case: (
-                case.whole
-                and not case.scaled_softmax
-                and (case.device != "cpu" or case.dropout or case.keys <= EXPLICIT_KEYS)
-            ),
+            lambda case: case.device != "cpu" or case.dropout or case.keys <= EXPLICIT_KEYS,
             "",
             "explicit",
+            frozenset({"causal", "masked", "dropout", "grouped"}),
         ),
-        Implementation(
+        Implementation(  # for a few new tokens over cached keys the reference is as good
             "sdpa (CPU)",
             attention.sdpa,
-            "long sequences without stored scores",
-            lambda case: case.device == "cpu" and case.whole and not (case.dropout or case.scaled_softmax),
+            "long sequences without stored scores; attention without causal order",
+            _on("cpu"),
             "",
             "sdpa",
+            EVERYTHING - {"dropout", "scaled_softmax", "cached"},
         ),
         Implementation(
             "reference", reference.attention, "covers everything: caches, scaled scores in fp16", backend="explicit"

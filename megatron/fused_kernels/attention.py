@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast twins of `reference.attention`, for causal attention over whole sequences.
+"""Fast twins of `reference.attention`; the table in `__init__.py` says which cases each of them covers.
 
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
@@ -9,11 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.dropout import Keep, numbers
+from megatron.fused_kernels.reference import visible_keys
+from megatron.settings.kernel_sizes import causal_blocks
 
 
-def block_causal(query, key, value, *, scale: float, allowed=None, dropout=None, **_) -> torch.Tensor:
+def block_causal(query, key, value, *, scale: float, causal: bool, allowed=None, dropout=None, **_) -> torch.Tensor:
     """Explicit attention: blocks of queries against the keys up to them, so half of the scores never exist."""
-    return _BlockCausal.apply(query, key, value, allowed, dropout, scale)
+    assert causal and query.shape[0] == key.shape[0], "keys after a block of queries are never looked at"
+    if allowed is None:
+        return _BlockCausal.apply(query, key, value, None, dropout, scale)
+    visible, blind = visible_keys(allowed, causal)
+    return _BlockCausal.apply(query, key, value, visible, dropout, scale).masked_fill(blind, 0.0)
 
 
 class _BlockCausal(torch.autograd.Function):
@@ -23,19 +29,19 @@ class _BlockCausal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, allowed, dropout, scale):
+    def forward(ctx, query, key, value, visible, dropout, scale):
         s, b, g, q, d = query.shape
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         keys, values = (x.reshape(s, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
         attended, nothing = torch.empty_like(rows), rows.new_empty(1)
         weights, masks = [], []  # of each block: [b g, block q, stop]
-        for start, stop in _blocks(s, q):
+        for start, stop in causal_blocks(s, q):
             block = rows[:, start * q : stop * q]
             block = torch.baddbmm(nothing, block, keys[:, :stop].transpose(1, 2), beta=0, alpha=scale)
-            if allowed is None:
+            if visible is None:
                 block[:, :, start:] += _causal_bias(stop - start, q, block)
             else:
-                block.view(b, g, -1, q, stop).add_(_bias(allowed[:, start:stop, :stop], block))
+                block.view(b, g, -1, q, stop).add_(_bias(visible[:, start:stop, :stop], block))
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
                 masks.append(_mask(dropout, query.shape, start, stop))
@@ -51,13 +57,13 @@ class _BlockCausal(torch.autograd.Function):
     def backward(ctx, gradient):
         rows, keys, values, *weights = ctx.saved_tensors
         s, b, g, q, d = ctx.shape
-        blocks = _blocks(s, q)
+        blocks = causal_blocks(s, q)
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
         d_rows, d_keys, d_values = torch.empty_like(rows), torch.empty_like(keys), torch.empty_like(values)
         # From the last block, which touches every key and so writes where the others add.
-        for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks)):
+        for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
             mine, dropped = slice(start * q, stop * q), weight
             d_scores = torch.bmm(gradient[:, mine], values[:, :stop].transpose(1, 2))
             if mask is not None:
@@ -74,21 +80,15 @@ class _BlockCausal(torch.autograd.Function):
         return d_query, d_key, d_value, None, None, None
 
 
-def _blocks(s: int, q: int) -> list[tuple[int, int]]:
-    """[start, stop) of blocks of positions, of about 128 to 256 rows: measured best at 256 and at 1024 positions."""
-    size = max(1, (128 if s <= 512 else 256) // q)
-    return [(start, min(start + size, s)) for start in range(0, s, size)]
-
-
 def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:
     """[size q, size]: 0 where the key is not after the query, else -inf; q rows for each position."""
     return like.new_full((size, size), float("-inf")).triu(1).repeat_interleave(q, 0)
 
 
-def _bias(allowed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[b, n, t] bool -> [b, 1, n, 1, t]: 0 where allowed, else -inf."""
-    b, n, t = allowed.shape
-    return like.new_zeros(b, 1, n, 1, t).masked_fill_(~allowed.view(b, 1, n, 1, t), float("-inf"))
+def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[b, n, t] bool -> [b, 1, n, 1, t]: 0 where visible, else -inf."""
+    b, n, t = visible.shape
+    return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
 def _mask(dropout: Keep, shape, start: int, stop: int) -> torch.Tensor:
@@ -103,31 +103,32 @@ def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
     return x.view(b, g, s, q, d).permute(2, 0, 1, 3, 4)
 
 
-def sdpa(query, key, value, *, scale: float, allowed=None, **_) -> torch.Tensor:
+def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, **_) -> torch.Tensor:
     """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs."""
     s, b, g, q, d = query.shape
-    heads = g * q
+    t, heads = key.shape[0], g * q
+    mask = blind = None
+    if allowed is not None:
+        visible, blind = visible_keys(allowed, causal)
+        mask = visible.unsqueeze(1)
+    elif causal and s != t:  # torch's own causal order has the queries first among the tokens
+        mask = torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
-    t = key.shape[2]
-    if q > 1 and query.is_cuda and (allowed is not None or s != t):  # no kernel takes both a mask and groups
+    if q > 1 and query.is_cuda and mask is not None:  # no kernel takes both a mask and groups
         key, value = (x.repeat_interleave(q, 1) for x in (key, value))
         q = 1
-    if allowed is not None:
-        how = dict(attn_mask=allowed.unsqueeze(1))
-    elif s == t:
-        how = dict(is_causal=s > 1)
-    else:  # the queries are the last of the tokens
-        how = dict(attn_mask=torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s))
-    attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **how)
-    return attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+    order = dict(attn_mask=mask) if mask is not None else dict(is_causal=causal and s > 1)
+    attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **order)
+    attended = attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+    return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
-def flash_attn(query, key, value, *, scale: float, **_) -> torch.Tensor:
+def flash_attn(query, key, value, *, scale: float, causal: bool, **_) -> torch.Tensor:
     """The flash-attn package (arXiv:2307.08691)."""
     from flash_attn import flash_attn_func
 
     s, b, g, q, d = query.shape
-    query, key, value = query.view(s, b, g * q, d).transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    attended = flash_attn_func(query, key, value, softmax_scale=scale, causal=True)  # [b, s, heads, d]
+    query, key, value = (x.transpose(0, 1) for x in (query.reshape(s, b, g * q, d), key, value))
+    attended = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal)  # [b, s, heads, d]
     return attended.transpose(0, 1).reshape(s, b, g * q * d)

@@ -18,6 +18,7 @@ def attention(
     value: torch.Tensor,
     *,
     scale: float,
+    causal: bool,
     allowed: torch.Tensor | None = None,
     score_divisor: float = 1.0,
     softmax_in_fp32: bool = False,
@@ -25,26 +26,45 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
-    Causal, the queries being the last s of the t tokens, unless `allowed` [b, s, t] says which pairs may see each
-    other (none with a key after its query). `dropout` says which weights stay, [b, g q, s, t]. `score_divisor` keeps
-    scores in the range of fp16: they are divided by it and multiplied again inside the softmax.
+    causal:    no query sees a key after it, the queries being the last s <= t of the tokens. Without it every query
+               sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
+    allowed:   [b, s, t] bool, which pairs may see each other besides; a query that then sees no key gets zeros, and
+               gives no gradient
+    dropout:   which weights stay, [b, g q, s, t]
+    score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
     rows = query.permute(1, 2, 3, 0, 4).reshape(b * g, q * s, d)  # the queries of a group share its keys
     keys, values = (x.reshape(t, b * g, d).transpose(0, 1) for x in (key, value))  # [b g, t, d]
     scores = torch.bmm(rows * (scale / score_divisor), keys.transpose(1, 2)).view(b, g * q, s, t)
-    if softmax_in_fp32:
+    if softmax_in_fp32 or score_divisor != 1.0:
         scores = scores.float() * score_divisor
+    blind = None
     if allowed is not None:
-        scores = scores.masked_fill(~allowed.unsqueeze(1), float("-inf"))
-    elif s > 1:
+        visible, blind = visible_keys(allowed, causal)
+        scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    elif causal and s > 1:
         scores = scores + torch.full((s, t), float("-inf"), dtype=scores.dtype, device=scores.device).triu(t - s + 1)
     weights = scores.softmax(-1).to(value.dtype)
     if dropout is not None:
         weights = weights * dropout.mask() * dropout.factor
     attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
-    return attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
+    attended = attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
+    return attended if blind is None else attended.masked_fill(blind, 0.0)
+
+
+def visible_keys(allowed: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a softmax may look at, [b, s, t] bool, and queries whose results become zeros, [s, b, 1] bool.
+
+    Those are the queries that see no key. In the first tensor they see all keys: a softmax over none is NaN, and so
+    would be every gradient behind it.
+    """
+    s, t = allowed.shape[1:]
+    if causal:
+        allowed = allowed.tril(t - s)
+    blind = ~allowed.any(-1, keepdim=True)  # [b, s, 1]
+    return allowed | blind, blind.transpose(0, 1)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:

@@ -116,8 +116,10 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: C
         query.dtype,
         query.shape[0],
         key.shape[0],
+        causal=True,
         masked=context.allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
+        grouped=layer.queries > 1,
         scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
     )
     dropout = None
@@ -129,6 +131,7 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: C
         key,
         value,
         scale=layer.head_dim**-0.5,
+        causal=case.causal,
         allowed=context.allowed,
         score_divisor=layer.score_divisor,
         softmax_in_fp32=layer.softmax_in_fp32,

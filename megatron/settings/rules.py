@@ -225,7 +225,8 @@ RULES = (
         lambda s: (
             f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
             f"{s.cp} = {s.model_ranks}; run on {_or(_multiples(s.world, s.model_ranks))} ranks, or choose sizes "
-            f"whose product divides {s.world} ({_or(_divisors(s.world, s.model_ranks))})"
+            f"whose product divides {s.world} ({_or(_divisors(s.world, s.model_ranks))}) by "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size"
         ),
     ),
     Rule(

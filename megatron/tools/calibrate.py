@@ -94,8 +94,8 @@ def _attention(kind: str, dtype: torch.dtype) -> float:
     """FLOP/s of causal attention as `planner.speed` counts them."""
     s, h, heads = SHAPE[kind]
     query, key, value = (torch.randn(s, 1, heads, h // heads, dtype=dtype, device=kind) for _ in range(3))
-    kernel = choose("attention", Case(kind, dtype, s, s)).run
-    took = seconds_of(lambda: kernel(query.unsqueeze(3), key, value, scale=0.1), kind)
+    kernel = choose("attention", Case(kind, dtype, s, s, causal=True)).run
+    took = seconds_of(lambda: kernel(query.unsqueeze(3), key, value, scale=0.1, causal=True), kind)
     return 4 * s * s * h / 2 * (1.2 if kind == "cpu" else 1.0) / took
 
 

@@ -37,12 +37,6 @@ def test_short_tier(name, tmp_path):
     assert line["faults"] > 0
 
 
-def test_the_full_tier_is_as_large_as_it_says():
-    damages = len([name for name in CASES if name.startswith("damage/")]) * (damage.FLIPS + 4 * damage.OTHERS)
-    forged = sum(count // forgeries.PARTS * forgeries.PARTS for _, count in forgeries.TARGETS.values())
-    assert damages >= 2000 and forged >= 10_000 and len(pickles.payloads("x")) == 15
-
-
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ def test_empty_ranges_and_empty_tensors_have_no_boxes():
 
 def all_boxes(shape):
     spans = [[(a, n) for a in range(full) for n in range(1, full - a + 1)] for full in shape]
-    return [Box(*map(tuple, zip(*choice))) for choice in itertools.product(*spans)]
+    return [Box(*map(tuple, zip(*choice, strict=True))) for choice in itertools.product(*spans)]
 
 
 def test_intersection_is_the_common_elements_for_all_pairs():
@@ -119,7 +119,7 @@ def test_even_cut_gives_each_element_to_one_part(sizes, parts):
     for part in range(parts):
         ranges = cut_evenly(sizes, part, parts)
         loads.append(sum(stop - start for start, stop in ranges))
-        for counts, (start, stop) in zip(seen, ranges):
+        for counts, (start, stop) in zip(seen, ranges, strict=True):
             for i in range(start, stop):
                 counts[i] += 1
     assert all(count == 1 for counts in seen for count in counts)

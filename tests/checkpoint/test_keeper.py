@@ -163,7 +163,7 @@ def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
         Piece("d", (0,), Box.whole((0,)), torch.empty(0)),
     ]
     first = snapshot.take(pieces)
-    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(first, pieces))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(first, pieces, strict=True))
     source.zero_()
     assert first[1].tensor.tolist() == [[1, 2], [5, 6], [9, 10]]
     assert [p.tensor.data_ptr() for p in snapshot.take(pieces)] == [p.tensor.data_ptr() for p in first]

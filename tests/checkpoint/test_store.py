@@ -129,10 +129,10 @@ def test_any_layout_is_loaded_from_any_other(tmp_path_factory, saved, wanted, dt
     with Reader(path) as reader:
         for name, value in values.items():
             assert torch.equal(reader.read(name), value)
-        for target, right in zip(targets, expected):
+        for target, right in zip(targets, expected, strict=True):
             reader.load(target, names=values.keys())
             assert [piece.box for piece in target] == [piece.box for piece in right]
-            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(target, right))
+            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(target, right, strict=True))
 
 
 def test_padding_is_neither_stored_nor_touched(tmp_path):

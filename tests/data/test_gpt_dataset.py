@@ -52,7 +52,9 @@ def build_recorded(case: dict, folder: Path):
     if "path" in case:
         data = Data(data_path=place(case["path"]), split=case["split"])
     else:
-        data = Data(**{f"{split}_data_path": place(words) for split, words in zip(SPLITS, case["per_split"])})
+        data = Data(
+            **{f"{split}_data_path": place(words) for split, words in zip(SPLITS, case["per_split"], strict=True)}
+        )
     return build_datasets(data, case["seq"], case["sizes"], case["seed"], vocab_size=VOCABULARY)
 
 
@@ -67,7 +69,7 @@ def assert_as_recorded(dataset, expected):
         assert isinstance(dataset, BlendedDataset)
         assert digest(dataset.dataset_index) == expected["dataset"]
         assert digest(dataset.dataset_sample_index) == expected["sample"]
-        for own, recorded in zip(dataset.datasets, expected["files"]):
+        for own, recorded in zip(dataset.datasets, expected["files"], strict=True):
             assert_as_recorded(own, recorded)
     else:
         assert digest(dataset.document_index) == expected["document"]
@@ -81,7 +83,7 @@ def assert_as_recorded(dataset, expected):
 @pytest.mark.parametrize("number", range(len(RECORDED)))
 def test_order_is_megatrons(number, tmp_path):
     case, expected = RECORDED[number]["case"], RECORDED[number]["expected"]
-    for dataset, recorded in zip(build_recorded(case, tmp_path), expected):
+    for dataset, recorded in zip(build_recorded(case, tmp_path), expected, strict=True):
         assert_as_recorded(dataset, recorded)
 
 
@@ -261,7 +263,7 @@ def test_mistakes_are_answered(tmp_path):
 def test_suggested_split_works(lengths, split, asked):
     lengths, total = np.array(lengths), len(lengths)
     shares = parse_split(",".join(map(str, split)))
-    wanted = [want and share is not None for want, share in zip(asked, shares)]
+    wanted = [want and share is not None for want, share in zip(asked, shares, strict=True)]
     ends, end = [], 0
     for share in shares[:2]:
         end = sequences_of(share, total).stop if share else end
@@ -271,7 +273,7 @@ def test_suggested_split_works(lengths, split, asked):
         assert np.count_nonzero(lengths) < sum(wanted)
         return
     assert sum(counts) == total
-    for share, want, count in zip(parse_split(",".join(map(str, counts))), wanted, counts):
+    for share, want, count in zip(parse_split(",".join(map(str, counts))), wanted, counts, strict=True):
         sequences = sequences_of(share, total) if share else range(0)
         assert len(sequences) == count
         assert not want or lengths[sequences.start : sequences.stop].any()

@@ -23,10 +23,12 @@ def test_attention(name, q):
         pytest.skip(entry.lacking)
     shapes = [(128, 2, 2, q, 64), (128, 2, 2, 64), (128, 2, 2, 64)]
     inputs = [torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes]
-    want, got = reference.attention(*inputs, scale=0.125), entry.run(*inputs, scale=0.125)
+    want, got = (run(*inputs, scale=0.125, causal=True) for run in (reference.attention, entry.run))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     upstream = torch.randn_like(want)
-    for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
 
 
@@ -37,11 +39,13 @@ def test_attention_with_dropout(q):
     dropout = Dropout(0.1, "attention", 0, seed=1, batch_dim=0)
     keep = dropout.keep((2, 2 * q, 300, 300), torch.tensor([3, 8]), inputs[0].device)
     assert keep.mask().float().mean().item() == pytest.approx(0.9, abs=0.01)
-    more = dict(scale=0.125, dropout=keep)
+    more = dict(scale=0.125, causal=True, dropout=keep)
     want, got = reference.attention(*inputs, **more), attention.block_causal(*inputs, **more)
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     upstream = torch.randn_like(want)
-    for mine, theirs in zip(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
@@ -58,7 +62,7 @@ def test_recomputation_draws_the_same_masks(granularity):
         loss, count = model(None, batch)[1].values()
         (loss / count).backward()
         found.append([loss, *(p.grad.float() for p in model.parameters())])
-    for theirs, mine in zip(*found):
+    for theirs, mine in zip(*found, strict=True):
         assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
 
 
@@ -77,5 +81,5 @@ def test_model_equals_cpu(dtype, tolerance):
         loss, count = model(None, batch.to(device))[1].values()
         (loss / count).backward()
         found.append([loss.cpu(), *(p.grad.float().cpu() for p in model.parameters())])
-    for theirs, mine in zip(*found):
+    for theirs, mine in zip(*found, strict=True):
         assert (mine - theirs).norm() <= tolerance * theirs.norm() + 1e-6

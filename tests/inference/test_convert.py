@@ -285,7 +285,7 @@ def megatron_files(folder: Path, model: dict, tp: int, pp: int, chunks=1, versio
     return weights
 
 
-def megatron_stage(weights, shape, layers, t, tp, first, last, version, padded):
+def megatron_stage(weights, shape, layers, t, tp, first, last, version, padded):  # noqa: C901 (one branch for each kind of weight)
     part = lambda x, dim: x.chunk(tp, dim)[t].clone()
     words = torch.cat([weights["embedding.word.weight"], torch.ones(padded - V, H)])
     out = {}

@@ -70,7 +70,7 @@ def test_text_ends_at_its_end(small_gpt):
     end = whole[0][4]
     heard = []
     cut = generate(model, PROMPTS, Sampling(12, greedy=True), longest=32, end=end, on_token=heard.append)
-    for long, short in zip(whole, cut):
+    for long, short in zip(whole, cut, strict=True):
         assert short == (long[: long.index(end)] if end in long else long)
     assert heard[0] == [answer[0] if answer else -1 for answer in cut]
 
@@ -79,7 +79,7 @@ def test_text_ends_where_the_model_ends(small_gpt):
     model = small_gpt()
     for use_cache in (True, False):
         answers = generate(model, PROMPTS, Sampling(100, greedy=True), longest=32, use_cache=use_cache)
-        assert [len(a) + len(p) for a, p in zip(answers, PROMPTS)] == [32, 32, 32]
+        assert [len(a) + len(p) for a, p in zip(answers, PROMPTS, strict=True)] == [32, 32, 32]
     with pytest.raises(DataError, match="prompt 2 has 32 tokens; the model can look at 32"):
         generate(model, [[1], [1] * 32], Sampling(), longest=32)
     with pytest.raises(DataError, match="prompt 1 has 0 tokens"):

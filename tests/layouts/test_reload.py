@@ -60,7 +60,7 @@ CHAINS = [
 def test_a_run_that_changes_its_layout_twice_continues_its_loss_curve(chain, reference, run_ranks, tmp_path):
     """Two steps in each layout; number of processes, tp and pp change on the way."""
     losses, tensors = reference
-    for layout, stop in zip(chain, (2, 4, 6)):
+    for layout, stop in zip(chain, (2, 4, 6), strict=True):
         _run(run_ranks, layout, f"--save {tmp_path} --load {tmp_path} --auto-resume --exit-interval {stop}")
     found = _losses(tmp_path)
     assert sorted(found) == [1, 2, 3, 4, 5, 6]

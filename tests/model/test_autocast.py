@@ -117,7 +117,9 @@ def test_model(tiny, batch, shape, lists):
     want, gradients = run(tiny(autocast=Autocast(HALF, **lists), **shape), batch())
     assert want.dtype == FULL and 0 < abs(want - exact) < 0.02 * exact
     assert {gradient.dtype for gradient in gradients} == {FULL}
-    total, error = torch.stack([torch.stack((w.norm(), (g - w).norm())) for g, w in zip(gradients, wanted)]).norm(dim=0)
+    total, error = torch.stack(
+        [torch.stack((w.norm(), (g - w).norm())) for g, w in zip(gradients, wanted, strict=True)]
+    ).norm(dim=0)
     assert error < 0.05 * total
     for granularity in ("core_attn", "full_attn", "full"):
         again, found = run(tiny(autocast=Autocast(HALF, **lists), recompute=Recompute(granularity), **shape), batch())

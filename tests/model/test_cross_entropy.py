@@ -45,7 +45,7 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     )
     torch.testing.assert_close(got, want)
     gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
-    for gradient, expected in zip(gradients, wanted):
+    for gradient, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
     assert gradients[1][V:].abs().sum() == 0
 
@@ -59,7 +59,7 @@ def test_bf16_gradients_do_not_lose_by_chunking(chunk):
     wanted = torch.autograd.grad(losses, exact)
     got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=chunk)
     assert abs(got.item() - losses.item()) < 0.01 * losses.item()
-    for gradient, expected in zip(torch.autograd.grad(got, (hidden, weight)), wanted):
+    for gradient, expected in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
         assert gradient.dtype == torch.bfloat16
         error = (gradient.double() - expected).norm() / expected.norm()
         assert error < 0.01
@@ -80,7 +80,7 @@ def test_fp16_keeps_small_probabilities_and_large_sums():
     wanted = torch.autograd.grad(losses * scale, exact)
     got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp)
     gradients = torch.autograd.grad(got * scale, (hidden, weight))
-    for gradient, expected in zip(gradients, wanted):
+    for gradient, expected in zip(gradients, wanted, strict=True):
         assert gradient.dtype == torch.float16
         torch.testing.assert_close(gradient.double(), expected, rtol=2e-2, atol=2e-4)
     assert wanted[1][0].abs().min() / scale > 65504 and wanted[1][1].abs().max() / n < 6e-8
@@ -142,5 +142,5 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
         assert (weight.grad is None) == bool(deferred) and len(products) == bool(deferred)
         deliver(products)
         found.append((hidden.grad, weight.grad))
-    for got, want in zip(*found):
+    for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)

@@ -167,7 +167,7 @@ def test_tensor_parallel_equals_one_rank(tiny, batch, run_ranks, settings, seque
         if boxes[0][1]:
             boxes = [(boxes[0][0], (), sum(b[2] for b in boxes))]
         for offset, _, got in boxes:
-            part = gradient[tuple(slice(at, at + n) for at, n in zip(offset, got.shape))]
+            part = gradient[tuple(slice(at, at + n) for at, n in zip(offset, got.shape, strict=True))]
             torch.testing.assert_close(
                 torch.from_numpy(got), torch.from_numpy(part.copy()), rtol=1e-3, atol=1e-4, msg=name
             )

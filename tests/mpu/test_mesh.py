@@ -31,7 +31,7 @@ def test_groups_of_the_documented_example(axis, groups):
 
 @given(st.lists(st.integers(1, 4), min_size=5, max_size=5), st.sets(st.sampled_from(["pp", "a", "b", "cp", "tp"])))
 def test_groups_of_any_axes_divide_the_ranks(sizes, axes):
-    sizes = dict(zip(("pp", "a", "b", "cp", "tp"), sizes))
+    sizes = dict(zip(("pp", "a", "b", "cp", "tp"), sizes, strict=True))
     groups = ranks_along(sizes, axes)
     assert sorted(rank for group in groups for rank in group) == list(range(math.prod(sizes.values())))
     assert {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}

@@ -126,5 +126,5 @@ def test_tensor_parallel(run_ranks, shape, sp):
     layouts = [Layout(tp=2, sp=sp, micro=2, recompute=Recompute(again)) for again in (None, "core_attn", "full")]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
-    for layout, bytes_seen in zip(layouts, found):
+    for layout, bytes_seen in zip(layouts, found, strict=True):
         assert predicted(model, layout) == pytest.approx(bytes_seen, rel=0.05), layout.recompute

@@ -129,9 +129,11 @@ def test_what_cannot_be_read(read, words, told):
 
 
 def test_no_compression_and_keys_without_effect_pass(read):
-    read(
-        "-o Compress.Prune.enable=False -o Compress.Prune.ratio=0.1 -o Quantization.weight_bits=8 -o Engine.max_steps=-1"
-    )
+    plain, told = read()
+    idle = "-o Compress.Prune.enable=False -o Compress.Prune.ratio=0.1 -o Quantization.weight_bits=8"
+    assert read(idle) == (plain, told)
+    unlimited, _ = read("-o Engine.max_steps=-1")
+    assert plain.batch.train_iters == 500000 and unlimited.batch.train_iters is None
 
 
 def test_json_is_read_and_python_is_not_run(tmp_path):

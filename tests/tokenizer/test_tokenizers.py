@@ -130,7 +130,7 @@ def test_long_texts_in_pieces(byte_level, all_engines):
 def test_unicode_17_ranges():
     """Both ends of each range are found, their neighbours are not, and plain text never is."""
     starts, ends = engines.UNICODE_17_HIGH
-    for first, last in zip(starts.tolist(), ends.tolist()):
+    for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
         assert [engines.has_unicode_17(f"a{chr(point)}") for point in (first - 1, first, last, last + 1)] == [
             False,
             True,

@@ -204,7 +204,7 @@ def train(job: Job) -> Outcome:
             if not skipped:
                 for name, values in weights.items():
                     values.grad = gradients[name] * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
-                for group, wanted in zip(adam.param_groups, (decay, 0.0)):
+                for group, wanted in zip(adam.param_groups, (decay, 0.0), strict=True):
                     group.update(lr=rate, weight_decay=wanted)
                 adam.step()
                 step["skipped"] = False
@@ -249,7 +249,7 @@ def backward(weights, samples: torch.Tensor, scale: float, job: Job) -> tuple[fl
         tokens += counts.sum().item()
         total += losses[counts].sum().item()
         minimised = losses[counts].mean() / len(micros) if job.mean_of_means else losses[counts].sum()
-        for name, gradient in zip(gradients, torch.autograd.grad(minimised, list(rounded.values()))):
+        for name, gradient in zip(gradients, torch.autograd.grad(minimised, list(rounded.values())), strict=True):
             gradients[name] += gradient
             largest = max(largest, gradient.abs().max().item())
     # A micro-batch's gradients are in fp16, times the loss scale; sums of losses are divided by all tokens, masked or not.
@@ -266,7 +266,7 @@ def stands_out(loss: float, norm: float, recent: list[tuple[float, float]], thre
     if threshold is None or len(recent) < 32:
         return False
     scores = []
-    for value, values in zip((loss, norm), zip(*recent[-32:])):
+    for value, values in zip((loss, norm), zip(*recent[-32:], strict=True), strict=False):
         middle = median(values)
         spread = 1.4826 * median(abs(other - middle) for other in values)
         scores.append((value - middle) / max(spread, 0.01 * middle))

@@ -63,7 +63,7 @@ def compare(folder: Path, expected: Outcome, *, rel: float = 2e-6, step: float =
     """
     steps, evals = records(folder, "step"), records(folder, "eval")
     assert len(steps) == len(expected.steps) > 0 and len(evals) == len(expected.evals)
-    for found, wanted in [*zip(steps, expected.steps), *zip(evals, expected.evals)]:
+    for found, wanted in [*zip(steps, expected.steps, strict=True), *zip(evals, expected.evals, strict=True)]:
         within = {"lm loss": rel, "grad_norm": 10 * rel, "learning_rate": 1e-12}
         near = {
             name: pytest.approx(value, rel=within[name]) if name in within and value is not None else value
@@ -294,7 +294,7 @@ def test_evaluation_drops_nothing_out_and_training_goes_on_to(tmp_path):
     assert evals == pytest.approx([record["lm loss"] for record in expected.evals], rel=2e-6)
     steps = records(tmp_path, "step")
     assert len(steps) == len(expected.steps)
-    for found, wanted in zip(steps, expected.steps):
+    for found, wanted in zip(steps, expected.steps, strict=True):
         assert abs(found["lm loss"] - wanted["lm loss"]) > 1e-4
 
 
@@ -340,7 +340,7 @@ def test_console_lines_say_what_the_plain_loop_does(tmp_path, capsys):
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if "consumed samples:" in line]
     assert len(lines) == 4
-    for line, steps in zip(lines, zip(*[iter(expected.steps)] * 3)):
+    for line, steps in zip(lines, zip(*[iter(expected.steps)] * 3, strict=True), strict=True):
         fields = dict(part.strip().split(": ") for part in line.split(" | ")[1:] if ": " in part)
         last, trained = steps[-1], [step["lm loss"] for step in steps if not step["skipped"]]
         assert f"iteration {last['iteration']:8d}/{12:8d}" in line

@@ -102,10 +102,13 @@ def test_data_parallel_and_accumulation_give_the_same_training(run_ranks, tmp_pa
     flags = "--train-iters 5 --save-interval 5 --precision fp32"
     run_ranks(1, _pretrain, f"{flags} --save {tmp_path / 'one'} --micro-batch-size 8")
     run_ranks(2, _pretrain, f"{flags} --save {tmp_path / 'two'} --micro-batch-size 2")
-    for one, two in zip(_steps(tmp_path / "one"), _steps(tmp_path / "two")):
+    steps = [_steps(tmp_path / name) for name in ("one", "two")]
+    assert len(steps[0]) == 5
+    for one, two in zip(*steps, strict=True):
         assert two["lm loss"] == pytest.approx(one["lm loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     expected, found = _tensors(tmp_path / "one" / "iter_0000005"), _tensors(tmp_path / "two" / "iter_0000005")
+    assert expected.keys() == found.keys() and expected
     for name in expected:  # softmax ignores a key's bias, so its gradient is rounding, which Adam makes steps of
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4 if name.endswith("bias") else 1e-5)
 
@@ -149,7 +152,9 @@ def test_micro_batch_averaging_is_megatrons_mean_of_means(tmp_path):
     """Without masks the two ways of averaging are the same; gradients agree up to rounding."""
     for way in ("token", "micro-batch"):
         _pretrain(0, f"--train-iters 3 --save {tmp_path / way} --loss-averaging {way} --precision fp32")
-    for token, micro in zip(_steps(tmp_path / "token"), _steps(tmp_path / "micro-batch")):
+    steps = [_steps(tmp_path / way) for way in ("token", "micro-batch")]
+    assert len(steps[0]) == 3
+    for token, micro in zip(*steps, strict=True):
         assert micro["lm loss"] == pytest.approx(token["lm loss"], rel=1e-5)
         assert micro["grad_norm"] == pytest.approx(token["grad_norm"], rel=1e-4)
 

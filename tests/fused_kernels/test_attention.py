@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of attention equals the formula in fp64, values and gradients, in every case that it may be
+chosen for. `tests/gpu/test_gpu_kernels.py` runs the same tests on CUDA.
+
+Legend: s queries, t keys, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
+"""
+
+import pytest
+import torch
+
+from megatron.fused_kernels import TABLE, Case, attention, reference
+from megatron.fused_kernels.dropout import Keep
+
+B, SCALE = 2, 0.3
+THRESHOLD, FACTOR = -32768 + 65536 // 5, 1.25  # dropout of a fifth
+
+# name: (causal, queries and keys for a length). A causal case with fewer queries than keys is decoding with a cache.
+ORDERS = {
+    "causal": (True, lambda n: (n, n)),
+    "cached": (True, lambda n: (n // 3 + 1, n)),
+    "one cached": (True, lambda n: (1, n)),
+    "bidirectional": (False, lambda n: (n, n)),
+    "cross, more keys": (False, lambda n: (n // 2 + 1, n)),
+    "cross, fewer keys": (False, lambda n: (n, n // 2 + 1)),
+}
+MASKS = ("none", "documents", "documents in order", "prefix", "padding", "blind")
+# (length, g, q). block-causal has blocks of 128 // q positions, of 256 // q from 513 on: these are below, on, just
+# above and far above its borders, with all queries sharing one key, some of them, and none.
+SHAPES = [
+    (2, 1, 1),
+    (37, 3, 1),
+    (128, 2, 1),
+    (129, 2, 1),
+    (129, 1, 4),
+    (200, 2, 3),
+    (300, 4, 1),
+    (513, 1, 2),
+    (600, 2, 1),
+]
+
+
+def mask(name: str, positions: torch.Tensor, t: int) -> torch.Tensor | None:
+    """[b, s, t] bool for queries at `positions` [s], the same on every call."""
+    generator, keys, s = torch.Generator().manual_seed(2), torch.arange(t), len(positions)
+    if name == "none":
+        return None
+    if name.startswith("documents"):
+        length = int(max(t, positions.max() + 1))
+        documents = torch.rand(B, length, generator=generator).cumsum(1).div(9).int()  # of about 18 tokens
+        same = documents[:, positions].unsqueeze(2) == documents[:, :t].unsqueeze(1)
+        return same & (keys <= positions.unsqueeze(1)) if name.endswith("in order") else same
+    sample = torch.arange(1, B + 1).view(B, 1, 1)
+    if name == "prefix":
+        return (keys <= positions.unsqueeze(1)) | (keys < sample * t // 3)
+    if name == "padding":
+        return (keys < t - sample * t // 4).expand(B, s, t)
+    return (torch.rand(B, s, t, generator=generator) > 0.5) & (positions % 3 != 1).unsqueeze(1)
+
+
+def formula(query, key, value, pairs, kept) -> torch.Tensor:
+    """[s, b, g q d], one head of one sample at a time, from pairs [b, s, t] and kept [b, g q, s, t] or None."""
+    s, b, g, q, d = query.shape
+    heads = []
+    for sample in range(b):
+        for head in range(g * q):
+            group = head // q
+            scores = SCALE * query[:, sample, group, head % q] @ key[:, sample, group].t()
+            scores = torch.where(pairs[sample], scores, -1e30)
+            powers = (scores - scores.detach().amax(1, keepdim=True)).exp() * pairs[sample]
+            weights = powers / powers.sum(1, keepdim=True).clamp(min=1e-30)  # none for a query that sees no key
+            if kept is not None:
+                weights = weights * kept[sample, head] * FACTOR
+            heads.append(weights @ value[:, sample, group])
+    return torch.stack(heads).view(b, g * q, s, d).permute(2, 0, 1, 3).reshape(s, b, g * q * d)
+
+
+def operands(s: int, t: int, g: int, q: int, d: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Query, key and value, with the strides of parts of one fused tensor."""
+    generator = torch.Generator().manual_seed(0)
+    fused = [torch.randn(n, B, g, q + 2, d, generator=generator).to(device, dtype) for n in (s, t)]
+    parts = fused[0][:, :, :, :q], fused[1][:, :, :, q], fused[1][:, :, :, q + 1]
+    return [part.requires_grad_() for part in parts]
+
+
+def results(function, inputs) -> list[torch.Tensor]:
+    """The value, and the gradients of a sum of it with fixed weights, in fp64 on the CPU."""
+    value = function(*inputs)
+    upstream = torch.randn(value.shape[1], value.shape[0], value.shape[2], generator=torch.Generator().manual_seed(1))
+    upstream = upstream.transpose(0, 1).bfloat16().to(value)  # numbers that both formats hold
+    return [x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, inputs, upstream))]
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, device: str, what: str):
+    """Each element, and over all elements what rounding may add up to."""
+    of_each = {torch.float32: 1e-5, torch.bfloat16: 0.15}[dtype]
+    of_all = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}[dtype]
+    if device == "cuda" and dtype == torch.float32:  # products may be made in TF32
+        of_each, of_all = 1e-2, 1e-3
+    size = want.square().mean().sqrt().item()
+    message = lambda text: f"{what}\n{text}"
+    torch.testing.assert_close(got, want, rtol=of_each, atol=of_each * size, msg=message)
+    assert (got - want).norm() <= of_all * want.norm(), f"{what}: {(got - want).norm() / want.norm():.1e}"
+
+
+def check(device, dtype, order, masked, dropped, shape) -> set[str]:
+    """All implementations that may be chosen for a case against the formula; returns their names."""
+    (length, g, q), (causal, sizes), d = shape, ORDERS[order], 16
+    s, t = sizes(length)
+    positions = torch.arange(t - s, t) if causal else torch.arange(s)
+    allowed = mask(masked, positions, t)
+    pairs = torch.ones(B, s, t, dtype=torch.bool) if allowed is None else allowed
+    if causal:
+        pairs = pairs & (torch.arange(t) <= positions.unsqueeze(1))
+    words = torch.randint(-32768, 32768, (B, g * q, s, t), generator=torch.Generator().manual_seed(3)).short()
+    inputs = operands(s, t, g, q, d, dtype, device)
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    wanted = results(lambda *x: formula(*x, pairs, (words >= THRESHOLD) if dropped else None), exact)
+    how = dict(
+        scale=SCALE,
+        causal=causal,
+        allowed=None if allowed is None else allowed.to(device),
+        dropout=Keep(words.to(device), THRESHOLD, FACTOR) if dropped else None,
+    )
+    case = Case(device, dtype, s, t, causal, masked != "none", dropped, grouped=q > 1)
+    fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
+    for entry in fitting:
+        got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
+        for name, mine, theirs in zip(("value", "d query", "d key", "d value"), got, wanted, strict=True):
+            assert_near(mine, theirs, dtype, device, f"{entry.name}, {case}: {name}")
+    return {entry.name for entry in fitting}
+
+
+@pytest.mark.parametrize("masked", MASKS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
+def test_fp32(device, order, masked, dropped):
+    for shape in SHAPES:
+        assert "reference" in check(device, torch.float32, order, masked, dropped, shape)
+
+
+@pytest.mark.parametrize("masked", MASKS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
+def test_bf16(device, order, masked, dropped):
+    for shape in ((200, 2, 3), (300, 4, 1)):
+        assert "reference" in check(device, torch.bfloat16, order, masked, dropped, shape)
+
+
+def test_scaled_softmax_in_fp16(device):
+    """Scores beyond 65504 fit fp16 once they are divided; kernels that keep scores in fp32 need no help."""
+    s, size = 40, 300.0
+    inputs = [
+        (x.detach() * scale).requires_grad_()
+        for x, scale in zip(operands(s, s, 2, 2, 16, torch.float16, device), (size, size, 1.0), strict=True)
+    ]
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    order = torch.ones(B, s, s, dtype=torch.bool).tril()
+    wanted = formula(*exact, order, None)
+    assert (SCALE * exact[0][:, 0, 0, 0] @ exact[1][:, 0, 0].t()).abs().max() > 65504
+    fitting = [e for e in TABLE["attention"] if e.fits(Case(device, torch.float16, s, s, True, scaled_softmax=True))]
+    assert fitting[-1].name == "reference"
+    for entry in fitting:
+        got = entry.run(*inputs, scale=SCALE, causal=True, score_divisor=8.0, softmax_in_fp32=True)
+        # Such scores pick one key each: where two of them are close, rounding may pick the other.
+        right = ((got.detach().cpu().double() - wanted).abs() < 1e-2).double().mean()
+        assert right > 0.98, (entry.name, right)
+
+
+@pytest.mark.parametrize(
+    "run, how",
+    [
+        (attention.sdpa, {}),
+        (reference.attention, dict(score_divisor=8.0)),
+        (reference.attention, dict(score_divisor=8.0, softmax_in_fp32=True)),
+    ],
+    ids=["sdpa", "divided scores", "divided scores in fp32"],
+)
+@pytest.mark.parametrize("masked", ["none", "documents"])
+def test_cached_keys(device, run, how, masked):
+    """What the table may not choose on every device: sdpa over cached keys; scores that are divided and fit anyway."""
+    s, t = 40, 200
+    positions, inputs = torch.arange(t - s, t), operands(s, t, 2, 3, 16, torch.float32, device)
+    allowed, order = mask(masked, positions, t), torch.arange(t) <= positions.unsqueeze(1)
+    pairs = order.expand(B, s, t) if allowed is None else order & allowed
+    how = dict(how, scale=SCALE, causal=True, allowed=None if allowed is None else allowed.to(device))
+    got = results(lambda *x: run(*x, **how), inputs)
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    for mine, theirs in zip(got, results(lambda *x: formula(*x, pairs, None), exact), strict=True):
+        assert_near(mine, theirs, torch.float32, device, run.__name__)
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
+def test_gradients_of_block_causal_numerically(dropped):
+    s = 5
+    inputs = [x.detach().double().requires_grad_() for x in operands(s, s, 2, 2, 3, torch.float32, "cpu")]
+    words = torch.randint(-32768, 32768, (B, 4, s, s), generator=torch.Generator().manual_seed(3)).short()
+    more = dict(scale=0.5, causal=True, dropout=Keep(words, THRESHOLD, FACTOR) if dropped else None)
+    assert torch.autograd.gradcheck(lambda *x: attention.block_causal(*x, **more), inputs)
+
+
+def test_block_causal_in_bf16_is_as_exact_as_the_reference():
+    inputs = operands(300, 300, 2, 2, 16, torch.bfloat16, "cpu")
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    order = torch.ones(B, 300, 300, dtype=torch.bool).tril()
+    wanted = results(lambda *x: formula(*x, order, None), exact)
+
+    def errors(name):
+        run = next(entry.run for entry in TABLE["attention"] if entry.name == name)
+        got = results(lambda *x: run(*x, scale=SCALE, causal=True), inputs)
+        return [((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True)]
+
+    for mine, plain in zip(errors("block-causal"), errors("reference"), strict=True):
+        assert mine < 1.3 * plain + 1e-3
+
+
+def test_block_causal_refuses_what_it_does_not_cover():
+    inputs = operands(8, 8, 1, 1, 4, torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="keys after a block"):
+        attention.block_causal(*inputs, scale=SCALE, causal=False)
+    with pytest.raises(AssertionError, match="keys after a block"):
+        attention.block_causal(inputs[0][-3:], *inputs[1:], scale=SCALE, causal=True)
