@@ -9,7 +9,7 @@
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
-from megatron.errors import run_main
+from megatron.errors import debugging, run_main
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import layout_is_open, resolve
@@ -20,6 +20,12 @@ def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
     rank_env.ranks()  # numbers of ranks that are none are told first
     config = parse_pretrain(argv)
+    with debugging(config.logging.debug):
+        start(config)
+
+
+def start(config) -> None:
+    """Look ahead, or search what the settings leave open, or train."""
     if config.planner.dry_run:
         from megatron.planner.dry_run import dry_run
 

@@ -158,17 +158,37 @@ def run_main(main, argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
-        if "--debug" in argv:
+        if _asks_for_debug(argv):
             raise
         _say_once("interrupted\n")
         sys.exit(130)  # as shells say it
     except Exception as error:
         failure = explain(error)
-        if failure is None or "--debug" in argv:
+        if failure is None or getattr(error, "in_full", _asks_for_debug(argv)):
             _say_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
         else:
             _say_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
         _leave(failure.code if failure else 1)
+
+
+@contextlib.contextmanager
+def debugging(wanted: bool):
+    """What is raised inside is told with its traceback, or without, by `run_main`: `--debug` as a command has read it."""
+    try:
+        yield
+    except Exception as error:
+        error.in_full = wanted
+        raise
+
+
+def _asks_for_debug(argv: list[str]) -> bool:
+    """`--debug` on a command line that nobody has read yet, with or without a value; the last one counts."""
+    for at in reversed(range(len(argv))):
+        flag, _, value = argv[at].partition("=")
+        if flag == "--debug":
+            value = value or (argv[at + 1] if at + 1 < len(argv) else "")
+            return value.lower() not in ("false", "0", "no", "off")
+    return False
 
 
 def _say_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:

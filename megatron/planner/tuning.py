@@ -31,7 +31,13 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
 
     The ranks join here and part behind the training: a process group that is made anew would meet addresses of the old.
     """
-    context = ranks.join(schema.Parallel(distributed_backend=config.parallel.distributed_backend), config.kernels)
+    asked = config.parallel
+    context = ranks.join(
+        schema.Parallel(
+            distributed_backend=asked.distributed_backend, distributed_timeout_minutes=asked.distributed_timeout_minutes
+        ),
+        config.kernels,
+    )
 
     def say(words: str) -> None:
         if context.first:
@@ -67,7 +73,7 @@ def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, in
     say(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
     found, world_size = [], context.mesh.world_size
     for layout, batch in layouts:
-        settings = resolve(_quiet(in_layout(config, layout, batch)), world_size)
+        settings = _lasting(resolve(_quiet(in_layout(config, layout, batch)), world_size))
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
         say(
             f"  {layout.short()}, micro-batch {layout.micro}, recompute "
@@ -93,6 +99,16 @@ def _quiet(config: schema.Config) -> schema.Config:
         wandb_exp_name=None,
     )
     return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard())
+
+
+def _lasting(config: schema.Config) -> schema.Config:
+    """The same training, of at least as many steps as are timed: it has samples for no more than its own."""
+    batch, steps = config.batch, config.planner.tune_steps + 1
+    if batch.train_iters is not None:
+        return replace(config, batch=replace(batch, train_iters=max(batch.train_iters, steps)))
+    return replace(
+        config, batch=replace(batch, train_samples=max(batch.train_samples, steps * batch.global_batch_size))
+    )
 
 
 def _seconds_of_a_step(config: schema.Config, recipe: Recipe, steps: int) -> float:

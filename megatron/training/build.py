@@ -281,6 +281,12 @@ def load(
     weights_only = settings.finetune or settings.no_load_optim
     compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
     pieces = optimizer.pieces(moments=not weights_only)
+
+    def fits(record: dict[str, Any]) -> None:
+        compare(config, record["config"])
+        if not weights_only and record["optimizer_steps"] is None:
+            raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
+
     names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
     restored = restore(
         load_folder(settings, exchange),
@@ -288,7 +294,7 @@ def load(
         names=names,
         step=settings.ckpt_step,
         allow_empty=settings.auto_resume,
-        check=lambda record: compare(config, record["config"]),
+        check=fits,
         rank=context.mesh.rank,
         exchange=exchange,
         strictness=settings.load_strictness,
@@ -301,8 +307,6 @@ def load(
     if settings.finetune:
         return fresh, record, notices
     if not weights_only:
-        if record["optimizer_steps"] is None:
-            raise CheckpointError(f"{restored.path} holds no optimizer state", do="add --no-load-optim or --finetune")
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
 

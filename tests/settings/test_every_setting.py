@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting changes a run as its sentence says: for each, the test that shows its effect at another value.
+
+A test is named `file::function`; files of tests have unique names. A setting without a line here fails the walk, and so
+does a line whose test is not there or whose file never mentions the setting.
+"""
+
+import ast
+from dataclasses import fields
+from functools import cache
+
+import pytest
+
+from megatron.settings.schema import GROUPS
+
+MODEL = "test_model_settings"
+PLAIN = f"{MODEL}::test_a_network_is_the_plain_one"  # logits, loss and shapes of a transformer written down plainly
+DATA, STEP, RUN = "test_data_settings", "test_step_settings", "test_run_settings"
+RATE = f"{STEP}::test_learning_rates_are_the_closed_forms"
+UPDATE = f"{STEP}::test_updates_are_those_of_torchs_adamw"
+WHERE = f"{STEP}::test_state_on_the_host_or_in_files_changes_nothing_else"
+ARITHMETIC, LAYOUT = "test_arithmetic_settings", "test_layout_settings"
+SCALE = f"{ARITHMETIC}::test_loss_scales_of_fp16"
+FORMAT = f"{ARITHMETIC}::test_formats"
+AGAIN = f"{ARITHMETIC}::test_what_is_computed_again"
+CUT = "test_stages::test_layers_of_stages"  # the counts of layers that Megatron-LM's rules give
+CLUSTER = f"{LAYOUT}::test_what_is_planned_for"
+GUARDED = "test_guarded_runs"
+
+CHECKS = dict(
+    model=dict(
+        num_layers=PLAIN,
+        hidden_size=PLAIN,
+        num_attention_heads=PLAIN,
+        seq_length=f"{MODEL}::test_seq_length_is_that_of_the_samples",
+        max_position_embeddings=PLAIN,
+        ffn_hidden_size=PLAIN,
+        kv_channels=PLAIN,
+        group_query_attention=f"{MODEL}::test_groups_need_a_number",
+        num_query_groups=PLAIN,
+        position_embedding_type=PLAIN,
+        rotary_base=PLAIN,
+        rotary_percent=PLAIN,
+        normalization=PLAIN,
+        norm_epsilon=PLAIN,
+        qk_layernorm=PLAIN,
+        swiglu=PLAIN,
+        bias_gelu_fusion=PLAIN,
+        disable_bias_linear=PLAIN,
+        untie_embeddings_and_output_weights=PLAIN,
+        apply_query_key_layer_scaling=f"{MODEL}::test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16",
+        attention_softmax_in_fp32=f"{MODEL}::test_softmax_in_fp32_is_that_of_the_rounded_scores",
+        hidden_dropout=f"{MODEL}::test_hidden_dropout_is_at_its_three_sites",
+        attention_dropout=f"{MODEL}::test_attention_dropout_drops_attention_weights",
+        label_smoothing=f"{MODEL}::test_label_smoothing_is_torchs_in_training_alone",
+        init_method_std=f"{MODEL}::test_initial_weights_have_their_standard_deviation",
+        make_vocab_size_divisible_by=PLAIN,
+        model_name_or_path=f"{MODEL}::test_a_named_shape_has_the_published_sizes",
+    ),
+    parallel=dict(
+        tensor_model_parallel_size=f"{LAYOUT}::test_tensor_parallel_ranks_hold_a_half_of_each_matrix",
+        pipeline_model_parallel_size=f"{LAYOUT}::test_pipeline_ranks_hold_their_layers",
+        context_parallel_size=f"{LAYOUT}::test_context_parallel_is_refused",
+        data_parallel_size=f"{LAYOUT}::test_data_parallel_size_is_asserted",
+        sequence_parallel=f"{LAYOUT}::test_sequence_parallel_ranks_hold_a_half_of_the_sequence",
+        pipeline_schedule=f"{LAYOUT}::test_pipeline_schedule_is_the_order_of_passes",
+        num_layers_per_virtual_pipeline_stage=CUT,
+        num_virtual_stages_per_pipeline_rank=CUT,
+        pipeline_stage_layers=CUT,
+        decoder_first_pipeline_num_layers=CUT,
+        decoder_last_pipeline_num_layers=CUT,
+        account_for_embedding_in_pipeline_split=CUT,
+        account_for_loss_in_pipeline_split=CUT,
+        pipeline_timeline=f"{LAYOUT}::test_a_timeline_is_written_where_it_is_wanted",
+        sharding_stage="test_zero_stages::test_bytes_of_each_stage",
+        sharding_degree=f"{LAYOUT}::test_sharding_degree_is_the_ranks_that_share_the_state",
+        overlap_grad_reduce="test_zero_stages::test_reductions_of_kept_gradients_overlap_the_last_backward_pass",
+        overlap_param_gather="test_zero_stages::test_stage_1_gathers_all_units_ahead_and_waits_at_their_use",
+        print_topology=f"{LAYOUT}::test_print_topology_prints_the_groups_and_stops",
+        distributed_backend=f"{LAYOUT}::test_backend_and_timeout_of_the_process_group",
+        distributed_timeout_minutes=f"{LAYOUT}::test_a_search_joins_with_the_same_timeout",
+    ),
+    tokenizer=dict(
+        tokenizer_type=f"{DATA}::test_tokenizer_type_says_what_a_file_is",
+        vocab_file=f"{DATA}::test_a_vocabulary_and_its_merges_are_files",
+        merge_file=f"{DATA}::test_a_vocabulary_and_its_merges_are_files",
+        tokenizer_model=f"{DATA}::test_tiktoken_splits_by_its_pattern",
+        vocab_size=f"{DATA}::test_vocabulary_is_as_large_as_said",
+        tiktoken_pattern=f"{DATA}::test_tiktoken_splits_by_its_pattern",
+    ),
+    data=dict(
+        data_path=f"{DATA}::test_data_path_mixes_by_weight",
+        train_data_path=f"{DATA}::test_each_split_has_its_own_path",
+        valid_data_path=f"{DATA}::test_each_split_has_its_own_path",
+        test_data_path=f"{DATA}::test_each_split_has_its_own_path",
+        split=f"{DATA}::test_split_divides_the_documents_in_order",
+        data_cache_path=f"{DATA}::test_index_maps_lie_where_they_are_wanted",
+        verify_data=f"{DATA}::test_verify_data_reads_every_byte_first",
+        mock_data=f"{DATA}::test_mock_data_needs_no_files_and_is_the_same_each_time",
+        dataloader_type=f"{DATA}::test_cyclic_shuffles_each_epoch_anew",
+        num_workers=f"{DATA}::test_workers_prepare_batches_in_threads",
+        reset_position_ids=f"{DATA}::test_positions_alone_start_again",
+        reset_attention_mask=f"{DATA}::test_documents_are_alone",
+        eod_mask_loss=f"{DATA}::test_ends_of_documents_have_no_loss",
+    ),
+    batch=dict(
+        micro_batch_size=f"{STEP}::test_micro_batches_of_a_step",
+        global_batch_size=f"{STEP}::test_micro_batches_of_a_step",
+        local_batch_size=f"{STEP}::test_micro_batches_of_a_step",
+        gradient_accumulation_steps=f"{STEP}::test_micro_batches_of_a_step",
+        rampup_batch_size=f"{STEP}::test_the_batch_grows_as_its_ramp_says",
+        train_iters=f"{STEP}::test_length_of_training",
+        train_samples=f"{STEP}::test_length_of_training",
+        eval_interval=f"{STEP}::test_evaluations",
+        eval_iters=f"{STEP}::test_evaluations",
+        exit_interval=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",
+        exit_duration_in_mins=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",
+    ),
+    optimizer=dict(
+        optimizer=UPDATE,
+        lr=UPDATE,
+        min_lr=RATE,
+        lr_decay_style=RATE,
+        lr_decay_iters=RATE,
+        lr_decay_samples=RATE,
+        lr_warmup_iters=RATE,
+        lr_warmup_samples=RATE,
+        lr_warmup_fraction=RATE,
+        lr_warmup_init=RATE,
+        lr_wsd_decay_style=RATE,
+        lr_wsd_decay_iters=RATE,
+        lr_wsd_decay_samples=RATE,
+        weight_decay=UPDATE,
+        start_weight_decay=UPDATE,
+        end_weight_decay=UPDATE,
+        weight_decay_incr_style=UPDATE,
+        clip_grad=UPDATE,
+        adam_beta1=UPDATE,
+        adam_beta2=UPDATE,
+        adam_eps=UPDATE,
+        optimizer_cpu_offload=WHERE,
+        optimizer_offload_fraction=WHERE,
+        nvme_offload_fraction=WHERE,
+        nvme_offload_dir=WHERE,
+        param_cpu_offload=f"{LAYOUT}::test_home_of_the_shards",
+        loss_averaging=f"{STEP}::test_losses_are_averaged_over_tokens_or_over_micro_batches",
+    ),
+    recompute=dict(
+        recompute_granularity=AGAIN, recompute_method=AGAIN, recompute_num_layers=AGAIN, no_recompute_layers=AGAIN
+    ),
+    precision=dict(
+        precision=FORMAT,
+        amp_level=FORMAT,
+        amp_custom_black_list=FORMAT,
+        amp_custom_white_list=FORMAT,
+        loss_scale=SCALE,
+        initial_loss_scale=SCALE,
+        min_loss_scale=SCALE,
+        loss_scale_window=SCALE,
+        hysteresis=SCALE,
+    ),
+    kernels=dict(
+        device=f"{ARITHMETIC}::test_device",
+        torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
+        attention_backend=f"{ARITHMETIC}::test_attention_backend",
+        cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
+    ),
+    checkpoint=dict(
+        save=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",
+        load=f"{RUN}::test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for",
+        save_interval=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",
+        mean_time_to_interruption=f"{RUN}::test_auto_interval_follows_the_time_to_interruption",
+        keep_last=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",
+        save_retain_interval=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",
+        async_save=f"{RUN}::test_async_save_goes_on_before_it_is_written",
+        save_retries="test_keeper::test_a_failed_save_is_tried_again",
+        save_mirror="test_keeper::test_the_mirror_takes_what_the_folder_does_not",
+        save_copy="test_copies::test_copies_are_checkpoints_and_a_run_goes_on_from_them",
+        max_failed_saves="test_keeper::test_training_ends_at_max_failed_saves_in_a_row",
+        ckpt_step=f"{RUN}::test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for",
+        auto_resume=f"{RUN}::test_auto_resume_allows_for_an_empty_folder",
+        finetune=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
+        load_strictness="test_saving_runs::test_load_strictness",
+        no_load_optim=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
+        no_save_optim=f"{RUN}::test_no_save_optim_leaves_weights_alone",
+    ),
+    guard=dict(
+        check_replicas_interval=f"{RUN}::test_replicas_are_compared_at_their_interval",
+        exit_signal_handler=f"{GUARDED}::test_a_signal_to_one_rank_saves_once_on_all_at_the_same_step",
+        kill_switch_file=f"{GUARDED}::test_the_kill_switch_stops_with_a_checkpoint_and_then_keeps_others_from_starting",
+        heartbeat_dir=f"{GUARDED}::test_a_heartbeat_says_what_a_rank_does_and_how_it_ended",
+        on_nan=f"{GUARDED}::test_steps_that_are_not_finite_can_be_skipped_and_are_counted",
+        on_spike=f"{GUARDED}::test_a_spike_is_told_or_skipped",
+        spike_window=f"{RUN}::test_spike_window_is_how_many_steps_are_remembered",
+        spike_threshold=f"{RUN}::test_spike_threshold_is_in_deviations_above_the_median",
+        spike_skip_steps=f"{GUARDED}::test_a_spike_rolls_back_and_leaves_out_what_led_to_it",
+        max_rollbacks=f"{GUARDED}::test_rollbacks_are_limited",
+        iterations_to_skip=f"{RUN}::test_iterations_to_skip_are_passed_over",
+        override=f"{GUARDED}::test_resuming_says_where_and_refuses_another_run",
+    ),
+    logging=dict(
+        log_interval=f"{RUN}::test_log_lines_come_at_their_interval",
+        timing_log_level=f"{RUN}::test_timers_are_those_of_their_level",
+        timing_log_option="test_timers::test_parts_of_a_pipeline_on_all_ranks",
+        barrier_with_level_1_timing=f"{RUN}::test_timers_let_ranks_begin_together",
+        log_timers_to_tensorboard=f"{RUN}::test_timers_in_tensorboard",
+        log_progress="test_metrics::test_live_progress_is_for_terminals",
+        metrics_file=f"{RUN}::test_metrics_file",
+        tensorboard_dir="test_metrics::test_tensorboard_has_megatrons_tags_over_iterations_and_samples",
+        wandb_project="test_metrics::test_weights_and_biases_gets_the_settings_and_the_curves",
+        wandb_exp_name="test_metrics::test_weights_and_biases_gets_the_settings_and_the_curves",
+        peak_tflops=f"{RUN}::test_mfu_is_a_share_of_the_peak",
+        seed=f"{DATA}::test_seed_decides_weights_data_and_dropout",
+        debug=f"{RUN}::test_debug_shows_tracebacks",
+    ),
+    planner=dict(
+        auto_parallel="test_plan_commands::test_auto_parallel_trains",
+        max_global_batch_size=f"{LAYOUT}::test_max_global_batch_size_bounds_what_the_search_takes",
+        tune_steps=f"{LAYOUT}::test_tune_steps_times_as_many_steps_of_the_best_three",
+        parallel_plan="test_choices::test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for",
+        dry_run=f"{LAYOUT}::test_dry_run_trains_nothing",
+        preflight=f"{LAYOUT}::test_preflight_checks_and_trains_nothing",
+        world_size=CLUSTER,
+        local_world_size=CLUSTER,
+        device_name=CLUSTER,
+        device_memory_gb=CLUSTER,
+        calibration=CLUSTER,
+    ),
+    profiling=dict(
+        profile=f"{RUN}::test_profile_of_some_steps_with_shapes_or_without",
+        profile_step_start=f"{RUN}::test_profile_of_some_steps_with_shapes_or_without",
+        profile_step_end=f"{RUN}::test_profile_of_some_steps_with_shapes_or_without",
+        profile_ranks="test_profiler::test_chosen_steps_of_chosen_ranks",
+        profile_dir=f"{RUN}::test_profile_of_some_steps_with_shapes_or_without",
+        profile_detailed=f"{RUN}::test_profile_of_some_steps_with_shapes_or_without",
+    ),
+)
+
+
+@cache
+def source_of(root, name: str) -> tuple[str, frozenset[str]]:
+    """(text, functions) of the one file of tests with this name."""
+    paths = list((root / "tests").rglob(f"{name}.py"))
+    assert len(paths) == 1, f"{name}: {paths or 'there is no such file of tests'}"
+    text = paths[0].read_text(encoding="utf-8")
+    return text, frozenset(node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+
+
+def spellings(setting) -> list[str]:
+    """The words that set it: its name, its flag, and its other flags."""
+    flag = setting.name.replace("_", "-")
+    others = [word.partition("=")[0].rstrip("~") for word in setting.metadata["alias"]]
+    return [setting.name, f"--{flag}", f"--no-{flag}", *others]
+
+
+def test_every_setting_has_a_check_and_no_other():
+    found = {group: set(checks) for group, checks in CHECKS.items()}
+    assert found == {group: {setting.name for setting in fields(kind)} for group, kind in GROUPS.items()}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_checks_are_there_and_speak_of_their_settings(group, root):
+    for setting in fields(GROUPS[group]):
+        file, function = CHECKS[group][setting.name].split("::")
+        text, functions = source_of(root, file)
+        assert function in functions, f"{setting.name}: there is no {function} in {file}"
+        assert any(word in text for word in spellings(setting)), f"{setting.name}: {file} does not mention it"

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of layout and planner: what a rank holds and talks to. That layouts train alike is tests/layouts' part."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.errors import Failure, SettingsError
+from megatron.mpu import initialize as context
+from megatron.pipeline.stages import Pipeline
+from megatron.pipeline.timeline import read_timeline
+from megatron.planner import target, tuning
+from megatron.planner.choose import automatic
+from megatron.planner.device import cpu
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import check, resolve
+from megatron.training.build import build_run
+
+
+def built(command, flags, world):
+    return build_run(resolve(parse_pretrain(command(flags)), world), pretrain_gpt.recipe())
+
+
+def shapes(run):
+    return {name: tuple(p.shape) for stage in run.stages for name, p in stage.named_parameters()}
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_ranks_hold_a_half_of_each_matrix(command, run_ranks):
+    """And a half of the rows of a vocabulary of 101, padded to a multiple of 2 x 24; norms are whole."""
+
+    def body(rank):
+        run = built(command, "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 24", 2)
+        return shapes(run)
+
+    for found in run_ranks(2, body):
+        assert found["embedding.word.weight"] == (144 // 2, 32)
+        assert found["blocks.1.attention.qkv.weight"] == (4 // 2, 3, 8, 32)
+        assert found["blocks.1.attention.output.weight"] == (32, 32 // 2)
+        assert found["blocks.1.mlp.up.weight"] == (128 // 2, 32) and found["blocks.1.mlp.down.weight"] == (32, 128 // 2)
+        assert found["blocks.1.mlp_norm.weight"] == (32,)
+
+
+def test_sequence_parallel_ranks_hold_a_half_of_the_sequence(command, run_ranks):
+    """At norms and dropouts; inside of attention the sequence is whole."""
+
+    def body(rank, flags):
+        run, seen = built(command, f"--tp 2 --hidden-dropout 0.1 {flags}", 2), []
+        block = run.stages[0].blocks["0"]
+        for module in (block.attention_norm, block.attention_dropout, block.mlp_norm, block.mlp_dropout):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+        run.stages[0](None, run.train_batches.step(0, 1)[0])
+        return seen
+
+    assert run_ranks(2, body, "") == [[16] * 4] * 2
+    assert run_ranks(2, body, "--sequence-parallel") == [[8] * 4] * 2
+
+
+def test_pipeline_ranks_hold_their_layers(command, run_ranks):
+    flags = "--pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights"
+
+    def body(rank):
+        names = shapes(built(command, flags, 2))
+        return {name.split(".")[1] if name.startswith("blocks") else name for name in names}
+
+    first, last = run_ranks(2, body)
+    assert first == {"0", "1", "embedding.word.weight", "embedding.position.weight"}
+    assert last == {"2", "3", "final_norm.weight", "final_norm.bias", "output.weight"}
+
+
+def test_sharding_degree_is_the_ranks_that_share_the_state(command, run_ranks):
+    def body(rank):
+        sizes = []
+        for flags in ("", "--sharding-degree 2", "--sharding-degree 1"):
+            run = built(command, f"--sharding-stage 1 --micro-batch-size 1 --global-batch-size 4 {flags}", 4)
+            sizes.append((run.context.mesh.shard.size, run.optimizer.memory()["state"]))
+        return sizes
+
+    for sizes in run_ranks(4, body):
+        assert [size for size, _ in sizes] == [4, 2, 1]
+        assert [state / sizes[0][1] for _, state in sizes] == pytest.approx([1, 2, 4], rel=0.1)
+
+
+def test_home_of_the_shards(build):
+    """Where they lie beside a GPU, of which this machine need not have one."""
+    for more, home in (("", "cuda"), ("--param-cpu-offload", "cpu")):
+        optimizer = build(f"--sharding-stage 3 {more}").optimizer
+        optimizer.device = torch.device("cuda")
+        assert optimizer._home.type == home
+
+
+@pytest.mark.gpu
+def test_param_cpu_offload_keeps_shards_on_the_host(build):
+    flags = "--device cuda --sharding-stage 3 --precision bf16"
+    for more, device in (("", "cuda"), ("--param-cpu-offload", "cpu")):
+        assert {shard.device.type for shard in build(f"{flags} {more}").optimizer.shards} == {device}
+
+
+def test_data_parallel_size_is_asserted(command):
+    assert check(parse_pretrain(command("--data-parallel-size 2 --micro-batch-size 2 --global-batch-size 4")), 2) == []
+    [said] = check(parse_pretrain(command("--data-parallel-size 3")), 2)
+    assert "--data-parallel-size 3 is not what there is" in said
+
+
+def test_context_parallel_is_refused(command):
+    [said] = check(parse_pretrain(command("--context-parallel-size 2")), 2)
+    assert "--context-parallel-size 2 is not built yet" in said
+
+
+@pytest.mark.parametrize(
+    "name, ops",
+    [
+        ("gpipe", "F0 F1 F2 B0 B1 B2"),
+        ("1f1b", "F0 F1 B0 F2 B1 B2"),
+        ("zb-h1", "F0 F1 I0 W0 F2 I1 W1 I2 W2"),
+        ("FILE", "F0 F1 F2 B2 B1 B0"),
+    ],
+)
+def test_pipeline_schedule_is_the_order_of_passes(name, ops, command, tmp_path):
+    """Of the first of two ranks with three micro-batches."""
+    if name == "FILE":
+        name = str(tmp_path / "own.txt")
+        (tmp_path / "own.txt").write_text(f"{ops}\n" * 2)
+    parallel = parse_pretrain(command(f"--pp 2 --pipeline-schedule {name}")).parallel
+    found = " ".join(map(str, Pipeline.of(parallel, 2, 3).ops(0, 3)))
+    assert found == ops
+
+
+def test_a_timeline_is_written_where_it_is_wanted(train, tmp_path):
+    train(f"--train-iters 4 --pipeline-timeline {tmp_path / 'step.json'}")
+    assert " ".join(map(str, read_timeline(str(tmp_path / "step.json")).plan[0])) == "F0 B0 F1 B1"
+
+
+def test_print_topology_prints_the_groups_and_stops(command, capsys):
+    pretrain_gpt.main(command("--tp 2 --world-size 4 --print-topology"))
+    said = capsys.readouterr().out
+    assert " tp: [0,1] [2,3]" in said and " dp: [0,2] [1,3]" in said and "iteration" not in said
+
+
+# ---- the process group -----------------------------------------------------------------------------------------------
+
+
+class Joined(Exception):
+    """Instead of a process group: what it was asked for with."""
+
+
+@pytest.fixture
+def joining(command, monkeypatch):
+    """`joining(flags)`: (backend, seconds) of the process group that a job of two ranks is started with."""
+
+    def refuse(backend, *, timeout, **_):
+        asked.append((backend, timeout.total_seconds()))
+        raise Joined
+
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+
+    def join(flags):
+        with contextlib.suppress(Joined):
+            pretrain_gpt.main(command(flags))
+        return asked.pop()
+
+    return join
+
+
+def test_backend_and_timeout_of_the_process_group(joining, monkeypatch):
+    assert joining("") == ("gloo", 600)
+    assert joining("--distributed-backend gloo --distributed-timeout-minutes 3") == ("gloo", 180)
+    monkeypatch.setattr(context, "pick_device", lambda wanted, local: torch.device("cuda"))
+    assert joining("--device cuda")[0] == "nccl"
+    assert joining("--device cuda --distributed-backend gloo")[0] == "gloo"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--auto-parallel --max-global-batch-size 4 --micro-batch-size 1", "--micro-batch-size auto --global-batch-size 4"],
+)
+def test_a_search_joins_with_the_same_timeout(flags, joining):
+    """The ranks of a search and of the training behind it are one process group."""
+    assert joining(f"{flags} --distributed-timeout-minutes 3") == ("gloo", 180)
+
+
+# ---- planner ---------------------------------------------------------------------------------------------------------
+
+
+GPT_1B = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --device auto
+    --micro-batch-size 1"""
+
+
+def test_what_is_planned_for(command, tmp_path):
+    """World size, ranks of a node, device, its memory, and a calibration are the cluster's."""
+    cluster = lambda flags: target.cluster_of(parse_pretrain(command(flags)), {})[0]
+    found = cluster("--device auto --world-size 32 --local-world-size 4 --device-name H100-80GB --device-memory-gb 50")
+    assert (found.world_size, found.local_size, found.device.name, found.device.memory_gb) == (32, 4, "H100-80GB", 50)
+    assert cluster("--device auto --world-size 32").local_size == 8
+    (tmp_path / "measured.json").write_text(json.dumps(dict(device=vars(cpu()) | dict(flops=dict(fp32=123e9)))))
+    assert cluster(f"--calibration {tmp_path / 'measured.json'}").device.flops == dict(fp32=123e9)
+    assert cluster("").device.flops != dict(fp32=123e9)
+
+
+def test_max_global_batch_size_bounds_what_the_search_takes(command):
+    """Larger steps are never slower by the sample, so the largest is taken."""
+    chosen = {}
+    for most in (8, 32):
+        words = command(
+            f"{GPT_1B} --auto-parallel --world-size 8 --device-name A100-80GB --max-global-batch-size {most}"
+        )
+        config, plans, _ = automatic(parse_pretrain(words), lambda text: None)
+        assert max(plan.job.global_batch for plan in plans) <= most
+        chosen[most] = config.batch.global_batch_size
+    assert chosen == {8: 8, 32: 32}
+
+
+def test_dry_run_trains_nothing(command, capsys, tmp_path):
+    pretrain_gpt.main(command(f"--dry-run --save {tmp_path / 'never'}"))
+    said = capsys.readouterr().out
+    assert "memory of a rank" in said and "iteration        " not in said and not (tmp_path / "never").exists()
+
+
+def test_preflight_checks_and_trains_nothing(command, capsys, tmp_path):
+    pretrain_gpt.main(command(f"--preflight --save {tmp_path / 'never'}"))
+    said = capsys.readouterr().out
+    assert "PASS  shapes" in said and "checks passed" in said and not (tmp_path / "never").exists()
+    with pytest.raises((SettingsError, Failure)):
+        pretrain_gpt.main(command("--preflight --num-attention-heads 5"))
+
+
+def test_tune_steps_times_as_many_steps_of_the_best_three(command, monkeypatch, capsys):
+    steps, train_step = [], tuning.train_step
+    monkeypatch.setattr(
+        tuning, "train_step", lambda run: steps.append(run.config.batch.micro_batch_size) or train_step(run)
+    )
+    pretrain_gpt.main(command("--micro-batch-size auto --global-batch-size 4 --tune-steps 3"))
+    few = {size: steps.count(size) for size in steps}
+    steps.clear()
+    pretrain_gpt.main(command("--micro-batch-size auto --global-batch-size 4 --tune-steps 5"))
+    assert set(few) == {1, 2, 4} and {size: steps.count(size) - few[size] for size in few} == dict.fromkeys(few, 2)
+    assert "the best 3 for real" in capsys.readouterr().out
+    steps.clear()
+    pretrain_gpt.main(command("--micro-batch-size auto --global-batch-size 4"))
+    assert not steps
