@@ -9,70 +9,25 @@
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
-from megatron.errors import debugging, run_main
-from megatron.settings import rank_env
-from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import layout_is_open, resolve
+from megatron.errors import run_main
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.recipe import Recipe
+from megatron.tools.pretrain import start
 
 
 def main(argv: list[str]) -> None:
     """Check the settings, which needs no torch; then train."""
-    rank_env.adopt_slurm()
-    rank_env.ranks()  # numbers of ranks that are none are told first
-    config = parse_pretrain(argv)
-    with debugging(config.logging.debug):
-        start(config)
+    start(argv, recipe())
 
 
-def start(config) -> None:
-    """Look ahead, or search what the settings leave open, or train."""
-    if config.planner.dry_run:
-        from megatron.planner.dry_run import dry_run
-
-        return dry_run(config)
-    if config.planner.preflight:
-        from megatron.planner.preflight.run import preflight
-
-        return preflight(config, recipe)
-    if not layout_is_open(config):
-        return train(config)
-    from megatron.planner.tuning import tuned
-
-    with tuned(config, recipe()) as config:
-        train(config)
-
-
-def train(config) -> None:
-    """Train with these settings on the ranks that there are."""
-    config = resolve(config, world_size=world_size(config))
-    if config.parallel.print_topology:
-        return print_topology(config)
-
-    from megatron.training.loop import pretrain
-
-    pretrain(config, recipe())
-
-
-def print_topology(config) -> None:
-    """Every group of ranks, said once."""
-    from megatron.mpu.mesh import Mesh, sizes_of
-
-    if rank_env.ranks().rank == 0:
-        print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
-
-
-def world_size(config) -> int:
-    """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
-    asked = config.planner.world_size if config.parallel.print_topology else None
-    return asked or rank_env.ranks().world_size
-
-
-def recipe():
+def recipe() -> Recipe:
     """What is trained."""
-    from megatron.model.gpt.facts import GPTFacts
-    from megatron.model.recipe import Recipe
+    return Recipe("GPT", facts, build_model, build_datasets)
 
-    return Recipe("GPT", lambda config, vocab_size: GPTFacts(config.model, vocab_size), build_model, build_datasets)
+
+def facts(config, vocab_size) -> GPTFacts:
+    """What a GPT says of itself: weights, arithmetic, memory."""
+    return GPTFacts(config.model, vocab_size)
 
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):

@@ -30,7 +30,8 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
 )
 PURE = (  # what settings are checked and launches are planned with: no torch
     "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics mpu.placement fused_kernels.cpu "
-    "model.recompute_plan model.flops checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
+    "model.recompute_plan model.facts model.weights model.recipe "
+    "model.gpt.facts checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
     "data.blend data.manifest planner.layout planner.memory planner.speed planner.search planner.traffic guard.changes"
@@ -40,10 +41,6 @@ KNOWN: set[tuple[str, str]] = {  # upward imports that are still to go
     ("settings.rules", "optimizer.lr_schedule"),
     ("settings.rules", "pipeline.stages"),
     ("settings.rules", "pipeline.own_schedule"),
-    ("mpu.layers", "tokenizer"),
-    ("tools.pretrain", "pretrain_gpt"),
-    ("tools.verify_layout", "pretrain_gpt"),
-    ("tools.shrink", "pretrain_gpt"),
 }
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (

@@ -13,8 +13,10 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron.errors import UsageError, numbered
 from megatron.settings import schema
@@ -56,22 +58,27 @@ COMMON = (
 class Given:
     """One setting as somebody gave it."""
 
-    spelling: Spelling
+    spelling: Spelling | None
     value: object
     origin: str  # "--tp", "run.yaml:3" or "preset gpt2-medium"
-    level: int  # PRESET, FILE or COMMAND
+    level: int  # DEFAULT, PRESET, FILE or COMMAND
     turn: int = 0  # how many --then stood before it: between turns there are no contradictions, the later one wins
 
 
-PRESET, FILE, COMMAND = 1, 2, 3
+DEFAULT, PRESET, FILE, COMMAND = 0, 1, 2, 3
 
 
 def parse_pretrain(
-    argv: list[str], extra_groups: dict[str, type] | None = None, description: str = "Pretrain a GPT."
+    argv: list[str],
+    extra_groups: Mapping[str, type] = MappingProxyType({}),
+    description: str = "Pretrain a language model.",
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> schema.Config:
-    """The settings of a pretraining recipe; a recipe's own groups arrive in `Config.extra`. Not yet checked by rules."""
-    extra_groups = extra_groups or {}
-    groups = parse(argv, schema.GROUPS | extra_groups, description=description)
+    """The settings of a pretraining recipe; its own groups arrive in `Config.extra`. Not yet checked by rules.
+
+    defaults: name -> value of settings whose default is another one for this recipe
+    """
+    groups = parse(argv, schema.GROUPS | dict(extra_groups), description=description, defaults=defaults)
     return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
 
 
@@ -82,6 +89,7 @@ def parse(
     prog: str | None = None,
     description: str = "",
     common: tuple[str, ...] = COMMON,
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """Read a command line into one frozen dataclass per group.
 
@@ -108,7 +116,7 @@ def parse(
         elif flag not in OWN:
             reader.give(flag, values, flag, COMMAND)
     reader.apply_preset()
-    chosen = reader.choose()
+    chosen = {name: Given(None, value, "the recipe", DEFAULT) for name, value in defaults.items()} | reader.choose()
     plan = reader.follow_plan(chosen)
     said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]

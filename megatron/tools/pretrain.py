@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining whose layout nobody has to choose: the planner's search, then the training in what it found.
+"""From a command line to training: `start` is what pretrain_gpt.py and its like do. As a command of its own this is
+pretraining whose layout nobody has to choose: the planner's search, then the training in what it found.
 
     torchrun --nproc-per-node gpu -m megatron.pretrain --task-type GPT --max-global-batch-size 16 --num-layers 48 ...
     python -m megatron.pretrain --task-type GPT --world-size 64 --local-world-size 8 --max-global-batch-size 16 ...
@@ -11,8 +12,12 @@ that such a cluster could have, as `python -m megatron.tools.plan` does, and tra
 import os
 from collections.abc import Mapping
 
-from megatron.errors import UsageError, run_main
+from megatron.errors import UsageError, debugging, run_main
+from megatron.model.recipe import Recipe, named_recipe
 from megatron.settings import rank_env
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import layout_is_open, resolve
+from megatron.settings.schema import Config
 
 TASKS = ("GPT",)
 
@@ -29,9 +34,64 @@ def main(argv: list[str], env: Mapping[str, str] = os.environ) -> None:
         from megatron.tools import plan
 
         return plan.main(flags)
-    import pretrain_gpt
+    start(["--auto-parallel", *flags], named_recipe("GPT"))
 
-    pretrain_gpt.main(["--auto-parallel", *flags])
+
+def start(argv: list[str], recipe: Recipe) -> None:
+    """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
+    rank_env.adopt_slurm()
+    rank_env.ranks()  # numbers of ranks that are none are told first
+    defaults = {"model_type": recipe.model_type, **recipe.defaults}
+    config = parse_pretrain(argv, recipe.groups, f"Pretrain a model of type {recipe.model_type}.", defaults)
+    if config.model.model_type != recipe.model_type:
+        raise UsageError(
+            f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",
+            do="leave it out, or run the script of that model",
+        )
+    with debugging(config.logging.debug):
+        _start(config, recipe)
+
+
+def _start(config: Config, recipe: Recipe) -> None:
+    if config.planner.dry_run:
+        from megatron.planner.dry_run import dry_run
+
+        return dry_run(config)
+    if config.planner.preflight:
+        from megatron.planner.preflight.run import preflight
+
+        return preflight(config, recipe)
+    if not layout_is_open(config):
+        return train(config, recipe)
+    from megatron.planner.tuning import tuned
+
+    with tuned(config, recipe) as config:
+        train(config, recipe)
+
+
+def train(config: Config, recipe: Recipe) -> None:
+    """Train with these settings on the ranks that there are."""
+    config = resolve(config, world_size=world_size(config))
+    if config.parallel.print_topology:
+        return print_topology(config)
+
+    from megatron.training.loop import pretrain
+
+    pretrain(config, recipe)
+
+
+def print_topology(config: Config) -> None:
+    """Every group of ranks, said once."""
+    from megatron.mpu.mesh import Mesh, sizes_of
+
+    if rank_env.ranks().rank == 0:
+        print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
+
+
+def world_size(config: Config) -> int:
+    """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
+    asked = config.planner.world_size if config.parallel.print_topology else None
+    return asked or rank_env.ranks().world_size
 
 
 def split_task(argv: list[str]) -> tuple[str, list[str]]:

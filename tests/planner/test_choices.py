@@ -51,7 +51,7 @@ def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     for read in (
         lambda: target.cluster_of(config, env),
-        lambda: preflight(config, pretrain_gpt.recipe, env=env),
+        lambda: preflight(config, pretrain_gpt.recipe(), env=env),
         lambda: context.join(config.parallel, config.kernels),
         lambda: pretrain_gpt.main(TINY),
     ):

@@ -28,12 +28,12 @@ class Seen(TorchDispatchMode):
 def step(run):
     """Loss and gradients of the first micro-batch."""
     (model,), [micro] = run.stages, run.train_batches.step(0, 1)
-    loss, _ = model(None, micro)
+    loss = model(None, micro)[1]["lm loss"]
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
 
 def same_bits(one, other):
-    return torch.equal(one[0], other[0]) and all(torch.equal(a, b) for a, b in zip(one[1], other[1]))
+    return torch.equal(one[0], other[0]) and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_attention_backend(flags, fused, build):
     with Seen() as seen:
         found = step(run)
     assert any("scaled_dot_product" in op for op, _ in seen.ops) is fused
-    for one, other in zip([found[0], *found[1]], [want[0], *want[1]]):
+    for one, other in zip([found[0], *found[1]], [want[0], *want[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -176,7 +176,7 @@ def test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time(chunk, build):
     rows = [shape[0] for op, shape in seen.ops if op == "_softmax" and shape[-1] == 104]
     assert sum(rows) == micro.tokens.numel() == 32 and max(rows) == chunk
     found = step(run)
-    for one, other in zip([found[0], *found[1]], [want[0], *want[1]]):
+    for one, other in zip([found[0], *found[1]], [want[0], *want[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

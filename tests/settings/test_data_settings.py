@@ -58,7 +58,7 @@ def test_data_path_mixes_by_weight(corpus, build):
 def test_each_split_has_its_own_path(corpus, build):
     a, b, c = corpus("a", 0), corpus("b", 20), corpus("c", 40)
     run = build(f"{NUMBERS} {LONG} --train-data-path {a} --valid-data-path {b} --test-data-path {c}")
-    for first, batches in zip((0, 20, 40), (run.train_batches, run.valid_batches, run.test_batches)):
+    for first, batches in zip((0, 20, 40), (run.train_batches, run.valid_batches, run.test_batches), strict=True):
         found = torch.cat([batch.tokens for batch in batches.step(0, 2)])
         assert first <= found.min() and found.max() < first + 20
 
@@ -136,7 +136,7 @@ def losses_alone(model, tokens, labels, restart):
     """Losses of a sample's tokens, each document run by itself: at positions from 0 (restart), or at its own ones."""
     ends = [at + 1 for at, token in enumerate(tokens.tolist()) if token == 12]
     found = []
-    for start, stop in zip([0, *ends], [*ends, len(tokens)]):
+    for start, stop in zip([0, *ends], [*ends, len(tokens)], strict=True):
         if start < stop:
             positions = torch.arange(stop - start).unsqueeze(1) + (0 if restart else start)
             logits = model.logits(tokens[start:stop, None], position_ids=positions)[:, 0]
@@ -160,7 +160,7 @@ def test_positions_alone_start_again(short, build):
     assert micro.document_ids is None
     for n in range(2):
         position = 0
-        for token, found in zip(micro.tokens[:, n].tolist(), micro.position_ids[:, n].tolist()):
+        for token, found in zip(micro.tokens[:, n].tolist(), micro.position_ids[:, n].tolist(), strict=True):
             assert found == position
             position = 0 if token == 12 else position + 1
 

@@ -55,6 +55,7 @@ CHECKS = dict(
         label_smoothing=f"{MODEL}::test_label_smoothing_is_torchs_in_training_alone",
         init_method_std=f"{MODEL}::test_initial_weights_have_their_standard_deviation",
         make_vocab_size_divisible_by=PLAIN,
+        model_type=f"{MODEL}::test_a_script_trains_its_own_model_type",
         model_name_or_path=f"{MODEL}::test_a_named_shape_has_the_published_sizes",
     ),
     parallel=dict(

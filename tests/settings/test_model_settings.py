@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import pretrain_gpt
+from megatron.errors import SettingsError, UsageError
 from megatron.model.attention import Context, scaled_dot_product_attention
+from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
 
@@ -206,7 +209,7 @@ def test_a_network_is_the_plain_one(flags, told, unlike, build):
     assert micro.tokens.shape == (run.config.model.seq_length, 2)
     want = plain(weights, micro.tokens, **told)
     torch.testing.assert_close(model.eval().logits(micro.tokens), want, rtol=1e-4, atol=1e-4)
-    loss, count = model.train()(None, micro)
+    loss, count = model.train()(None, micro)[1].values()
     torch.testing.assert_close(loss / count, F.cross_entropy(want.flatten(0, 1), micro.labels.flatten()))
     if unlike:
         assert (plain(weights, micro.tokens, **{**told, **unlike}) - want).abs().max() > 5e-4
@@ -308,7 +311,7 @@ def test_label_smoothing_is_torchs_in_training_alone(build):
     randomise(model)
     logits = model.eval().logits(micro.tokens).flatten(0, 1)
     for training, smoothing in ((True, 0.3), (False, 0.0)):
-        loss, count = model.train(training)(None, micro)
+        loss, count = model.train(training)(None, micro)[1].values()
         want = F.cross_entropy(logits, micro.labels.flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss / count, want, rtol=1e-5, atol=1e-5)
 
@@ -362,3 +365,14 @@ def test_defaults_that_follow_from_others():
     """The widths that are said to follow when they are not given."""
     model = Model(num_layers=1, hidden_size=96, num_attention_heads=6, seq_length=7)
     assert (model.ffn_size, model.head_dim, model.query_groups, model.position_table) == (384, 16, 6, 7)
+
+
+def test_a_script_trains_its_own_model_type(command):
+    with pytest.raises(UsageError, match="--model-type NoSuchModel: this command trains GPT"):
+        pretrain_gpt.main(command("--model-type NoSuchModel"))
+
+
+@pytest.mark.parametrize("name", ["NoSuchModel", "json"])  # of no module, and of one that is no recipe
+def test_a_model_type_that_there_is_not_is_refused(name):
+    with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model"):
+        named_recipe(name)

@@ -106,7 +106,7 @@ def test_auto_resume_allows_for_an_empty_folder(build, tmp_path):
 
 def test_replicas_are_compared_at_their_interval(train, monkeypatch):
     steps = []
-    monkeypatch.setattr(training, "check_replicas", lambda optimizer, iteration: steps.append(iteration))
+    monkeypatch.setattr(loop, "check_replicas", lambda optimizer, iteration: steps.append(iteration))
     train(f"{SMALL} --train-iters 7 --check-replicas-interval 3")
     assert steps == [3, 6]
 
@@ -133,7 +133,7 @@ def test_iterations_to_skip_are_passed_over(train, monkeypatch):
     """Their samples are not trained on: the others' are those of a plain run."""
     seen, passes = [], loop.passes
     monkeypatch.setattr(
-        training,
+        loop,
         "passes",
         lambda run, batches, *rest: (
             seen.append([n for batch in batches for n in batch.samples.tolist()]) or passes(run, batches, *rest)

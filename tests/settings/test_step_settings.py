@@ -20,7 +20,7 @@ def fed(monkeypatch):
         steps.append([batch.tokens.shape[1] for batch in batches])
         return passes(run, batches, *rest)
 
-    monkeypatch.setattr(training, "passes", spy)
+    monkeypatch.setattr(loop, "passes", spy)
     return steps
 
 
@@ -153,9 +153,12 @@ def plain_training(
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
         sums = [
-            model(None, micro) for micro in run.train_batches.step(4 * step, 4 // run.config.batch.micro_batch_size)
+            tuple(model(None, micro)[1].values())
+            for micro in run.train_batches.step(4 * step, 4 // run.config.batch.micro_batch_size)
         ]
-        for weight, gradient in zip(weights.values(), torch.autograd.grad(means(sums), list(own.values()))):
+        for weight, gradient in zip(
+            weights.values(), torch.autograd.grad(means(sums), list(own.values())), strict=True
+        ):
             weight.grad = gradient
         norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), clip or math.inf).item())
         groups[0]["weight_decay"] = optimizer.param_groups[0]["weight_decay"] = decay(step)

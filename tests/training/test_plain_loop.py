@@ -356,7 +356,7 @@ def test_console_lines_say_what_the_plain_loop_does(tmp_path, capsys):
     where = r"validation loss at iteration (\d+)(| on validation set| on test set)"
     evaluations = re.findall(where + r" \| lm loss value: (\S+) \| lm loss PPL: (\S+)", printed)
     ends = ["", "", " on validation set", " on test set"]
-    assert [(int(at), where) for at, where, _, _ in evaluations] == list(zip((5, 10, 12, 12), ends))
-    for (_, _, loss, perplexity), wanted in zip(evaluations, expected.evals):
+    assert [(int(at), where) for at, where, _, _ in evaluations] == list(zip((5, 10, 12, 12), ends, strict=True))
+    for (_, _, loss, perplexity), wanted in zip(evaluations, expected.evals, strict=True):
         assert float(loss) == pytest.approx(wanted["lm loss"], rel=1e-4)
         assert float(perplexity) == pytest.approx(math.exp(wanted["lm loss"]), rel=1e-3)

@@ -6,9 +6,10 @@ is trained, nothing is written. What needs torch is imported behind the checks t
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron.model.recipe import Recipe
 from megatron.planner import target, text
 from megatron.planner.choose import settled
 from megatron.planner.preflight.verdict import Check, Report, refusal
@@ -19,10 +20,10 @@ from megatron.settings import rank_env, rules, schema
 STEPS = 4  # of the twin: the first one warms up
 
 
-def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[str, str] = os.environ) -> None:
+def preflight(config: schema.Config, recipe: Recipe, say=print, env: Mapping[str, str] = os.environ) -> None:
     """Check everything. Raises SettingsError on every rank if anything failed.
 
-    recipe: () -> what is trained (`run.Recipe`); env: says which rank of how many this is, as torchrun sets it
+    recipe: what is trained; env: says which rank of how many this is, as torchrun sets it
     """
     here = rank_env.ranks(env)
     report = Report(say if here.rank == 0 else lambda text: None)
@@ -34,7 +35,7 @@ def preflight(config: schema.Config, recipe: Callable, say=print, env: Mapping[s
     if any(check.name == "settings" for check in report.failed):
         raise refusal(report.failed, len(report.checks))
     if here.rank == 0:
-        check_design(found, cluster.world_size, recipe(), report)
+        check_design(found, cluster.world_size, recipe, report)
     if here.world_size > 1:
         together(config, found, report)
     report.end()
