@@ -11,6 +11,7 @@
 
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.rules import IDLE, RULES
 from megatron.model.recipe import Recipe
 from megatron.tools.pretrain import start
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> None:
 
 def recipe() -> Recipe:
     """What is trained."""
-    return Recipe("GPT", facts, build_model, build_datasets)
+    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE)
 
 
 def facts(config, vocab_size) -> GPTFacts:

@@ -63,10 +63,10 @@ def measure(name: str, micro: int, mode: str, steps: int, warmup: int) -> dict:
     import pretrain_gpt
     from megatron.model.recipe import facts_of
     from megatron.settings.parse import parse_pretrain
-    from megatron.settings.rules import resolve
     from megatron.telemetry.peak_flops import peak_flops
     from megatron.training.build import build_run
     from megatron.training.loop import train_step
+    from megatron.training.rules import resolve
 
     flags = f"""--model-name-or-path {SHAPES.get(name, name)} --mock-data --vocab-size 50256 --micro-batch-size {micro}
         --train-iters {steps + warmup} --lr 1e-4 --hidden-dropout 0 --attention-dropout 0 --bf16 --device cuda

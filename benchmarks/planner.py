@@ -67,7 +67,7 @@ def main() -> None:
 def settings(ranks: int, flags: str):
     """Resolved settings of a case."""
     from megatron.settings.parse import parse_pretrain
-    from megatron.settings.rules import resolve
+    from megatron.training.rules import resolve
 
     return resolve(parse_pretrain(f"{BASE} {flags}".split()), ranks)
 

@@ -4,7 +4,7 @@
 #
 # needs    128 x H100-80GB: 16 nodes of 8
 # memory   50.2 of 85.9 GB on the fullest rank
-# expects  37.85 s a step of 4,194,304 tokens, 110,807 tokens/s
+# expects  37.84 s a step of 4,194,304 tokens, 110,838 tokens/s
 # expects  417 TFLOP/s a GPU, bubble 2.3% (by the planner; speeds are assumed)
 source "$(dirname "$0")/_launch.sh"
 launch 128 H100-80GB \

@@ -31,17 +31,12 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
 PURE = (  # what settings are checked and launches are planned with: no torch
     "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics mpu.placement fused_kernels.cpu "
     "model.recompute_plan model.facts model.weights model.recipe "
-    "model.gpt.facts checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
+    "model.gpt.facts model.gpt.rules pipeline.rules data.rules optimizer.rules training.rules "
+    "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
     "data.blend data.manifest planner.layout planner.memory planner.speed planner.search planner.traffic guard.changes"
 ).split()
-KNOWN: set[tuple[str, str]] = {  # upward imports that are still to go
-    ("settings.rules", "data.blend"),
-    ("settings.rules", "optimizer.lr_schedule"),
-    ("settings.rules", "pipeline.stages"),
-    ("settings.rules", "pipeline.own_schedule"),
-}
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (
     "preprocess_data merge_datasets tools.get_sample_data tools.train_tokenizer tools.flag_docs "
@@ -119,10 +114,7 @@ def test_imports_come_from_lower_floors(name):
     wrong = [
         f"{name} imports {other}"
         for other in imports(name) & PATHS.keys()
-        if package(other) != package(name)
-        and floor(other) >= floor(name)
-        and other != "megatron"
-        and (name, other) not in KNOWN
+        if package(other) != package(name) and floor(other) >= floor(name) and other != "megatron"
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
+from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
 MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
@@ -28,7 +29,8 @@ class Recipe:
     build_datasets: (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
     defaults:       of settings that all models have: name -> value
-    rules:          `settings.rules.Rule`s about its settings
+    rules:          what cannot work among its settings (`settings.rules.Rule`)
+    idle:           settings of its that do nothing as things are
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone
     """
 
@@ -38,7 +40,8 @@ class Recipe:
     build_datasets: Callable
     groups: Mapping[str, type] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    rules: tuple = ()
+    rules: tuple[Rule, ...] = ()
+    idle: tuple[Rule, ...] = ()
     sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
 
 

@@ -16,7 +16,9 @@ from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.search import Found, Plan, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration, parts, plans, sizes
-from megatron.settings import batch, rules, schema
+from megatron.settings import batch, schema
+from megatron.settings.rules import out_of_range
+from megatron.training import rules
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def find(config: schema.Config) -> Outcome:
     """Search the layouts that settings leave open, on the cluster that they describe. Raises SettingsError, first of all
     for numbers that describe no model and no cluster."""
     sized = replace(config, batch=batch.smallest(config.batch))
-    if wrong := [words for name in schema.GROUPS for words in rules.out_of_range(getattr(sized, name)).values()]:
+    if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name)).values()]:
         raise refusal(wrong)
     cluster, source = target.cluster_of(config)
     return _searched(config, cluster, source, space_of(config, cluster))

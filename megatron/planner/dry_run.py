@@ -15,8 +15,9 @@ from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import transfers
-from megatron.settings import batch, rules, schema
+from megatron.settings import batch, schema
 from megatron.settings.spelling import settings_of
+from megatron.training import rules
 
 
 def dry_run(config: schema.Config, say=print) -> None:

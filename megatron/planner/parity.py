@@ -23,8 +23,8 @@ from megatron.pipeline.stages import chunks_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
 from megatron.settings.batch import full_size
-from megatron.settings.rules import resolve
 from megatron.settings.schema import Profiling
+from megatron.training.rules import resolve
 
 # Largest relative differences after ten AdamW steps that are rounding. bf16 rounds activations to 3 digits, and sums in
 # another order round differently.

@@ -11,7 +11,9 @@ from megatron.pipeline import stages
 from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
-from megatron.settings import batch, rules, schema
+from megatron.settings import batch, schema
+from megatron.settings.rules import tokenizer_type
+from megatron.training import rules
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     from megatron.data.vocabulary import refuse_other_vocabulary
     from megatron.tokenizer import build_tokenizer
 
-    kind = t.tokenizer_type or rules.tokenizer_type(t, config.data.mock_data)
+    kind = t.tokenizer_type or tokenizer_type(t, config.data.mock_data)
     paths = [prefix for _, found in blends(config.data) for prefix in found]
     try:
         refuse_other_vocabulary(paths, build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))

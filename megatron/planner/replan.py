@@ -15,8 +15,8 @@ from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.target import cluster_of, job_of
 from megatron.settings.batch import smallest
-from megatron.settings.rules import check, resolve
 from megatron.settings.schema import Config
+from megatron.training.rules import check, resolve
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SPLITS = (

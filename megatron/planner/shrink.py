@@ -20,7 +20,6 @@ from typing import Optional
 
 from megatron.pipeline.stages import Pipeline
 from megatron.settings.batch import full_size, smallest
-from megatron.settings.rules import layout_is_open, resolve
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -38,6 +37,7 @@ from megatron.settings.schema import (
     Recompute,
     Tokenizer,
 )
+from megatron.training.rules import layout_is_open, resolve
 
 RANKS = 8  # what a twin may have: four axes of two would be 16
 HEAD = 8  # width of a head

@@ -18,9 +18,9 @@ from megatron.planner import text
 from megatron.planner.choose import automatic, chosen_flags, in_layout
 from megatron.planner.layout import Layout
 from megatron.settings import schema
-from megatron.settings.rules import resolve
 from megatron.training.build import build_run
 from megatron.training.loop import train_step
+from megatron.training.rules import resolve
 
 TRIED = 3  # layouts that --tune-steps times
 

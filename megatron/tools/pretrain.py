@@ -16,8 +16,8 @@ from megatron.errors import UsageError, debugging, run_main
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import layout_is_open, resolve
 from megatron.settings.schema import Config
+from megatron.training.rules import layout_is_open, resolve
 
 TASKS = ("GPT",)
 

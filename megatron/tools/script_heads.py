@@ -24,8 +24,8 @@ from megatron.planner.memory import ledger
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import duration
 from megatron.settings.parse import parse, parse_pretrain
-from megatron.settings.rules import layout_is_open, resolve
 from megatron.settings.schema import setting
+from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|memory|expects|layout)  +\S")

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     asked: TwinRun = config.extra["twin"]
     from megatron.planner.command import training_flags
     from megatron.planner.shrink import original, reduced, twin_of
-    from megatron.settings.rules import resolve
+    from megatron.training.rules import resolve
 
     config, world_size = original(config, print)
     twin = twin_of(config, world_size, max(1, asked.steps))

@@ -15,8 +15,8 @@ from typing import Optional
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.batch import total_iterations
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import layout_is_open, resolve
 from megatron.settings.schema import Config, setting
+from megatron.training.rules import layout_is_open, resolve
 
 EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 

@@ -38,7 +38,6 @@ from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import Wire, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
-from megatron.settings.rules import remarks
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.metrics import Run as Rates
 from megatron.telemetry.peak_flops import peak_flops
@@ -47,6 +46,7 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, run_record, source_commit
 from megatron.telemetry.timers import Timers
 from megatron.tokenizer import build_tokenizer
+from megatron.training.rules import remarks
 from megatron.training.state import Run, State
 
 

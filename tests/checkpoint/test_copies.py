@@ -19,8 +19,8 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.settings import schema
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check
 from megatron.training import build
+from megatron.training.rules import check
 
 
 def pieces(value):

@@ -89,7 +89,7 @@ def _optimizer(config, world_size: int, rank: int) -> ShardedAdamW:
     mesh = Mesh(rank, **sizes_of(config.parallel, world_size), create_groups=False)
     pipeline = Pipeline.of(config.parallel, config.model.num_layers, 16 // mesh.dp.size)
     build = partial(pretrain_gpt.build_model, config, mesh, 90, dtype=torch.float32, device="meta")
-    stages = build_stages(build, pipeline, mesh, True)
+    stages = build_stages(build, pipeline, mesh)
     return ShardedAdamW(stages, mesh, config.optimizer, config.parallel, dtype=torch.float32, device="cpu", seed=1)
 
 

@@ -29,7 +29,7 @@ from megatron.errors import CheckpointError, PeerLost, StorageError
 from megatron.guard import processes
 from megatron.settings import schema
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check
+from megatron.training.rules import check
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import torch
 from megatron.fused_kernels import TABLE, Case, matmul, norms, reference
 from megatron.fused_kernels.dropout import Keep, drop
 from megatron.model.positions import Rotary, rotate
-from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
+from megatron.settings import kernel_sizes
 
 # Relative errors, in the norm over a tensor: of sums in fp32 on CPUs, on GPUs (which may make products in TF32), of bf16.
 TOLERANCE = {
@@ -212,7 +212,7 @@ def cross_entropies(hidden, weight, labels, smoothing):
 def test_cross_entropy(device, monkeypatch, dtype, blocked, masked, smoothing, chunk):
     """Chunks that end before, at and after the last token; blocks of one chunk."""
     if blocked:
-        monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(kernel_sizes, "BLOCK_BYTES", 1)
     hidden, weight = (drawn(n, HIDDEN, device=device, dtype=dtype, seed=n).mul(0.7) for n in (TOKENS, PADDED))
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)

@@ -21,9 +21,9 @@ from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsE
 from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import resolve
 from megatron.settings.schema import Data
 from megatron.training.loop import pretrain
+from megatron.training.rules import resolve
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "

@@ -18,9 +18,9 @@ from megatron.planner.replan import fewer_ranks
 from megatron.planner.speed import step
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check, resolve
 from megatron.settings.schema import AUTO
 from megatron.tools import plan
+from megatron.training.rules import check, resolve
 
 GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --lr 1e-3
     --train-iters 3 --eval-iters 1 --device cpu""".split()

@@ -15,8 +15,8 @@ from megatron.planner import device
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Layout
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import resolve
 from megatron.tools import plan
+from megatron.training.rules import resolve
 
 GPT_22B = """--num-layers 48 --num-attention-heads 64 --hidden-size 6144 --seq-length 2048 --max-position-embeddings 2048
     --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --bf16

@@ -25,7 +25,7 @@ from megatron.planner.preflight.shrunk_job import check_twin
 from megatron.planner.problems import inspect
 from megatron.planner.target import cluster_of
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import resolve
+from megatron.training.rules import resolve
 
 SHAPE = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16"
 GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 --pp 16

@@ -13,9 +13,9 @@ from megatron.errors import SettingsError, run_main
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.shrink import RANKS, original, reduced, twin_of, twins_of
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check, resolve
 from megatron.settings.schema import GROUPS
 from megatron.tools import shrink as tool
+from megatron.training.rules import check, resolve
 
 BIG = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200 --mock-data
     --train-iters 1000 --lr 6e-5 --global-batch-size 1536 --eval-iters 1"""

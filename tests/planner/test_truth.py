@@ -17,7 +17,7 @@ from megatron.planner.memory import on_disk, state
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import resolve
+from megatron.training.rules import resolve
 
 GPT = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --global-batch-size 8 --train-iters 10 --eval-iters 1 --micro-batch-size 1

@@ -115,7 +115,7 @@ def test_preflight(name, first_with, monkeypatch):
         return check_twin(replace(config, precision=replace(config.precision, precision="fp32")), *rest)
 
     monkeypatch.setattr(twins, "check_twin", exact)
-    preflight(configured(name), recipe, told.append, {})
+    preflight(configured(name), recipe(), told.append, {})
     assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "twin"] for line in told), told
 
 

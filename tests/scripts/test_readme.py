@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check
 from megatron.tools.verify_layout import Verify
+from megatron.training.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

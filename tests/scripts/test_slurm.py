@@ -145,8 +145,8 @@ def test_a_job_survives_bad_nodes_lost_ranks_and_preemption(cluster, script, tmp
 def undisturbed(path: Path, words: list, run_ranks) -> Path:
     """Metrics of the same training on forked ranks."""
     from megatron.settings.parse import parse_pretrain
-    from megatron.settings.rules import resolve
     from megatron.training.loop import pretrain
+    from megatron.training.rules import resolve
     from pretrain_gpt import recipe
 
     config = resolve(parse_pretrain([*FLAGS.split(), *map(str, words), "--metrics-file", str(path)]), RANKS)

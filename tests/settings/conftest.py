@@ -10,8 +10,8 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import resolve
 from megatron.training.build import build_run
+from megatron.training.rules import resolve
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "

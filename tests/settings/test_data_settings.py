@@ -113,9 +113,14 @@ def test_cyclic_shuffles_each_epoch_anew(corpus, build):
 
 def test_workers_prepare_batches_in_threads(train, build):
     assert train("--num-workers 3", "ahead").losses == train("--num-workers 0", "here").losses
-    before, run = threading.active_count(), build("--num-workers 3 --train-samples 40 --micro-batch-size 2")
-    run.train_batches.step(0, 4)
-    assert threading.active_count() - before == len(run.train_batches.pool._threads) == 3
+    run = build("--num-workers 3 --train-samples 40 --micro-batch-size 2")
+    at_once = threading.Barrier(3)  # which only three threads at the same time get past
+    waits = [run.train_batches.pool.submit(at_once.wait, 60) for _ in range(3)]
+    assert sorted(wait.result() for wait in waits) == [0, 1, 2]
+    with pytest.raises(threading.BrokenBarrierError):  # four are not to be had
+        more = threading.Barrier(4)
+        for wait in [run.train_batches.pool.submit(more.wait, 0.2) for _ in range(4)]:
+            wait.result()
     assert build("--num-workers 0").train_batches.pool is None
 
 
@@ -168,7 +173,7 @@ def test_positions_alone_start_again(short, build):
 def test_ends_of_documents_have_no_loss(short, build):
     run, plain = build(f"{short} --eod-mask-loss"), build(short)
     [micro] = run.train_batches.step(0, 1)
-    loss, count = run.stages[0](None, micro)
+    loss, count = run.stages[0](None, micro)[1].values()
     losses = plain.stages[0].token_losses(None, plain.train_batches.step(0, 1)[0])
     counted = micro.tokens != 12
     assert count.item() == counted.sum() < counted.numel()

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.errors import UsageError
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import filled
+from megatron.training.rules import filled
 
 BASE = """
 Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}

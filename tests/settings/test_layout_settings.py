@@ -17,8 +17,8 @@ from megatron.planner import target, tuning
 from megatron.planner.choose import automatic
 from megatron.planner.device import cpu
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import check, resolve
 from megatron.training.build import build_run
+from megatron.training.rules import check, resolve
 
 
 def built(command, flags, world):

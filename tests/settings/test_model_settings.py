@@ -221,7 +221,7 @@ def test_seq_length_is_that_of_the_samples(build):
 
 def test_groups_need_a_number():
     """--group-query-attention alone says nothing: it asks for --num-query-groups."""
-    from megatron.settings.rules import check
+    from megatron.training.rules import check
 
     line = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 9 --train-iters 1 --lr 1"
     found = check(parse_pretrain([*line.split(), "--group-query-attention"]), 1)

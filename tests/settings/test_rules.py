@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import NOT_YET, RULES, check, remarks, resolve
+from megatron.settings.rules import NOT_YET, RULES, record
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import settings_of, spellings_of
+from megatron.training.rules import check, remarks, resolve, rules_of
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --mock-data --vocab-size 100 "
@@ -257,11 +258,11 @@ def test_all_violations_come_at_once():
 
 def test_every_rule_speaks_in_flags():
     """Each sentence of a rule names a flag, and none fails on the settings of a plain run."""
-    from megatron.settings.rules import _record
-
-    s = _record(config("--num-query-groups 2 --data-parallel-size 1 --sharding-degree 1 --profile-ranks 0"), 1)
-    assert RULES and NOT_YET
-    for rule in RULES + NOT_YET:
+    plain = config("")
+    s = record(config("--num-query-groups 2 --data-parallel-size 1 --sharding-degree 1 --profile-ranks 0"), 1)
+    rules = [*RULES, *NOT_YET, *rules_of(plain)]
+    assert len(rules) > len(RULES) > 0
+    for rule in rules:
         assert not rule.broken(s)
         said = rule.say(s)  # "" where it lists what is wrong, and nothing is
         assert flags_of(said) <= FLAGS and (flags_of(said) or not said), said

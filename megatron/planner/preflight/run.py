@@ -15,7 +15,8 @@ from megatron.planner.choose import settled
 from megatron.planner.preflight.verdict import Check, Report, refusal
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
-from megatron.settings import rank_env, rules, schema
+from megatron.settings import rank_env, schema
+from megatron.training import rules
 
 STEPS = 4  # of the twin: the first one warms up
 

@@ -155,8 +155,6 @@ wandb reads WANDB_ENTITY and WANDB_DIR from the environment
 repeated steps are not compared; replicas are, see --check-replicas-interval
     --rerun-mode --test-mode --enable-exactly-numeric-match
     --enable-optimizer-post-validation
-this suite trains GPT models
-    --model-type
 """
 
 REFUSED = """

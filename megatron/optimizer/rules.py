@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings of the optimizer work together (`settings.rules`)."""
+
+from megatron.settings.rules import Rule
+
+RULES = (
+    Rule(
+        lambda s: s.param_cpu_offload and s.sharding_stage != 3,
+        lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages use all parameters where they are",
+    ),
+    Rule(
+        lambda s: s.nvme_offload_fraction and not s.nvme_offload_dir,
+        lambda s: (
+            f"--nvme-offload-fraction {s.nvme_offload_fraction:g} needs --nvme-offload-dir, a folder on a fast disk "
+            "of each node"
+        ),
+    ),
+    Rule(
+        lambda s: s.host_share + s.nvme_offload_fraction > 1 + 1e-9,
+        lambda s: (
+            f"--optimizer-offload-fraction {s.host_share:g} and --nvme-offload-fraction "
+            f"{s.nvme_offload_fraction:g} are more than all of the optimizer's state together; at most "
+            f"--optimizer-offload-fraction {1 - s.nvme_offload_fraction:g}, or leave it out: it is then what is "
+            "not on disk"
+        ),
+    ),
+    Rule(
+        lambda s: s.precision == "fp16" and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale,
+        lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}",
+    ),
+)
+
+IDLE = (
+    Rule(
+        lambda s: s.dp > 1 and s.sharding_degree not in (None, s.dp) and not s.sharding_stage,
+        lambda s: f"--sharding-degree {s.sharding_degree} has no effect without --sharding-stage",
+    ),
+    Rule(
+        lambda s: s.overlap_param_gather and not s.sharding_stage,
+        lambda s: "--overlap-param-gather has no effect without --sharding-stage: nothing is gathered",
+    ),
+    Rule(
+        lambda s: s.optimizer_offload_fraction != 1 and not (s.optimizer_cpu_offload or s.optimizer == "cpu_adam"),
+        lambda s: (
+            f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
+            "--optimizer-cpu-offload"
+        ),
+    ),
+    Rule(
+        lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
+        lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction",
+    ),
+    Rule(
+        lambda s: s.precision != "fp16" and s.loss_scale is not None,
+        lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16",
+    ),
+)

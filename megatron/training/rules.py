@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules about settings together: those of each package that owns settings, and those of the recipe.
+
+    resolve(config, world_size) -> config with derived values filled in, or SettingsError with every violation
+
+Pure: it needs no torch.
+"""
+
+from dataclasses import replace
+
+import megatron.data.rules
+import megatron.optimizer.rules
+import megatron.pipeline.rules
+from megatron.errors import SettingsError, numbered
+from megatron.model.recipe import recipe_of
+from megatron.optimizer import lr_schedule
+from megatron.pipeline import stages
+from megatron.settings import batch, rules, schema
+from megatron.settings.rules import Rule, tokenizer_type
+
+OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules)  # packages with rules of their own
+
+
+def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
+    """The rules of the recipe and of the packages."""
+    return (*recipe_of(settings).rules, *(rule for owner in OWNERS for rule in owner.RULES))
+
+
+def idle_of(settings: schema.Config) -> tuple[Rule, ...]:
+    """Rules that tell of settings without effect."""
+    owned = (rule for owner in OWNERS for rule in getattr(owner, "IDLE", ()))
+    return (*rules.IDLE, *recipe_of(settings).idle, *owned)
+
+
+def resolve(settings: schema.Config, world_size: int) -> schema.Config:
+    """The settings with derived values filled in. Raises SettingsError with everything that cannot work."""
+    found = check(settings, world_size)
+    if settings.batch.micro_batch_size == schema.AUTO:
+        found.append("--micro-batch-size auto: nothing chooses it here; give a number")
+    if len(found) == 1:
+        raise SettingsError(found[0])
+    if found:
+        raise SettingsError(f"{len(found)} settings cannot work:{numbered(found)}")
+    return filled(settings, world_size)
+
+
+def check(settings: schema.Config, world_size: int) -> list[str]:
+    """Every violation on this many ranks, in the words of the flags, with values near by that would work.
+
+    Of settings that leave the micro-batch open, what is wrong with every size of it.
+    """
+    found, s = rules.violations(settings, world_size, rules_of(settings))
+    found += stages.problems(s.settings.parallel, s.num_layers)
+    if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
+        found += batch.problems(s.settings.batch, s.dp)
+    return found + lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
+
+
+def remarks(settings: schema.Config, world_size: int) -> list[str]:
+    """What works and is probably not meant, one sentence each: for the log, before training."""
+    return rules.remarks(settings, world_size, idle_of(settings))
+
+
+def idle(settings: schema.Config, world_size: int) -> list[str]:
+    """Those of the remarks that tell of settings without effect: harmless, and a sign that another one was forgotten."""
+    s = rules.record(settings, world_size)
+    return [rule.say(s) for rule in idle_of(settings) if rule.broken(s)]
+
+
+def layout_is_open(settings: schema.Config) -> bool:
+    """Whether the planner has yet to choose the layout, or the micro-batch in it."""
+    return settings.planner.auto_parallel or settings.batch.micro_batch_size == schema.AUTO
+
+
+def filled(c: schema.Config, world: int) -> schema.Config:
+    """Derived values of settings in which nothing is wrong. Each field gets here what its help calls its default."""
+    m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
+    dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
+    by_iters = b.train_iters is not None and o.lr_decay_iters is None
+    by_samples = b.train_samples is not None and o.lr_decay_samples is None
+    return replace(
+        c,
+        model=replace(
+            m,
+            ffn_hidden_size=m.ffn_size,
+            kv_channels=m.head_dim,
+            num_query_groups=m.query_groups,
+            max_position_embeddings=m.position_table,
+        ),
+        parallel=replace(
+            p,
+            data_parallel_size=dp,
+            sharding_degree=p.sharding_degree or dp,
+            sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        ),
+        batch=replace(b, global_batch_size=batch.full_size(b, dp)),
+        optimizer=replace(
+            o,
+            optimizer="adam",
+            optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
+            lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
+            lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
+        ),
+        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data.mock_data)),
+    )
