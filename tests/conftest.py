@@ -14,7 +14,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import hypothesis
@@ -126,3 +129,65 @@ def pytest_runtest_call(item):
                 for number in (signal.SIGCONT, signal.SIGKILL):
                     processes.send(process, number)
         raise
+
+
+# ---- an object store -------------------------------------------------------------------------------------------------
+
+S3_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()  # until whoever started it is gone, however that came
+"""
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The environment of a job that talks to an S3 server of this machine, in a process of its own; a bucket `bucket`."""
+    pytest.importorskip("moto")
+    s3fs = pytest.importorskip("s3fs")
+    server = subprocess.Popen(
+        [sys.executable, "-c", S3_SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        environment = dict(
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{int(server.stdout.readline())}",
+            AWS_ACCESS_KEY_ID="AKIAABCDEFGHIJKLMNOP",
+            AWS_SECRET_ACCESS_KEY="very/secret/key",
+            AWS_DEFAULT_REGION="us-east-1",
+        )
+        s3fs.S3FileSystem(
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            key=environment["AWS_ACCESS_KEY_ID"],
+            secret=environment["AWS_SECRET_ACCESS_KEY"],
+            skip_instance_cache=True,
+        ).mkdir("bucket")
+        yield environment
+    finally:
+        server.stdin.close()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def bucket(request, monkeypatch):
+    """The URL of an empty prefix of an object store: of this process's memory, and of an S3 server."""
+    from megatron.storage import urls
+
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("s3_server").items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(urls, "PAUSE", 0.001)
+    forget = urls.filesystem.cache_clear
+    forget()
+    yield f"{request.param}://bucket/{uuid.uuid4().hex[:8]}"
+    forget()

@@ -13,17 +13,21 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
+
+import xxhash
 
 from megatron.checkpoint import survey
 from megatron.checkpoint.folder import TRACKER, clean, prune
-from megatron.checkpoint.store import appear
+from megatron.checkpoint.storage import INDEX, Place, appear, storage_of
 from megatron.errors import Failure, StorageError
-from megatron.storage.durable import WriterLock, replace_file, storage, sync_folder
+from megatron.storage.durable import storage, sync_folder
+from megatron.storage.urls import UrlPath, location
 
 BEAT = 1.0  # seconds between two signs of life while the last copy is waited for
+_PART = 1 << 26  # bytes that are copied at a time
 PATH = "{}"  # of a command: where the checkpoint's directory belongs
 
 
@@ -44,13 +48,13 @@ class Copies:
         self.where, self.keep = where, (keep_last, retain_interval)
         self.say = say
         # What is being copied: retention leaves it for so long, else a slow copy would never end.
-        self.present: Optional[Path] = None
-        self._waiting: queue.Queue[Optional[Path]] = queue.Queue()
-        self._lock: Optional[WriterLock] = None
+        self.present: Optional[Place] = None
+        self._waiting: queue.Queue[Optional[Place]] = queue.Queue()
+        self._lock: Any = None  # of the folder, once there was something to copy
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
         self._thread.start()
 
-    def add(self, checkpoint: Path) -> None:
+    def add(self, checkpoint: Place) -> None:
         """Have a checkpoint copied. Returns at once."""
         self._waiting.put(checkpoint)
 
@@ -80,32 +84,81 @@ class Copies:
         if self._lock:
             self._lock.release()
 
-    def _hand_over(self, checkpoint: Path) -> None:
+    def _hand_over(self, checkpoint: Place) -> None:
         command = self.where.replace(PATH, shlex.quote(str(checkpoint)))
         done = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace")
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
             raise StorageError(f"exit code {done.returncode}" + "".join(f": {line}" for line in last))
 
-    def _copy(self, checkpoint: Path) -> None:
-        folder = Path(self.where)
+    def _copy(self, checkpoint: Place) -> None:
+        folder = location(self.where)
         with storage(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or WriterLock(folder)
+            self._lock = self._lock or storage_of(folder).claim(folder, self.say)
+            self._lock.check()
             clean(folder)
-            temporary = folder / f".tmp-{checkpoint.name}-{secrets.token_hex(4)}"
-            shutil.copytree(checkpoint, temporary, copy_function=_copy_synced)
-            sync_folder(temporary)
-        with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-            _, problems = survey.verify(temporary)
-            if problems:
-                raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
-            with storage(folder):
-                appear(temporary, folder / checkpoint.name)
-                replace_file(folder / TRACKER, str(int(checkpoint.name.removeprefix("iter_"))).encode())
-                clean(folder)
+        (_upload if isinstance(folder, UrlPath) else _copy_folder)(checkpoint, folder)
         prune(folder, *self.keep)
+
+
+def _copy_folder(checkpoint: Place, folder: Path) -> None:
+    """Copy a checkpoint to a file system: aside, synced, every byte compared, renamed."""
+    with storage(folder):
+        temporary = folder / f".tmp-{checkpoint.name}-{secrets.token_hex(4)}"
+        if isinstance(checkpoint, UrlPath):
+            temporary.mkdir()
+            for path in checkpoint.iterdir():
+                path.download(temporary / path.name)
+        else:
+            shutil.copytree(checkpoint, temporary, copy_function=_copy_synced)
+        sync_folder(temporary)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        _, problems = survey.verify(temporary)
+        if problems:
+            raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
+        with storage(folder):
+            appear(temporary, folder / checkpoint.name)
+            _track(folder, checkpoint)
+            clean(folder)
+
+
+def _upload(checkpoint: Place, folder: UrlPath) -> None:
+    """Copy a checkpoint to an object store. Its index.json comes last, when every byte was read back and is as it was."""
+    final, store = folder / checkpoint.name, storage_of(folder)
+    if (final / INDEX).exists():  # of an earlier run: the files have the same names
+        store.remove(final)
+    sizes = {}
+    for source in checkpoint.iterdir():
+        if source.name == INDEX:
+            continue
+        target, sizes[source.name] = final / source.name, source.stat().st_size
+        before, after = xxhash.xxh3_128(), xxhash.xxh3_128()
+        with target.writer(sizes[source.name]) as file:
+            for part in _parts(source, sizes[source.name]):
+                before.update(part)
+                file.write(part)
+        for part in _parts(target, sizes[source.name]):
+            after.update(part)
+        if after.digest() != before.digest():
+            raise StorageError(f"{target} is not what was copied", do="check the object store")
+    store.publish(final, final, (checkpoint / INDEX).read_bytes(), sizes, [])
+    _track(folder, checkpoint)
+
+
+def _parts(path: Place, size: int) -> Iterator[bytes]:
+    """A file or object of `size` bytes, part by part."""
+    if isinstance(path, UrlPath):
+        yield from (path.read_range(at, min(_PART, size - at)) for at in range(0, size, _PART))
+        return
+    with open(path, "rb") as file:
+        while part := file.read(_PART):
+            yield part
+
+
+def _track(folder: Place, checkpoint: Place) -> None:
+    """Have the tracker of `folder` name the iteration of a checkpoint."""
+    storage_of(folder).replace(folder / TRACKER, str(int(checkpoint.name.removeprefix("iter_"))).encode())
 
 
 def _copy_synced(source: str, target: str) -> str:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of checkpoints: which one is newest, which one is good, how one more arrives, which ones go.
 
+On a file system, and with other means to the same end in an object store (`storage.py` has both side by side):
+
     --save/
         iter_0000100/ iter_0000200/           complete checkpoints, by rename: there are no half ones
         latest_checkpointed_iteration.txt     "200", as in Megatron-LM
@@ -12,21 +14,18 @@ The ranks of a job act together through one function, `exchange(value) -> [value
 """
 
 import os
-import re
-import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 from megatron.checkpoint.reader import Reader, Strictness
+from megatron.checkpoint.storage import Place, storage_of
 from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
-from megatron.storage.durable import Damaged, WriterLock, replace_file, storage, sync_folder
+from megatron.storage.durable import Damaged, storage
+from megatron.storage.urls import UrlPath, location
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
 
 Exchange = Callable[[Any], list]
 
@@ -39,18 +38,12 @@ def alone(value: Any) -> list:
 # ---------------------------------------------------------------------------------------------------- finding
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
+def checkpoints(folder: Place) -> dict[int, Place]:
     """Iteration -> directory of every checkpoint, oldest first; one that was set aside counts while it has no successor."""
-    found: dict[int, Path] = {}
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):  # ".old-..." sorts before "iter_...", which takes its place
-            match = _NAME.fullmatch(path.name)
-            if match and path.is_dir():
-                found[int(match[1] or match[3])] = path
-    return dict(sorted(found.items()))
+    return storage_of(folder).checkpoints(folder)
 
 
-def read_tracker(folder: Path) -> Optional[int]:
+def read_tracker(folder: Place) -> Optional[int]:
     """The iteration that the tracker names; None when it is missing or torn."""
     try:
         text = (folder / TRACKER).read_bytes()[:32].decode("ascii").strip()
@@ -63,11 +56,11 @@ def read_tracker(folder: Path) -> Optional[int]:
 class Choice:
     """Checkpoints to try, best first, and what the user should hear about how they were chosen."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Place, ...]
     notices: tuple[str, ...] = ()
 
 
-def choose(folder: Path, *, step: Optional[int] = None, allow_empty: Optional[bool] = None) -> Choice:
+def choose(folder: Place, *, step: Optional[int] = None, allow_empty: Optional[bool] = None) -> Choice:
     """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
     step:         only this iteration (`--ckpt-step`)
@@ -115,7 +108,7 @@ def choose(folder: Path, *, step: Optional[int] = None, allow_empty: Optional[bo
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _visible_damage(path: Path) -> Optional[str]:
+def _visible_damage(path: Place) -> Optional[str]:
     if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
         return (
             f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
@@ -138,7 +131,7 @@ def _visible_damage(path: Path) -> Optional[str]:
 class Restored:
     """What a run was restored from; `notices` are for the user. bytes_read: of each rank; size: of all files."""
 
-    path: Path
+    path: Place
     state: dict[str, Any]
     notices: tuple[str, ...]
     bytes_read: tuple[int, ...]
@@ -151,7 +144,7 @@ class Restored:
 
 
 def restore(
-    folder: Path,
+    folder: Place,
     pieces: Iterable[Piece],
     *,
     step: Optional[int] = None,
@@ -169,7 +162,7 @@ def restore(
     the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names`,
     `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise.
     """
-    folder, pieces = Path(folder), list(pieces)
+    folder, pieces = location(folder), list(pieces)
     choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
     notices = list(choice.notices)
     for path in choice.paths:
@@ -189,7 +182,7 @@ def restore(
 
 
 def _load(
-    path: Path, pieces: list[Piece], names, cast, strictness, check, rank: int
+    path: Place, pieces: list[Piece], names, cast, strictness, check, rank: int
 ) -> tuple[Any, list[str], int, int]:
     """(state on rank 0, notices, bytes that were read, bytes of all files)"""
     with Reader(path) as reader:
@@ -227,21 +220,24 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         keep_last: Optional[int] = None,
         retain_interval: Optional[int] = None,
         rank: int = 0,
         exchange: Exchange = alone,
-        in_use: Callable[[], Optional[Path]] = lambda: None,
+        in_use: Callable[[], Optional[Place]] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
 
+        say: told of a wait for another job's end.
+
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
-        self.folder, self.rank, self.exchange = Path(folder), rank, exchange
-        self.keep_last, self.retain_interval, self.in_use = keep_last, retain_interval, in_use
-        self._lock: Optional[WriterLock] = None
+        self.folder, self.rank, self.exchange = location(folder), rank, exchange
+        self.keep_last, self.retain_interval, self.in_use, self.say = keep_last, retain_interval, in_use, say
+        self._storage, self._lock = storage_of(self.folder), None
         _together(self._claim, exchange)
 
     def __enter__(self) -> "Saver":
@@ -258,19 +254,16 @@ class Saver:
     def _claim(self) -> None:
         if self.rank == 0:
             with storage(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(self.folder.parent)
-                self._lock = WriterLock(self.folder)
-                clean(self.folder)
+                self._lock = self._storage.claim(self.folder, self.say)
 
-    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Path:
+    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Place:
         """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.
 
         state: of rank 0; a dict that JSON can hold, `iteration` is added. A checkpoint of the same iteration is replaced.
         Raises, on all ranks, StorageError when the disk is full or failing (what was there before stays), and
         CheckpointError when the pieces do not make whole tensors.
         """
-        final = self.folder / f"iter_{iteration:07d}"
+        final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
             temporary = _together(lambda: self._begin(final), self.exchange)[0]
             sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.exchange)
@@ -280,65 +273,65 @@ class Saver:
                 _together(lambda: self._forget(doomed), self.exchange)
         except Failure:
             if self.rank == 0:
-                _discard(self.folder)
+                self._storage.discard(self.folder, temporary)
             raise
         return final
 
     def write(
         self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *, parts: Parts = at_once
-    ) -> Path:
+    ) -> Place:
         """Write a checkpoint of several files from this process alone, one after the other; for tools.
 
         shards: the pieces of each file; `parts` as in `store.write_shard`.
         """
-        final = self.folder / f"iter_{iteration:07d}"
+        final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
             temporary, count = self._begin(final), 0
             for count, pieces in enumerate(shards, 1):
                 write_shard(temporary, count - 1, pieces, parts=parts)
             self._finish(temporary, final, count, iteration, state)
         except BaseException:
-            _discard(self.folder)
+            self._storage.discard(self.folder, temporary)
             raise
         return final
 
-    def _begin(self, final: Path) -> Optional[Path]:
+    def _begin(self, final: Place) -> Optional[Place]:
         if self.rank != 0:
             return None
         with storage(final):
-            clean(self.folder)
-            temporary = self.folder / f".tmp-{final.name}-{secrets.token_hex(4)}"
-            temporary.mkdir()
-        return temporary
+            self._lock.check()
+            self._storage.clean(self.folder, final)
+            return self._storage.begin(final)
 
-    def _finish(self, temporary: Path, final: Path, writers: int, iteration: int, state: dict) -> list[Path]:
+    def _finish(self, temporary: Place, final: Place, writers: int, iteration: int, state: dict) -> list[Place]:
         """Let the checkpoint appear. Returns the ones that may go now; rank 0 does it all."""
         if self.rank != 0:
             return []
         with storage(final):
+            self._lock.check()
             commit(temporary, final, writers, {**state, "iteration": iteration})
-            replace_file(self.folder / TRACKER, str(iteration).encode())
-            clean(self.folder)
+            self._storage.replace(self.folder / TRACKER, str(iteration).encode())
+            self._storage.clean(self.folder, final)
         used = self.in_use()
         return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
 
-    def _forget(self, doomed: list[Path]) -> None:
+    def _forget(self, doomed: list[Place]) -> None:
         if self.rank == 0:
             remove(doomed)
 
 
-def read_back(path: Path, writer: int) -> None:
+def read_back(path: Place, writer: int) -> None:
     """Read a file that this process has just written, from the disk and not from memory where the system lets us.
 
     Raises StorageError when a byte differs: what the disk kept is not what it was given.
     """
-    name = f"shard_{writer:05d}.safetensors"
     try:
-        with open(path / name, "rb") as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with Reader(path) as reader:
-            problems = reader.verify([name])
+            own = f"shard_{writer:05d}"
+            names = [name for name in reader.index.files if name.partition(".")[0].partition("-")[0] == own]
+            for name in names:
+                _forget_cached(path / name)
+            problems = reader.verify(names)
     except (OSError, Damaged) as problem:
         problems = [str(problem)]
     if problems:
@@ -349,25 +342,26 @@ def read_back(path: Path, writer: int) -> None:
         )
 
 
-def clean(folder: Path) -> None:
+def _forget_cached(path: Place) -> None:
+    """Have the system read a file from the disk when it is read next."""
+    if not isinstance(path, UrlPath) and hasattr(os, "posix_fadvise"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def clean(folder: Place) -> None:
     """Remove what killed saves left behind. Only for the holder of the lock."""
-    for path in folder.glob(".old-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (folder / match[2]).exists():
-            _remove(path)
-        elif match:
-            path.rename(folder / match[2])  # killed between setting it aside and its successor's arrival
-    _discard(folder)
+    storage_of(folder).clean(folder)
 
 
-def prune(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+def prune(folder: Place, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Place]:
     """Delete the checkpoints that are `surplus`; returns what is gone. Only for the holder of the lock."""
     gone = surplus(folder, keep_last, retain_interval)
     remove(gone)
     return gone
 
 
-def surplus(folder: Path, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Path]:
+def surplus(folder: Place, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Place]:
     """Checkpoints that need not be kept: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
 
     With `retain_interval` alone the newest stays too; with neither, all stay. Checkpoints newer than the tracker's stay:
@@ -381,21 +375,8 @@ def surplus(folder: Path, keep_last: Optional[int] = None, retain_interval: Opti
     return [old[n] for n in among if not (retain_interval and n % retain_interval == 0)]
 
 
-def remove(paths: Iterable[Path]) -> None:
+def remove(paths: Iterable[Place]) -> None:
     """Delete checkpoints, oldest first. Raises StorageError when one cannot be deleted."""
     for path in paths:
         with storage(path):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a directory so that no half of it is ever seen under a checkpoint's name."""
-    doomed = path.with_name(f".tmp-gone-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-    path.rename(doomed)
-    sync_folder(path.parent)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _discard(folder: Path) -> None:
-    for path in folder.glob(".tmp-*"):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            storage_of(path).remove(path)

@@ -18,8 +18,10 @@ import torch
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.store import DTYPES, FORMAT, VERSION
 from megatron.storage.durable import Damaged, checksum, read_sealed, unreadable
+from megatron.storage.urls import UrlPath
 
-_FILE_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
+_FILE_NAME = re.compile(r"shard_\d{5,9}(-[0-9a-f]{1,32})?\.safetensors")
+_STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.json")
 _HEADER_LIMIT = 1 << 28
 _BLOCK_LIMIT = 1 << 28
 _MAX_DIMS = 16
@@ -43,12 +45,13 @@ class Tensor(NamedTuple):
 
 
 class Index(NamedTuple):
-    """index.json: bytes under one checksum, file name -> (bytes, checksum of its header), name -> Tensor."""
+    """index.json: bytes under one checksum, file name -> (bytes, checksum of its header), name -> Tensor, state's file."""
 
     block: int
     files: dict[str, tuple[int, str]]
     tensors: dict[str, Tensor]
     state_checksum: str
+    state_file: str = "state.json"
 
 
 def read_index(folder: Path) -> Index:
@@ -65,7 +68,9 @@ def read_index(folder: Path) -> Index:
         tensors = {name: _tensor(name, entry, block, files) for name, entry in content["tensors"].items()}
         pairs = [(stored.file, stored.key) for tensor in tensors.values() for stored in tensor.stored]
         _demand(len(set(pairs)) == len(pairs), "two boxes share the same bytes")
-        return Index(block, files, tensors, str(content["state"]))
+        state_file = content.get("state_file", "state.json")
+        _demand(type(state_file) is str and _STATE_NAME.fullmatch(state_file) is not None, f"state {state_file!r}")
+        return Index(block, files, tensors, str(content["state"]), state_file)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} is not a valid index: {error}") from None
 
@@ -114,11 +119,17 @@ class ShardFile:
         """Raises Damaged when the file is missing or another one."""
         self.path, self.size = path, size
         check_size(path, size)
+        if not isinstance(path, UrlPath):
+            try:
+                self._file = open(path, "rb", buffering=0)
+            except OSError as error:
+                raise unreadable(path, error) from None
         try:
-            self._file = open(path, "rb", buffering=0)
-        except OSError as error:
-            raise unreadable(path, error) from None
-        self.entries = self._parse(header_checksum)
+            self.entries = self._parse(header_checksum)
+        except Damaged:
+            if not isinstance(path, UrlPath):
+                raise
+            self.entries = self._parse(header_checksum)  # it may have been damaged on its way
 
     def _parse(self, header_checksum: str) -> dict[str, tuple[int, str, list[int]]]:
         """Key -> (first byte, dtype code, shape)."""
@@ -148,12 +159,20 @@ class ShardFile:
         done = 0
         while done < len(data):
             try:
-                count = os.preadv(self._file.fileno(), [data[done:]], at + done)
+                count = self._read(at + done, data[done:])
             except OSError as error:
                 raise unreadable(self.path, error, what) from None
             if count == 0:
                 raise Damaged(f"{self.path} ends in {what}, at byte {at + done:,}")
             done += count
+
+    def _read(self, at: int, data: memoryview) -> int:
+        """Fill the front of `data` with bytes from `at` on; how many there were."""
+        if not isinstance(self.path, UrlPath):
+            return os.preadv(self._file.fileno(), [data], at)
+        found = self.path.read_range(at, len(data))
+        data[: len(found)] = found
+        return len(found)
 
 
 def check_size(path: Path, size: int) -> None:

@@ -29,6 +29,7 @@ from megatron.checkpoint.store import Lasting, Piece
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
 from megatron.storage.durable import Damaged
+from megatron.storage.urls import location
 
 RETRY_AFTER = 2.0  # seconds; twice as long before each further try
 FIRST_AUTO = 10  # steps before the first save of --save-interval auto, which measures what a save costs
@@ -163,12 +164,13 @@ class Keeper:
 
     def _open(self, folder: str) -> Saver:
         return Saver(
-            Path(folder),
+            location(folder),
             keep_last=self.settings.keep_last,
             retain_interval=self.settings.save_retain_interval,
             rank=self.rank,
             exchange=self.exchange,
             in_use=lambda: self._copies.present if self._copies else None,
+            say=self.say,
         )
 
     def _plan(self, iteration: int, stall: float) -> None:

@@ -23,8 +23,10 @@ from megatron.checkpoint.index import ShardFile, Stored, Tensor, check_size, rea
 from megatron.checkpoint.store import CODES, Piece, as_bytes
 from megatron.errors import CheckpointError
 from megatron.storage.durable import Damaged, checksum, read_sealed
+from megatron.storage.urls import UrlPath, location
 
 PART = 1 << 26  # bytes of a part that `Reader.parts` yields: 16 blocks, so that few blocks are read twice
+_REQUESTS = 16  # at a time, to an object store: each waits for tens of milliseconds
 _OPEN_FILES = 64  # at a time; a large job wrote thousands
 _STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict)  # where they are there
 _LISTED = 8  # tensors that a message lists
@@ -54,17 +56,20 @@ class Reader:
     `verify` reads everything. Raises Damaged, which names file and tensor.
     """
 
-    def __init__(self, folder: Path, num_threads: int = 2):
-        self.folder, self.num_threads = Path(folder), num_threads
+    def __init__(self, folder: Path | UrlPath, num_threads: Optional[int] = None):
+        self.folder = location(folder)
+        self.remote = isinstance(self.folder, UrlPath)
+        self.num_threads = num_threads or (_REQUESTS if self.remote else 2)
         self.index = read_index(self.folder)
         self.tensors = self.index.tensors
-        mark, self.state = read_sealed(self.folder / "state.json")
+        state_path = self.folder / self.index.state_file
+        mark, self.state = read_sealed(state_path)
         if mark != self.index.state_checksum:
-            raise Damaged(f"{self.folder / 'state.json'} is not the one that index.json was written with")
+            raise Damaged(f"{state_path} is not the one that index.json was written with")
         wrong = [name for name, kind in _STATE.items() if not isinstance(self.state.get(name, kind()), kind)]
         groups = [] if wrong else self.state.get("config", {}).values()
         if wrong or not all(isinstance(group, dict) for group in groups):
-            raise Damaged(f"{self.folder / 'state.json'} is not what a run saves: {', '.join(wrong) or 'config'}")
+            raise Damaged(f"{state_path} is not what a run saves: {', '.join(wrong) or 'config'}")
         self._files: dict[str, ShardFile] = {}
         self._lock, self._thread = threading.Lock(), threading.local()
         self.bytes_read = 0  # of tensors, by all calls so far
@@ -244,14 +249,16 @@ class Reader:
     def _fetch(self, stored: Stored, number: int, at: int, block: torch.Tensor) -> None:
         """Read a block of a stored box into `block` [bytes] uint8 and compare its checksum."""
         file, data = self._file(stored.file), memoryview(block.numpy())
-        file.read_into(at, data, stored.key)
-        with self._lock:
-            self.bytes_read += len(data)
-        if checksum(data) != stored.checksums[number]:
-            raise Damaged(
-                f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
-                "have the checksum that they were written with"
-            )
+        for _ in range(2 if self.remote else 1):  # what came over a network may be good when it is asked for again
+            file.read_into(at, data, stored.key)
+            with self._lock:
+                self.bytes_read += len(data)
+            if checksum(data) == stored.checksums[number]:
+                return
+        raise Damaged(
+            f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
+            "have the checksum that they were written with"
+        )
 
     def _locate(self, name: str, stored: Stored) -> int:
         """First byte of a stored box in its file; Damaged unless the file's header agrees with the index."""

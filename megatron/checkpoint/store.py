@@ -15,19 +15,20 @@ for each other is the caller's affair (`state.Saver`), so nothing here knows abo
 """
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
+from megatron.checkpoint.storage import Place, storage_of
 from megatron.errors import CheckpointError
-from megatron.storage.durable import checksum, read_sealed, require_space, seal, storage, sync_folder, write_synced
+from megatron.storage.durable import checksum, read_sealed, seal, storage
+from megatron.storage.urls import Draft
 
 FORMAT, VERSION = "boxes in safetensors", 1
+_REQUESTS = 16  # at a time, to an object store
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
 DTYPES = {
@@ -115,7 +116,7 @@ def at_once(piece: Piece) -> Iterable[torch.Tensor]:
     return (piece.tensor,)
 
 
-def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once) -> int:
+def write_shard(folder: Place, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once) -> int:
     """Write this writer's file and its part of the index into `folder`, durably; returns the bytes of the file.
 
     Empty pieces only tell that their tensor exists. `parts` makes the content of a piece while it is written, for more
@@ -131,18 +132,16 @@ def write_shard(folder: Path, writer: int, pieces: Iterable[Piece], block: int =
     pieces.sort(key=lambda piece: -piece.tensor.element_size())  # keeps every piece aligned to its elements
     path = folder / f"shard_{writer:05d}.safetensors"
     header, size = _header(pieces)
-    require_space(folder, size)
-    with storage(path, size), open(path, "wb", buffering=0) as file:
+    with storage_of(folder).create(path, size) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
             sums = _write_blocks(file, parts(piece), block)
             assert len(sums) == -(-piece.tensor.nbytes // block), f"{_key(piece)}: its parts are not the whole"
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
-        os.fsync(file.fileno())
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     partial = folder / f"part_{writer:05d}.json"
     with storage(partial):
-        write_synced(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
+        storage_of(folder).write(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
     return size
 
 
@@ -192,31 +191,25 @@ def _write_all(file, data: memoryview) -> None:
 # ---------------------------------------------------------------------------------------------------- one of them
 
 
-def commit(folder: Path, final: Path, num_writers: int, state: dict[str, Any]) -> None:
+def commit(folder: Place, final: Place, num_writers: int, state: dict[str, Any]) -> None:
     """Join the parts of the index, check that they make whole tensors, and let `folder` appear as `final`.
 
     Called once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. A checkpoint that is there already is
-    set aside as `.old-<name>-...` for the moment between two renames, and left for the caller to delete. Raises
+    set aside or replaced, as `storage.Storage` says of each kind, and what it leaves is for the caller to clean. Raises
     CheckpointError when the pieces do not tile the tensors exactly once, StorageError when the disk fails.
     """
-    index = merge([read_sealed(folder / f"part_{writer:05d}.json")[1] for writer in range(num_writers)])
+    parts = [folder / f"part_{writer:05d}.json" for writer in range(num_writers)]
+    with ThreadPoolExecutor(_REQUESTS if isinstance(folder, Draft) else 1) as pool:
+        index = merge([content for _, content in pool.map(read_sealed, parts)])
+    place, state_path = storage_of(folder), folder / "state.json"
     with storage(folder):
         state_sum, content = seal(state)
-        write_synced(folder / "state.json", content)
+        place.write(state_path, content)
         head = {"format": FORMAT, "version": VERSION, "state": state_sum}
-        write_synced(folder / "index.json", seal({**head, **index})[1])
-        for writer in range(num_writers):
-            os.unlink(folder / f"part_{writer:05d}.json")
-        sync_folder(folder)
-        appear(folder, final)
-
-
-def appear(folder: Path, final: Path) -> None:
-    """Give a complete checkpoint that is on the disk its name; one of that name is set aside, as in `commit`."""
-    if final.exists():
-        os.rename(final, final.with_name(f".old-{final.name}-{secrets.token_hex(4)}"))
-    os.rename(folder, final)
-    sync_folder(final.parent)
+        if isinstance(folder, Draft):
+            head.update(state_file=state_path.name, token=folder.token)
+        sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
+        place.publish(folder, final, seal({**head, **index})[1], sizes, parts)
 
 
 def merge(parts: Iterable[dict]) -> dict:

@@ -10,8 +10,6 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.storage.durable import Damaged
 
-OWN_FILES = ("index.json", "state.json")
-
 
 def summary(reader: Reader) -> dict[str, Any]:
     """A checkpoint as a dict that JSON can hold: what inspect prints, and what scripts want."""
@@ -79,7 +77,7 @@ def overview(folder: Path) -> list[str]:
 
 def foreign_files(folder: Path, reader: Optional[Reader]) -> list[str]:
     """What lies in a checkpoint's directory and belongs to no part of it, one sentence each."""
-    known = {*OWN_FILES, *(reader.index.files if reader else ())}
+    known = {"index.json", *((reader.index.state_file, *reader.index.files) if reader else ("state.json",))}
     return [f"{path} does not belong to the checkpoint" for path in sorted(folder.iterdir()) if path.name not in known]
 
 

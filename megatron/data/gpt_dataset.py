@@ -30,6 +30,7 @@ from megatron.data.index_maps import (
 )
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
+from megatron.data.remote import nearby
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 
@@ -101,7 +102,7 @@ class Request:
 
     def open(self, prefix: str) -> IndexedDataset:
         if prefix not in self.files:
-            self.files[prefix] = IndexedDataset(prefix)
+            self.files[prefix] = IndexedDataset(nearby(prefix, self.cache, self.say))
         return self.files[prefix]
 
     def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:

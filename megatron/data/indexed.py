@@ -58,6 +58,10 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = bare_prefix(prefix)
+        if "://" in self.prefix:
+            raise DataError(
+                f"{self.prefix} is not on this machine", do="copy .bin and .idx here, and give their prefix"
+            )
         self._index_path = f"{self.prefix}.idx"
         index = _map(self._index_path, self.prefix)
         self.dtype, sequences, documents = _read_header(self._index_path, index)

@@ -21,6 +21,7 @@ from megatron.errors import Failure, SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.spelling import settings_of, spellings_of
+from megatron.storage.urls import location
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
@@ -225,7 +226,7 @@ def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
     """The iteration of the newest complete checkpoint of a folder. Whether it is whole is seen when it is loaded."""
     found = [
         int(match[1])
-        for path in Path(folder or "/nonexistent").glob("iter_*")
+        for path in location(folder or "/nonexistent").glob("iter_*")
         if (match := CHECKPOINT.fullmatch(path.name)) and (path / "index.json").exists()
     ]
     return max(found, default=None)

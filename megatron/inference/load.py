@@ -15,6 +15,7 @@ from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
+from megatron.storage.urls import UrlPath, location
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     step: a certain iteration instead of the newest.
     Raises CheckpointError when nothing valid is there.
     """
-    record = _record(Path(folder), step)
+    record = _record(location(folder), step)
     config = schema.from_record(record["config"])
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
@@ -58,11 +59,11 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     for own in owned_ranges(units, 0, 1):
         materialise(own.unit, weights[own.unit.place])
         pieces += pieces_of(own, weights[own.place], Mesh().place)
-    restored = restore(Path(folder), pieces, step=step, cast=True)
+    restored = restore(location(folder), pieces, step=step, cast=True)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
 
 
-def _record(folder: Path, step: Optional[int]) -> dict[str, Any]:
+def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     """What the newest good checkpoint's state.json holds."""
     with Reader(choose(folder, step=step).paths[0]) as reader:
         record = reader.state

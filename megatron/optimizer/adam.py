@@ -5,7 +5,7 @@ State that is offloaded lives in the memory of the host and is stepped by the CP
 State in a file is `disk.py`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.optim.adamw import adamw
@@ -15,10 +15,23 @@ from megatron.settings import schema
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Ranges = dict[bool, list[slice]]  # with weight decay or without -> stretches of flat state
+Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
 
 
 class OwnedState:
-    """What all kinds of state have: consecutive owned ranges, and where they lie in flat main weights and moments."""
+    """State of consecutive owned ranges, wherever it is stored: on the device, on the host (`AdamState`), in a file.
+
+    main, moments:  flat fp32 tensors of `size` elements, and name -> such a tensor; to be used between two steps
+    nbytes:         what it holds in memory
+    offload:        the main weights are no memory of the model's
+    direct:         a step brings new main weights into the model's weights itself (`targets`), so that these are up to date
+    """
+
+    main: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    nbytes: int
+    offload: bool
+    direct = False
 
     def __init__(self, owned: Sequence[Owned]):
         self.owned = owned
@@ -29,6 +42,25 @@ class OwnedState:
     def place(self, own: Owned) -> slice:
         """Where an owned range lies in `main` and the moments."""
         return slice(own.place.start - self.span.start, own.place.stop - self.span.start)
+
+    def step(
+        self,
+        reduced: torch.Tensor,
+        step_count: int,
+        lr: float,
+        weight_decay: float,
+        settings: schema.Optimizer,
+        targets: Targets = (),
+    ) -> None:
+        """One update from the shard's gradients; `step_count`: updates so far; `targets` matter where it is `direct`."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """What `lasts` keeps its present content until this is called again, steps or no steps."""
+
+    def lasts(self, flat: torch.Tensor) -> bool:
+        """Whether `keep` is about `flat`, which is the main weights or one of the moments."""
+        return False
 
     def _ranges(self, decay: bool) -> list[slice]:
         """The stretches of the state with (or without) weight decay."""
@@ -61,12 +93,18 @@ class AdamState(OwnedState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of main weights and moments."""
         return self.main.nbytes + sum(moment.nbytes for moment in self.moments.values())
 
     @torch.no_grad()
-    def step(self, reduced: torch.Tensor, step_count: int, lr: float, weight_decay: float, settings: schema.Optimizer):
-        """One update from the shard's gradients; `step_count`: updates so far."""
+    def step(
+        self,
+        reduced: torch.Tensor,
+        step_count: int,
+        lr: float,
+        weight_decay: float,
+        settings: schema.Optimizer,
+        targets: Targets = (),
+    ) -> None:
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)

@@ -17,18 +17,16 @@ it is, for the next step reads that copy and writes the other one.
 """
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
 import torch
 
-from megatron.optimizer.adam import MOMENTS, OwnedState, Ranges, update
+from megatron.optimizer.adam import MOMENTS, OwnedState, Ranges, Targets, update
 from megatron.optimizer.scratch import SLOTS, Scratch, buffer_bytes, file_bytes, part_size
 from megatron.optimizer.units import Owned
 from megatron.settings import schema
-
-Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
 
 
 class DiskState(OwnedState):
@@ -50,7 +48,7 @@ class DiskState(OwnedState):
         copies: int = 1,
     ):
         super().__init__(owned)
-        self.memory, self.offload = memory, memory is None
+        self.memory, self.offload, self.direct = memory, memory is None, memory is None
         self.names = MOMENTS if memory is not None else ("main", *MOMENTS)
         self.away = reduced.device.type != "cpu"  # gradients and weights of the model are not in the host's memory
         self.on_disk = file_bytes(self.size, len(self.names) * copies)
@@ -88,6 +86,10 @@ class DiskState(OwnedState):
         """What is in the file now stays: the next step writes into the other copy."""
         assert self._copies == 2, "this state was made with one copy"
         self._next = 1 - self._current
+
+    def lasts(self, flat: torch.Tensor) -> bool:
+        """Whether a tensor of the state is in the file."""
+        return flat is not self.memory
 
     @torch.no_grad()
     def step(

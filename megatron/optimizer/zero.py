@@ -19,16 +19,16 @@ says in `step` what to multiply them by, so that averaging, un-scaling and clipp
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
 
 from megatron.checkpoint.store import Lasting, Piece
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.adam import AdamState, divide
-from megatron.optimizer.disk import DiskState, Targets
+from megatron.optimizer.adam import OwnedState, Targets
 from megatron.optimizer.gradients import Gradients
+from megatron.optimizer.storage import store
 from megatron.optimizer.units import Chunks, Owned, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
 from megatron.optimizer.weights import Weights
 from megatron.settings import schema
@@ -91,27 +91,15 @@ class ShardedAdamW:
             ahead=parallel.overlap_grad_reduce,
             arrived=self.weights.arrived,
         )
-        self.states = self._states(copies=1 + lasting)
+        self.states = store(
+            self.owned, self.reduced, settings, self._parameters_of, whole=self.weights.keep, copies=1 + lasting
+        )
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
         self._draw(seed)
         self.weights.attach(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
-
-    def _states(self, copies: int) -> list[Union[AdamState, DiskState]]:
-        """State on the host, on disk, and on the device; fp32 parameters that are kept whole serve as main weights."""
-        settings, states = self.settings, []
-        on_host, on_disk, others = divide(self.owned, settings.host_share, settings.nvme_offload_fraction)
-        if on_host:
-            states.append(AdamState(on_host, self.reduced, offload=True))
-        if on_disk:
-            memory = self._parameters_of(on_disk, self.weights.keep)
-            states.append(DiskState(on_disk, self.reduced, settings.nvme_offload_dir, memory=memory, copies=copies))
-        if others:
-            memory = self._parameters_of(others, True) if self.weights.keep else None
-            states.append(AdamState(others, self.reduced, offload=False, memory=memory))
-        return states
 
     def _parameters_of(self, owned: list[Owned], keep: bool) -> Optional[torch.Tensor]:
         """Memory of fp32 parameters that are main weights too, end to end; None where these are others."""
@@ -146,20 +134,16 @@ class ShardedAdamW:
                 self.weights.put(own.unit, whole)
         self._fill(self.states)
 
-    def _in_file(self, state: Union[AdamState, DiskState]) -> bool:
-        """Whether the main weights are in a file. What has them in the model's format is then up to date at all times."""
-        return isinstance(state, DiskState) and state.memory is None
-
-    def _targets(self, state: Union[AdamState, DiskState]) -> Targets:
+    def _targets(self, state: OwnedState) -> Targets:
         """Parameters, or shards of them, that have the values of main weights: (where in the state, memory)."""
         if self.weights.keep:
-            for own in state.owned if self._in_file(state) else ():
+            for own in state.owned if state.direct else ():
                 yield state.place(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
         elif self.shards[self.states.index(state)] is not state.main:
             yield slice(0, state.size), self.shards[self.states.index(state)]
 
     @torch.no_grad()
-    def _fill(self, states: Iterable[Union[AdamState, DiskState]]) -> None:
+    def _fill(self, states: Iterable[OwnedState]) -> None:
         for state in states:
             main = state.main
             for where, target in self._targets(state):
@@ -168,7 +152,7 @@ class ShardedAdamW:
     def _piece(self, unit: Unit) -> torch.Tensor:
         """This rank's shard of a unit's parameters, ready to be gathered."""
         own, state = self.sources[unit.name]
-        if self.weights.keep and self._in_file(state):
+        if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
             return piece if self.mesh.shard.size == 1 else piece.clone()  # it is gathered into its own place
         flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
@@ -252,18 +236,17 @@ class ShardedAdamW:
         with phase("scale"):
             if scale != 1.0:
                 self.reduced.mul_(scale)
-        direct = self.weights.keep and any(map(self._in_file, self.states))
+        direct = self.weights.keep and any(state.direct for state in self.states)
         with phase("inner"), self.present() if direct else nullcontext():  # nothing is on its way into the parameters
             for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
-                there = dict(targets=self._targets(state)) if self._in_file(state) else {}
-                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings, **there)
+                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings, self._targets(state))
         self.step_count += 1
         self.publish(read=False)
 
     def publish(self, read: bool = True) -> None:
-        """Main weights -> weights of the model. `read`: also those in files, which a step has brought there already."""
+        """Main weights -> weights of the model. `read`: also those that a step has brought there already."""
         with phase("copy"):
-            self._fill(state for state in self.states if read or not self._in_file(state))
+            self._fill(state for state in self.states if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
             self.weights.renew()
 
@@ -283,15 +266,14 @@ class ShardedAdamW:
         """
         found = []
         for state in self.states:
-            kept = lasting and isinstance(state, DiskState)
-            if kept:
+            if lasting:
                 state.keep()
             flats = {"": state.main}
             if moments:
                 flats |= {f"optimizer.{name}.": flat for name, flat in state.moments.items()}
             for prefix, flat in flats.items():
-                in_file = isinstance(state, DiskState) and flat is not state.memory
+                lasts = lasting and state.lasts(flat)
                 for own in state.owned:
                     own_pieces = pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
-                    found += [Lasting(*piece) for piece in own_pieces] if kept and in_file else own_pieces
+                    found += [Lasting(*piece) for piece in own_pieces] if lasts else own_pieces
         return found

@@ -13,6 +13,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
 from megatron.settings.rules import tokenizer_type
+from megatron.storage.urls import UrlPath, location
 from megatron.training import rules
 
 
@@ -115,7 +116,7 @@ def prefixes(words: list[str]) -> list[str]:
 
 def file_problems(config: schema.Config) -> list[str]:
     """Data, vocabulary and checkpoints that the settings name and that are not here, damaged or of another vocabulary."""
-    lost = [(flag, path) for flag, path in named_files(config) if not Path(path).exists()]
+    lost = [(flag, path) for flag, path in named_files(config) if not location(path).exists()]
     found, told = [], set()
     for flag, path in lost:
         prefix = path.removesuffix(".idx").removesuffix(".bin")
@@ -135,7 +136,7 @@ def _damaged(config: schema.Config) -> list[str]:
     found = []
     for flag, path in named_files(config):
         prefix = path.removesuffix(".idx")
-        if prefix == path or not (Path(path).exists() and Path(f"{prefix}.bin").exists()):
+        if prefix == path or "://" in path or not (Path(path).exists() and Path(f"{prefix}.bin").exists()):
             continue
         try:
             if not IndexedDataset(prefix).sequence_lengths.sum():
@@ -154,7 +155,7 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     from megatron.tokenizer import build_tokenizer
 
     kind = t.tokenizer_type or tokenizer_type(t, config.data.mock_data)
-    paths = [prefix for _, found in blends(config.data) for prefix in found]
+    paths = [prefix for _, found in blends(config.data) for prefix in found if "://" not in prefix]
     try:
         refuse_other_vocabulary(paths, build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
     except (DataError, SettingsError) as error:
@@ -165,10 +166,12 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
 def _folders(c: schema.Checkpoint) -> list[str]:
     """Folders of checkpoints that cannot be read from or written to."""
     found = []
-    if c.load and not c.auto_resume and not any(Path(c.load).glob("iter_*")):
+    if c.load and not c.auto_resume and not any(location(c.load).glob("iter_*")):
         found.append(f"--load {c.load} holds no checkpoint; check the path, or add --auto-resume to start without one")
     for flag, folder in (("--save", c.save), ("--save-mirror", c.save_mirror)):
-        existing = next((p for p in (Path(folder), *Path(folder).parents) if p.exists()), None) if folder else None
+        if not folder or isinstance(location(folder), UrlPath):
+            continue
+        existing = next((p for p in (Path(folder), *Path(folder).parents) if p.exists()), None)
         if existing and not existing.is_dir():
             found.append(f"{flag} {folder}: {existing} is a file; give a folder")
     return found

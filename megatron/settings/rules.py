@@ -14,6 +14,7 @@ from os.path import realpath
 from types import SimpleNamespace
 
 from megatron.settings import batch, schema
+from megatron.storage.urls import UrlPath, local_folder, location
 
 
 def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]) -> tuple[list[str], SimpleNamespace]:
@@ -327,6 +328,13 @@ REMARKS = (
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
+    Rule(
+        lambda s: s.save and isinstance(location(s.save), UrlPath),
+        lambda s: (
+            f"--save {s.save} is for checkpoints; metrics.jsonl, profiles and supervise/ stay on this machine, in "
+            f"{local_folder(s.save)} (--metrics-file, --profile-dir, --log-dir give other places)"
+        ),
+    ),
     Rule(
         lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters,
         lambda s: (

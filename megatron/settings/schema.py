@@ -176,12 +176,17 @@ class Tokenizer:
 class Data:
     """Where tokens come from, and in what order."""
 
-    data_path: Optional[list[str]] = setting("prefix, or weight prefix weight prefix ...", None)
+    data_path: Optional[list[str]] = setting(
+        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...", None
+    )
     train_data_path: Optional[list[str]] = setting("blend for training alone", None)
     valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)
     test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
     split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
-    data_cache_path: Optional[str] = setting("folder for index maps (default: beside the data)", None)
+    data_cache_path: Optional[str] = setting(
+        "folder for index maps (default: beside the data), and for what is fetched of data that lie in an object store",
+        None,
+    )
     verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
     mock_data: bool = setting("deterministic synthetic samples, no files", False)
     dataloader_type: Literal["single", "cyclic"] = setting(
@@ -296,8 +301,10 @@ class Recompute:
 class Checkpoint:
     """Where state is kept."""
 
-    save: Optional[str] = setting("folder to save into", None, "--output-dir")
-    load: Optional[str] = setting("folder to resume from", None)
+    save: Optional[str] = setting(
+        "folder to save into, or the URL of one in an object store (s3://bucket/run)", None, "--output-dir"
+    )
+    load: Optional[str] = setting("folder or URL to resume from", None)
     save_interval: Optional[int] = setting(
         "steps between checkpoints; auto: from what a save costs (see --mean-time-to-interruption)",
         None,
@@ -312,9 +319,11 @@ class Checkpoint:
     )
     async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
     save_retries: int = setting("a save that failed is tried again this often", 2)
-    save_mirror: Optional[str] = setting("folder for checkpoints that --save does not take, after all retries", None)
+    save_mirror: Optional[str] = setting(
+        "folder or URL for checkpoints that --save does not take, after all retries", None
+    )
     save_copy: Optional[str] = setting(
-        "folder for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
+        "folder or URL for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
     )
     max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)

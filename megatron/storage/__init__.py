@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that survive a power cut, and what stands for them elsewhere."""
+"""Files that lie in an object store: what checkpoints and token files need of one. Plain paths never come here."""

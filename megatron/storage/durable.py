@@ -19,6 +19,7 @@ from typing import Any, Optional
 import xxhash
 
 from megatron.errors import CheckpointError, Failure, Locked, StorageError
+from megatron.storage.urls import UrlPath
 
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
 _SEAL = '{{"checksum": "{}"'
@@ -68,6 +69,15 @@ def seal(content: dict[str, Any]) -> tuple[str, bytes]:
 
 def read_sealed(path: Path) -> tuple[str, dict[str, Any]]:
     """(checksum, content) of a sealed JSON file. Raises Damaged when it is absent, torn, altered or no such file."""
+    try:
+        return _unseal(path)
+    except Damaged:
+        if not isinstance(path, UrlPath):
+            raise
+        return _unseal(path)  # what came over a network may be good when it is asked for again
+
+
+def _unseal(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         size = path.stat().st_size
         if not path.is_file() or size > _SEALED_LIMIT:
@@ -123,6 +133,8 @@ def storage(path: Path, needed: Optional[int] = None):
     try:
         yield
     except OSError as error:
+        if isinstance(path, UrlPath):
+            raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
         at = next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path("/"))
         try:
             free = f"{shutil.disk_usage(at).free:,} bytes free in {at}"
@@ -172,6 +184,9 @@ class WriterLock:
             raise Locked(f"{folder} is being written by another job", f"held by {holder}", do) from None
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def check(self) -> None:
+        """Nothing: whoever holds a lock of the kernel's holds it until it lets go. A lease has to look."""
 
     def release(self) -> None:
         """Let others write. Harmless when repeated."""

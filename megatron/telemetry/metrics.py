@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.settings.schema import Logging
+from megatron.storage.urls import local_folder
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -117,7 +118,11 @@ class Metrics:
         if logging.tensorboard_dir:
             self.trackers.append(TensorBoard(logging.tensorboard_dir))
         if logging.wandb_project:
-            self.trackers.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, save, header))
+            self.trackers.append(
+                WeightsAndBiases(
+                    logging.wandb_project, logging.wandb_exp_name, save and str(local_folder(save)), header
+                )
+            )
         if logging.log_progress and sys.stderr.isatty():
             self.progress = _progress_line(run.train_iters, iteration)
 
@@ -296,10 +301,10 @@ class Metrics:
 
 
 def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
-    """Where the JSON lines go: `--metrics-file`, or metrics.jsonl beside the checkpoints, or nowhere."""
+    """Where the JSON lines go: `--metrics-file`, or metrics.jsonl in the `local_folder` of --save, or nowhere."""
     if logging.metrics_file:
         return Path(logging.metrics_file)
-    return Path(save) / "metrics.jsonl" if save else None
+    return local_folder(save) / "metrics.jsonl" if save else None
 
 
 def console_line(step: Step, interval: _Interval, run: Run, rates: dict[str, float]) -> str:

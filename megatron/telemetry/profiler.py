@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.errors import StorageError
 from megatron.settings import schema
+from megatron.storage.urls import local_folder
 from megatron.telemetry.phases import PHASES
 
 COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
@@ -32,7 +33,7 @@ class Profiler:
 
     def __init__(self, config: schema.Config, rank: int, device: torch.device, say: Callable[[str], None]):
         self.settings, self.rank, self.device, self.say = config.profiling, rank, device, say
-        self.folder = Path(self.settings.profile_dir or Path(config.checkpoint.save or ".") / "profile")
+        self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
         self.chosen = self.settings.profile and self.rank in (self.settings.profile_ranks or [0])
         self.under_way: Optional[profile] = None
 

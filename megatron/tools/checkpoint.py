@@ -10,7 +10,8 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2 or Llama from Hugging Face transformers
     python -m megatron.tools.checkpoint from-megatron PATH OUT Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
 
-PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint.
+PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint; or the
+URL of one (s3://bucket/run).
 `COMMAND --help` lists the flags of a command.
 """
 
@@ -24,6 +25,7 @@ from typing import Literal, Optional
 from megatron.errors import CheckpointError, UsageError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import Tokenizer, setting
+from megatron.storage.urls import UrlPath, location
 from megatron.tools.checkpoint_convert import FromHF, FromMegatron, ToHF, from_hf, from_megatron, to_hf
 
 
@@ -105,7 +107,11 @@ def main(argv: list[str]) -> None:
             "paths come before flags",
             f"{prog} --flags ...",
         )
-    run(*map(Path, words[1:]), *settings.values())
+    places = [location(word) for word in words[1:]]
+    for operand, place in zip(operands, places):
+        if isinstance(place, UrlPath) and (name.startswith("from-") or (name, operand) == ("to-hf", "OUT")):
+            raise UsageError(f"{name}: {operand} must be a folder, and {place} is a URL", do="reshard copies to a URL")
+    run(*places, *settings.values())
 
 
 def inspect(path: Path, which: Which, how: Inspect) -> None:
@@ -219,7 +225,8 @@ def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
 def prune(path: Path, which: Which, how: Prune) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
-    from megatron.storage.durable import WriterLock, storage
+    from megatron.checkpoint.storage import storage_of
+    from megatron.storage.durable import storage
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
         raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
@@ -238,7 +245,7 @@ def prune(path: Path, which: Which, how: Prune) -> None:
             do="a training run that saves there writes it anew",
         )
     with storage(path):
-        lock = WriterLock(path)
+        lock = storage_of(path).lock(path, print)
     try:
         _, problems = survey.verify(found[newest])
         if problems:

@@ -26,6 +26,7 @@ from megatron.guard.heartbeat import read_beats
 from megatron.settings.batch import total_iterations
 from megatron.settings.parse import parse
 from megatron.settings.schema import Config, from_record, setting
+from megatron.storage.urls import location
 from megatron.telemetry.metrics import duration
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
@@ -142,7 +143,7 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
 
 def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], float]:
     """(iteration of the newest checkpoint, when it was written): beside the metrics, or under `--save`."""
-    for place in (folder, Path(config.checkpoint.save) if config and config.checkpoint.save else folder):
+    for place in (folder, location(config.checkpoint.save) if config and config.checkpoint.save else folder):
         found = newest_checkpoint(str(place))
         if found is not None:
             return found, _written(place / f"iter_{found:07d}" / "index.json")

@@ -15,6 +15,7 @@ Under SLURM it takes the place of the batch script, and srun stands in the comma
         srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 ... pretrain_gpt.py --save ckpt ...
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import Failure, SettingsError, UsageError, run_main
+from megatron.errors import Failure, SettingsError, StorageError, UsageError, run_main
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
@@ -38,6 +39,7 @@ from megatron.guard.stacks import explain
 from megatron.planner.replan import fewer_ranks
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.storage.urls import local_folder, location
 
 FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to say how
@@ -202,7 +204,9 @@ class Supervisor:
     def report(self, outcome: str, verdict: Verdict) -> int:
         """The account, on the terminal and in goodput.json; returns the exit code."""
         code = verdict.code if verdict.code >= 0 else 128 - verdict.code
-        saved = len(list(Path(self.save).glob("iter_*"))) if self.save else 0
+        saved = 0
+        with contextlib.suppress(StorageError):  # a store that is away: the account of the time counts
+            saved = len(list(location(self.save).glob("iter_*"))) if self.save else 0
         found = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
         path = self.logs / "goodput.json"
         try:
@@ -404,9 +408,9 @@ def _as_launcher() -> None:
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
-    """Where the job's output and account stay: `--log-dir`, or beside the checkpoints, or in a temporary folder."""
+    """Where the job's output and account stay: `--log-dir`, or in the `local_folder` of --save, or in a temporary one."""
     if asked or save:
-        return Path(asked or Path(save) / "supervise")
+        return Path(asked or local_folder(save) / "supervise")
     return Path(tempfile.mkdtemp(prefix="supervise-"))
 
 

@@ -18,6 +18,7 @@ from megatron.data import manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import Batches
+from megatron.data.remote import nearby
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
@@ -38,6 +39,7 @@ from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import Wire, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
+from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.metrics import Run as Rates
 from megatron.telemetry.peak_flops import peak_flops
@@ -65,7 +67,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, say)
     saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
-    refuse_other_vocabulary(all_paths(config.data), tokenizer)
+    refuse_other_vocabulary(all_paths(config.data, say), tokenizer)
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
@@ -178,10 +180,10 @@ def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 
-def all_paths(data: schema.Data) -> list[str]:
-    """Every prefix that is read, weights between them."""
+def all_paths(data: schema.Data, say) -> list[str]:
+    """Every prefix that is read, on this machine, weights between them."""
     lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return [word for words in lists for word in words or ()]
+    return [nearby(word, data.data_cache_path, say) for words in lists for word in words or ()]
 
 
 def verify_data(data: schema.Data, context: Context, say) -> None:
@@ -195,7 +197,9 @@ def verify_data(data: schema.Data, context: Context, say) -> None:
     started, problems = time.perf_counter(), []
     try:
         for prefix in prefixes:
-            problems += manifest.verify(prefix, context.mesh.rank, context.mesh.world_size)
+            problems += manifest.verify(
+                nearby(prefix, data.data_cache_path, say), context.mesh.rank, context.mesh.world_size
+            )
     except DataError as missing:
         problems.append(str(missing))
     problems = sorted({problem for found in exchange_over(context)(problems) for problem in found})
@@ -259,9 +263,9 @@ def open_saver(settings: schema.Checkpoint, context: Context, say) -> Optional[K
 SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
 
 
-def load_folder(settings: schema.Checkpoint, exchange) -> Path:
+def load_folder(settings: schema.Checkpoint, exchange) -> Path | UrlPath:
     """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
-    folders = [Path(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
+    folders = [location(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
     this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
     newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
     return exchange(newest)[0]
@@ -317,13 +321,15 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
     The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
     would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
     """
-    if settings.save is None or (settings.load and Path(settings.load).resolve() == Path(settings.save).resolve()):
+    if settings.save is None or (
+        settings.load and location(settings.load).resolve() == location(settings.save).resolve()
+    ):
         return
     flags = {"--save": settings.save}
     if settings.load is None:
         flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
     for flag, folder in flags.items():
-        newest = exchange(max(checkpoints(Path(folder)), default=0) if folder else 0)[0]
+        newest = exchange(max(checkpoints(location(folder)), default=0) if folder else 0)[0]
         if newest > iteration:
             raise CheckpointError(
                 f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",

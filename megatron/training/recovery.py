@@ -2,13 +2,13 @@
 """Where a run leaves the straight road: steps that are left out, the way back from a spike, an end before the last step."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import NumericsError, Preempted
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import Verdict
 from megatron.optimizer.lr_schedule import learning_rate
+from megatron.storage.urls import location
 from megatron.telemetry.metrics import Step
 from megatron.training.build import load
 from megatron.training.state import Run
@@ -59,7 +59,7 @@ def checkpoint_before(folder: str, first: int, spike: int) -> int:
     """The iteration of the newest checkpoint before step `first`, where the trouble is taken to begin; else of the oldest
     one before the spike. Raises NumericsError when there is none.
     """
-    found = [iteration for iteration in checkpoints(Path(folder)) if iteration < spike]
+    found = [iteration for iteration in checkpoints(location(folder)) if iteration < spike]
     if not found:
         raise NumericsError(
             f"iteration {spike} is a spike, and there is no checkpoint before it to go back to",

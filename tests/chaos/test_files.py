@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import folder as state
-from megatron.checkpoint import index, reader, store
+from megatron.checkpoint import index, reader, storage, store
 from megatron.checkpoint.folder import TRACKER, Saver
 from megatron.data import index_cache, manifest, preprocess_output
 from megatron.inference.convert import megatron_pickle
@@ -59,17 +59,17 @@ class WithoutSync:
 
 def test_a_save_without_fsync_turns_it_red(monkeypatch, tmp_path):
     monkeypatch.setattr(durable, "os", WithoutSync())
-    monkeypatch.setattr(store, "os", WithoutSync())
+    monkeypatch.setattr(storage, "os", WithoutSync())
     assert "iter_0000003 has its final name and" in got("crash/save/several-files", tmp_path)
 
 
 def test_one_forgotten_fsync_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "os", WithoutSync())  # of the shards alone
+    monkeypatch.setattr(storage, "os", WithoutSync())  # of the shards alone
     assert "shard_00000.safetensors" in got("crash/save/new", tmp_path)
 
 
 def test_a_folder_that_is_not_synced_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "sync_folder", lambda folder: None)
+    monkeypatch.setattr(storage, "sync_folder", lambda folder: None)
     assert "iter_0000003" in got("crash/save/new", tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_a_tracker_that_is_written_first_turns_it_red(monkeypatch, tmp_path):
     finish = Saver._finish
 
     def tracker_first(self, temporary, final, writers, iteration, content):
-        state.replace_file(self.folder / TRACKER, str(iteration).encode())
+        storage.replace_file(self.folder / TRACKER, str(iteration).encode())
         return finish(self, temporary, final, writers, iteration, content)
 
     monkeypatch.setattr(Saver, "_finish", tracker_first)
@@ -129,7 +129,8 @@ def quiet(restored):
 
 
 def test_a_full_disk_that_nobody_hears_of_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(store, "storage", lambda path, needed=None: contextlib.suppress(OSError))
+    for module in (storage, store):
+        monkeypatch.setattr(module, "storage", lambda path, needed=None: contextlib.suppress(OSError))
     assert " of 41 faults: " in got("full/save/new", tmp_path)
 
 
@@ -142,7 +143,7 @@ def test_an_error_of_fsync_that_is_swallowed_turns_it_red(monkeypatch, tmp_path)
         except OSError:
             pass
 
-    for module in (durable, store, state):
+    for module in (durable, storage):
         monkeypatch.setattr(module, "sync_folder", swallow)
     assert "something of it is not on the disk" in got("io-error/save/new", tmp_path)
 

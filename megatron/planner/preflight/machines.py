@@ -27,6 +27,7 @@ from megatron.mpu.initialize import Context
 from megatron.mpu.mesh import Axis
 from megatron.planner.preflight.verdict import Check
 from megatron.settings import schema
+from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.run_record import library_versions
 
 CLOCKS = 1.0  # seconds that clocks may differ: logs, heartbeats and checkpoints of several nodes are compared by time
@@ -59,7 +60,7 @@ def check_machines(config: schema.Config, context: Context, checkpoint_bytes: fl
         code_hashes(),
         settings_of(config),
         file_sizes(config),
-        free_bytes(save) if save else None,
+        free_bytes(save) if save and not isinstance(location(save), UrlPath) else None,
     )
     ranks: list[Facts] = collectives.gather_objects(own, world)
     nodes = [facts.node for facts in ranks]
@@ -74,7 +75,7 @@ def check_machines(config: schema.Config, context: Context, checkpoint_bytes: fl
     yield alike("code", ranks, "code", "copy the same code to every node, or use one shared folder")
     yield alike("command", ranks, "settings", "start every rank with the same command line")
     yield check_files(ranks)
-    if save:
+    if own.free is not None:
         least, needed = min(facts.free for facts in ranks) / 1e9, checkpoint_bytes / 1e9
         fault = f"--save {save} has {least:,.1f} GB free, and a checkpoint takes {needed:,.1f} GB"
         yield Check(
@@ -148,7 +149,7 @@ def file_sizes(config: schema.Config) -> dict[str, int | None]:
     found = {}
     for _, path in named_files(config):
         try:
-            found[path] = os.stat(path).st_size
+            found[path] = location(path).stat().st_size
         except OSError:
             found[path] = None
     return found

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token files in an object store: copied once to each machine, and mapped from there like any others.
+
+    --data-path s3://bucket/corpus_text_document --data-cache-path /local/cache
+
+    /local/cache/fetched/corpus_text_document-0f3a.../
+        corpus_text_document.bin  .idx              and .sums.json, .stats.json where the store has them
+        fetched.json                                where they came from, sizes and marks (ETags); written last
+
+Samples are a few KB from anywhere in a .bin: as ranges each would be a request of tens of milliseconds. One process
+fetches while the others wait on a file, as for index maps. A copy is used while the store's objects have the sizes and
+marks that they had when it was made; a .bin or .idx that a manifest describes was compared with it, byte by byte.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.data import manifest
+from megatron.data.indexed import bare_prefix
+from megatron.errors import DataError, SettingsError
+from megatron.storage.durable import Damaged, read_sealed, replace_file, require_space, seal, storage, sync_folder
+from megatron.storage.urls import Stat, UrlPath, location
+
+NEEDED, OPTIONAL = (".idx", ".bin"), (".sums.json", ".stats.json")
+RECEIPT = "fetched.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_SAY_EVERY = 10.0  # seconds between two messages of a process that waits
+_TRIES = 2  # of a copy that is not what the store says
+
+Say = Callable[[str], None]
+
+
+def nearby(prefix: str, cache: Optional[str], say: Say = lambda text: None) -> str:
+    """The prefix of files on this machine that hold what `prefix` names: itself, or for a URL that of a copy in `cache`.
+
+    Raises SettingsError without a cache, DataError for objects that are missing or damaged, StorageError when the store
+    or the cache's disk fails.
+    """
+    source = location(bare_prefix(prefix))
+    if isinstance(source, Path):
+        return str(source) if "://" in prefix else prefix
+    if cache is None:
+        raise SettingsError(
+            f"--data-path {source} needs --data-cache-path",
+            "token files are read from this machine's disk",
+            "--data-cache-path FOLDER: there each machine keeps one copy",
+        )
+    there = _objects(source)
+    folder = Path(cache) / "fetched" / f"{source.name}-{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
+    copy = folder / source.name
+    if not _is_copy(copy, source, there):
+        with storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / ".lock", f"{source} to be fetched", say):
+            if not _is_copy(copy, source, there):
+                _fetch(copy, source, there, say)
+    return str(copy)
+
+
+def _objects(source: UrlPath) -> dict[str, Stat]:
+    """Ending -> size and mark of each object of a prefix."""
+
+    def look(ending: str) -> Optional[Stat]:
+        with contextlib.suppress(FileNotFoundError):
+            return (source.parent / f"{source.name}{ending}").stat()
+        return None
+
+    endings = NEEDED + OPTIONAL
+    with ThreadPoolExecutor(len(endings)) as pool:
+        found = {ending: stat for ending, stat in zip(endings, pool.map(look, endings)) if stat}
+    for ending in NEEDED:
+        if ending not in found:
+            raise DataError(f"{source}{ending}: no such object", do="give the whole prefix, up to _document")
+    return found
+
+
+def _receipt(source: UrlPath, there: dict[str, Stat]) -> dict[str, Any]:
+    return dict(source=str(source), files={e: dict(bytes=s.st_size, mark=s.mark) for e, s in there.items()})
+
+
+def _is_copy(copy: Path, source: UrlPath, there: dict[str, Stat]) -> bool:
+    """Whether the copy is complete, and of the objects as they are now."""
+    try:
+        return read_sealed(copy.with_name(RECEIPT))[1] == _receipt(source, there) and all(
+            os.path.getsize(f"{copy}{ending}") == stat.st_size for ending, stat in there.items()
+        )
+    except (Damaged, OSError):
+        return False
+
+
+def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], say: Say) -> None:
+    """Fetch all objects aside, compare them, and let them appear; the receipt comes last."""
+    size, started = sum(stat.st_size for stat in there.values()), time.monotonic()
+    aside = copy.with_name(".fetching")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that died: the lock is ours
+    require_space(copy.parent, size)
+    say(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
+    with storage(copy, size):
+        aside.mkdir()
+        for number in range(1, _TRIES + 1):
+            for ending in there:
+                (source.parent / f"{source.name}{ending}").download(aside / f"{copy.name}{ending}")
+            problems = _differences(aside / copy.name, source, there)
+            if not problems:
+                break
+            if number == _TRIES:
+                raise DataError(
+                    f"{source} does not arrive as it was written",
+                    "\n  ".join(problems[:8]),
+                    "copy it to the store again, or preprocess again",
+                )
+        copy.with_name(RECEIPT).unlink(missing_ok=True)
+        for ending in there:
+            os.replace(aside / f"{copy.name}{ending}", f"{copy}{ending}")
+        sync_folder(copy.parent)
+        replace_file(copy.with_name(RECEIPT), seal(_receipt(source, there))[1])
+        shutil.rmtree(aside, ignore_errors=True)
+    say(f"fetched {source} in {time.monotonic() - started:.1f} s")
+
+
+def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[str]:
+    """What is wrong with what arrived: another size, an object that changed meanwhile, bytes that the manifest knows."""
+    found = [
+        f"{source}{ending}: {os.path.getsize(f'{copy}{ending}'):,} bytes arrived of {stat.st_size:,}"
+        for ending, stat in there.items()
+        if os.path.getsize(f"{copy}{ending}") != stat.st_size
+    ]
+    if not found and _objects(source) != there:
+        found.append(f"{source}: the objects were written anew while they were read")
+    if not found and ".sums.json" in there:
+        found += manifest.verify(str(copy))
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path, what: str, say: Say) -> Iterator[None]:
+    """One process of this machine at a time; the kernel lets the next one in when its holder dies."""
+    with storage(path), open(path, "a+") as lock:
+        started, said = time.monotonic(), 0.0
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            waited = time.monotonic() - started
+            if waited - said >= _SAY_EVERY:
+                said = waited
+                say(f"waiting for {what} by another process ({waited:.0f} s so far)")
+            time.sleep(min(0.02 + waited / 10, 0.5))
+        yield

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank's shard of optimizer state is stored: on the host, in a file, and the rest on the device."""
+
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import torch
+
+from megatron.optimizer.adam import AdamState, OwnedState, divide
+from megatron.optimizer.disk import DiskState
+from megatron.optimizer.units import Owned
+from megatron.settings import schema
+
+MemoryOf = Callable[[list[Owned], bool], Optional[torch.Tensor]]
+
+
+def store(
+    owned: Sequence[Owned],
+    reduced: torch.Tensor,
+    settings: schema.Optimizer,
+    memory_of: MemoryOf,
+    *,
+    whole: bool,
+    copies: int,
+) -> list[OwnedState]:
+    """State of all owned ranges, in the shares of `--optimizer-offload-fraction` and `--nvme-offload-fraction`.
+
+    reduced:    fp32 gradients of the rank's whole shard
+    memory_of:  (ranges, whether the model's weights are kept whole) -> fp32 weights of the model that are main weights, too
+    whole:      the model's weights are kept whole on every rank
+    copies:     of state in a file: 2 for pieces that last (`OwnedState.keep`)
+    """
+    states: list[OwnedState] = []
+    on_host, on_disk, others = divide(owned, settings.host_share, settings.nvme_offload_fraction)
+    if on_host:
+        states.append(AdamState(on_host, reduced, offload=True))
+    if on_disk:
+        memory = memory_of(on_disk, whole)
+        states.append(DiskState(on_disk, reduced, settings.nvme_offload_dir, memory=memory, copies=copies))
+    if others:
+        states.append(AdamState(others, reduced, offload=False, memory=memory_of(others, True) if whole else None))
+    return states
