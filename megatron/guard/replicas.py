@@ -18,7 +18,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.zero import ShardedAdamW
 
-AXES = ("replicate", "shard", "tp", "tied")
+AXES = ("replicate", "shard", "expert_dp", "tp", "tied")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,12 +65,12 @@ def copies(optimizer: ShardedAdamW) -> Iterable[Copy]:
     """What this rank holds together with others: parameters as the model uses them, and shards of main weights."""
     for unit in optimizer.units if optimizer.weights.keep else ():
         for slot in unit.slots:
-            yield Copy(slot.name, slot.parameter, ("replicate", "shard", *_shared(slot.placement)))
+            yield Copy(slot.name, slot.parameter, (*unit.axes, *_shared(slot.placement)))
     for state in optimizer.states:
         for own in state.owned:
             for slot, where in own.slots():
                 values = state.main[where.start - state.span.start : where.stop - state.span.start]
-                yield Copy(f"{slot.name} (main weights)", values, ("replicate", *_shared(slot.placement)))
+                yield Copy(f"{slot.name} (main weights)", values, (own.unit.replicate, *_shared(slot.placement)))
 
 
 def _shared(placement: Placement) -> tuple[str, ...]:

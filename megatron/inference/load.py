@@ -2,6 +2,7 @@
 """A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -53,10 +54,11 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
         config, parallel=schema.Parallel(), recompute=schema.Recompute(), precision=schema.Precision(precision)
     )
     model = recipe_of(config).build_model(plain, Mesh(), vocab_size, dtype=dtype, device="meta")
-    units = lay_out(model, 1)
+    axis_of = partial(getattr, Mesh())  # of one rank
+    units = lay_out(model, axis_of)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
     pieces = []
-    for own in owned_ranges(units, 0, 1):
+    for own in owned_ranges(units, axis_of):
         materialise(own.unit, weights[own.unit.place])
         pieces += pieces_of(own, weights[own.place], Mesh().place)
     restored = restore(location(folder), pieces, step=step, cast=True)

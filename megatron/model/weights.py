@@ -29,12 +29,15 @@ class Unit:
     weights: the rest of the name -> what the weight is
     layer:   its number in the whole network; None: it is no layer
     ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
+    axes:    axes of the mesh (copies, shards): ranks along the first hold the same shards of it, whose gradients are
+             reduced; ranks along the second may divide it. Of experts: (`expert_dp`, `alone`)
     """
 
     name: str
     weights: Table
     layer: Optional[int] = None
     ends: tuple[str, ...] = ()
+    axes: tuple[str, str] = ("replicate", "shard")
 
     def held_by(self, first: bool, last: bool) -> bool:
         """Whether a stage that is so placed holds it, if it is no layer."""

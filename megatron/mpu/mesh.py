@@ -13,7 +13,7 @@ Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -54,6 +54,8 @@ class Mesh:
     """The grid of a job and the axes of one rank.
 
     `mesh.tp`, `mesh.dp`, ... are `Axis` records; constructors receive the one they need and `forward` looks nothing up.
+    ep: ranks of data parallelism that hold different experts; `mesh.ep` varies fastest within dp, and along
+    `mesh.expert_dp` ranks hold the same experts. `mesh.alone` is this rank by itself.
     Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
     timeout: after which a group gives up a silent rank (default: torch's, which is not that of the whole job's group)
     """
@@ -67,6 +69,7 @@ class Mesh:
         pp=1,
         replicate=1,
         shard=1,
+        ep=1,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
     ):
@@ -80,6 +83,13 @@ class Mesh:
         for name, axes in JOINED.items():
             setattr(self, name, self._axis(name, axes, create_groups))
         self.tied = self._tied_axis(create_groups)
+        view = dict(pp=pp, expert_dp=replicate * shard // ep, ep=ep, cp=cp, tp=tp)  # of the same grid of ranks
+        assert math.prod(view.values()) == self.world_size, f"ep {ep} does not divide dp {replicate * shard}"
+        for name in ("expert_dp", "ep") if ep > 1 else ():
+            setattr(self, name, self._pick(name, ranks_along(view, (name,)), create_groups))
+        self.alone = Axis("alone", (rank,))
+        if ep == 1:  # every rank holds all experts
+            self.ep, self.expert_dp = replace(self.alone, name="ep"), replace(self.dp, name="expert_dp")
 
     def _tied_axis(self, create_groups: bool) -> Axis:
         """First and last stage of each pipeline, which share a tied embedding; other stages are alone."""
@@ -116,13 +126,13 @@ class Mesh:
 
         A thread of gloo that is still putting away its last message when Python ends would abort the process.
         """
-        for name in (*AXES, *JOINED, "tied"):
+        for name in (*AXES, *JOINED, "tied", "ep", "expert_dp"):
             object.__setattr__(getattr(self, name), "group", None)
 
     @property
     def place(self) -> dict[str, int]:
         """This rank's coordinate on each axis, joined axes included."""
-        return {name: getattr(self, name).rank for name in (*AXES, *JOINED, "tied")}
+        return {name: getattr(self, name).rank for name in (*AXES, *JOINED, "tied", "ep", "expert_dp")}
 
     def topology(self) -> str:
         """The groups of every axis, one line each."""

@@ -11,14 +11,15 @@ later. Counts decide, so passes may come in any order: gradients of weights may 
 that two chunks share gets two gradients of a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Optional
 
 import torch
 
 from megatron.mpu import collectives
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.optimizer.units import Owned, Slot, Unit
 
 
@@ -87,13 +88,23 @@ class Gradients:
             self.whole = self._zeros(sum(own.unit.size for own in owned))
             for tally in self.tallies:
                 tally.take(self.whole[tally.own.unit.place])
-        self.in_place = keep and mesh.shard.size == 1  # the shard is the whole
+        self.in_place = keep and all(own.whole for own in owned)
         self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
         self.micros = 0  # of this step, if it was announced
         self.under_way: list[Reduction] = []
         for tally in self.tallies:
             for slot in tally.own.unit.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._collect(tally, slot))
+
+    def axis(self, name: str) -> Axis:
+        """An axis of the mesh."""
+        return getattr(self.mesh, name)
+
+    def _spans(self) -> Iterator[tuple[str, slice]]:
+        """(axis along which are copies, range of the rank's shard of all units) of neighbouring units that agree on it."""
+        for name, tallies in groupby(self.tallies, lambda tally: tally.own.unit.replicate):
+            places = [tally.own.place for tally in tallies]
+            yield name, slice(places[0].start, places[-1].stop)
 
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.float32, device=self.device)
@@ -142,12 +153,12 @@ class Gradients:
         tally.zero_rest()
         place, buffer, piece = self.reduced[tally.own.place], tally.buffer, None
         if self.in_place:
-            work = collectives.start_all_reduce(buffer, self.mesh.replicate)
+            work = collectives.start_all_reduce(buffer, self.axis(tally.own.unit.replicate))
         elif self.keep:
-            work = collectives.start_reduce_scatter(place, buffer, self.mesh.shard)
+            work = collectives.start_reduce_scatter(place, buffer, self.axis(tally.own.unit.sharded))
         else:
             piece = torch.empty_like(place)
-            work = collectives.start_reduce_scatter(piece, buffer, self.mesh.shard)
+            work = collectives.start_reduce_scatter(piece, buffer, self.axis(tally.own.unit.sharded))
             tally.buffer, tally.views = None, {}
         tally.reductions += 1
         self.under_way.append(Reduction(tally, work, buffer, piece))
@@ -179,7 +190,8 @@ class Gradients:
             if not tally.summed:
                 self.reduced[tally.own.place].zero_()
         if at_once or not self.in_place:
-            collectives.all_reduce(self.reduced, self.mesh.replicate)
+            for name, where in self._spans():
+                collectives.all_reduce(self.reduced[where], self.axis(name))
         self.forget()
         return self.reduced
 

@@ -11,19 +11,22 @@ gradients, and a unit or a shard is a slice.
     shard 0/2 |<--------------------->|
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Union
 
 import torch
 
 from megatron.checkpoint.store import Piece, flat_pieces
+from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Placement, placements
 from megatron.mpu.random import init_parameter
 from megatron.optimizer.flat import aligned, unit_size
 
+DATA_PARALLEL = ("replicate", "shard")  # axes of a unit that says nothing else
 LAYERS = "blocks"  # where a module that does not list its units has its layers
 
+AxisOf = Callable[[str], Axis]
 Chunks = Union[torch.nn.Module, Sequence[torch.nn.Module]]  # the model chunks of a rank; one may stand for itself
 
 
@@ -50,6 +53,7 @@ class Unit:
     size: int
     decay: int
     layer: bool  # used in one place; other units are used all over their chunk
+    axes: tuple[str, str] = DATA_PARALLEL  # of the mesh: along the first are copies, the second divides it
 
     @property
     def place(self) -> slice:
@@ -60,6 +64,16 @@ class Unit:
     def chunks(self) -> set[int]:
         """The model chunks that use it."""
         return {chunk for slot in self.slots for chunk in slot.chunks}
+
+    @property
+    def replicate(self) -> str:
+        """The axis of the mesh along which ranks hold the same shards of it."""
+        return self.axes[0]
+
+    @property
+    def sharded(self) -> str:
+        """The axis of the mesh that divides it."""
+        return self.axes[1]
 
     def shard(self, rank: int, pieces: int) -> tuple[int, int]:
         """[low, high) inside the unit that belongs to `rank` of `pieces`."""
@@ -75,6 +89,11 @@ class Owned(NamedTuple):
     at: int
 
     @property
+    def whole(self) -> bool:
+        """Whether this rank owns all of the unit."""
+        return self.high - self.low == self.unit.size
+
+    @property
     def place(self) -> slice:
         """Where the range lies in the rank's shard of all units."""
         return slice(self.at, self.at + self.high - self.low)
@@ -87,11 +106,12 @@ class Owned(NamedTuple):
                 yield slot, slice(self.at + start - self.low, self.at + stop - self.low)
 
 
-def owned_ranges(units: Sequence[Unit], rank: int, pieces: int) -> list[Owned]:
-    """What `rank` of `pieces` owns of each unit, laid end to end."""
+def owned_ranges(units: Sequence[Unit], axis_of: AxisOf) -> list[Owned]:
+    """What this rank owns of each unit, laid end to end. axis_of: name of an axis -> its place and size on this rank."""
     owned, at = [], 0
     for unit in units:
-        low, high = unit.shard(rank, pieces)
+        axis = axis_of(unit.sharded)
+        low, high = unit.shard(axis.rank, axis.size)
         owned.append(Owned(unit, low, high, at))
         at += high - low
     return owned
@@ -102,35 +122,36 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-def lay_out(model: Chunks, pieces: int) -> list[Unit]:
-    """Units of a rank's model chunks in registration order, each padded to a multiple of `pieces`. Allocates nothing.
-
-    A parameter that several chunks share is one slot.
+def lay_out(model: Chunks, axis_of: AxisOf) -> list[Unit]:
+    """Units of a rank's model chunks in registration order (those of other axes behind), each padded to a multiple of the
+    ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
     """
     members: dict[str, list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
         members.setdefault(unit_of[slot.name].name, []).append(slot)
-    layers = {unit.name for unit in unit_of.values() if unit.layer}
+    told = {unit.name: unit for unit in unit_of.values()}
     units, start = [], 0
-    for unit, slots in members.items():
+    for unit in sorted(members, key=lambda name: told[name].axes != DATA_PARALLEL):
+        slots, axes = members[unit], told[unit].axes
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
         for slot in slots:
             slot.start, slot.stop = at, at + slot.parameter.numel()
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
-        size = unit_size((slot.parameter.numel() for slot in slots), pieces)
-        units.append(Unit(unit, slots, start, size, decay, unit in layers))
+        size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
+        units.append(Unit(unit, slots, start, size, decay, told[unit].layer, axes))
         start += size
     return units
 
 
 class Named(NamedTuple):
-    """A unit's name, and whether it is a layer."""
+    """A unit's name, whether it is a layer, and its axes."""
 
     name: str
     layer: bool
+    axes: tuple[str, str] = DATA_PARALLEL
 
 
 def units_of(chunk: torch.nn.Module) -> dict[str, Named]:
@@ -141,7 +162,9 @@ def units_of(chunk: torch.nn.Module) -> dict[str, Named]:
     if hasattr(chunk, "units"):
         told = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
         return {
-            name: next(Named(unit.name, unit.layer is not None) for unit in told if name.startswith(f"{unit.name}."))
+            name: next(
+                Named(unit.name, unit.layer is not None, unit.axes) for unit in told if name.startswith(f"{unit.name}.")
+            )
             for name in names
         }
     parts = {name: name.split(".") for name in names}

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from megatron.mpu import collectives
-from megatron.mpu.mesh import Axis
-from megatron.optimizer.units import Unit, materialise
+from megatron.optimizer.units import AxisOf, Unit, materialise
 
 
 @dataclass
@@ -40,13 +39,14 @@ class Memory:
 class Weights:
     """Memory of all parameters, and the hooks that fill and free it.
 
+    axis_of:  name of an axis -> the axis
     piece_of: unit -> this rank's shard of it, in `dtype` on `device`
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        shard: Axis,
+        axis_of: AxisOf,
         piece_of: Callable[[Unit], torch.Tensor],
         *,
         dtype,
@@ -54,7 +54,7 @@ class Weights:
         keep: bool,
         ahead: bool,
     ):
-        self.shard, self.piece_of, self.keep, self.ahead = shard, piece_of, keep, ahead
+        self.axis_of, self.piece_of, self.keep, self.ahead = axis_of, piece_of, keep, ahead
         self.whole = None
         if keep:
             self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
@@ -118,7 +118,10 @@ class Weights:
         if piece.data_ptr() == memory.flat.data_ptr():  # the shard is the very memory of the parameters
             memory.ready = True
         else:
-            memory.under_way = collectives.start_all_gather(memory.flat, piece, self.shard), piece
+            memory.under_way = (
+                collectives.start_all_gather(memory.flat, piece, self.axis_of(memory.unit.sharded)),
+                piece,
+            )
 
     def _finish(self, memory: Memory) -> None:
         if memory.under_way:

@@ -19,11 +19,13 @@ says in `step` what to multiply them by, so that averaging, un-scaling and clipp
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.store import Lasting, Piece
+from megatron.checkpoint.store import Lasting, Piece, share
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.adam import OwnedState, Targets
@@ -43,7 +45,7 @@ class Keep(NamedTuple):
 
 
 STAGES = {0: Keep(True, True), 1: Keep(True, True), 2: Keep(True, False), 3: Keep(False, False)}
-PARTIAL = ("tp", "tied")  # axes of `Placement.partial`
+PARTIAL = ("tp", "cp", "ep", "tied")  # axes of `Placement.partial`
 
 
 class ShardedAdamW:
@@ -72,11 +74,12 @@ class ShardedAdamW:
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.step_count = settings, 0
-        self.units = lay_out(model, mesh.shard.size)
-        self.owned = owned_ranges(self.units, mesh.shard.rank, mesh.shard.size)
+        axis_of = partial(getattr, mesh)
+        self.units = lay_out(model, axis_of)
+        self.owned = owned_ranges(self.units, axis_of)
         self.weights = Weights(
             self.units,
-            mesh.shard,
+            axis_of,
             self._piece,
             dtype=dtype,
             device=device,
@@ -104,7 +107,7 @@ class ShardedAdamW:
     def _parameters_of(self, owned: list[Owned], keep: bool) -> Optional[torch.Tensor]:
         """Memory of fp32 parameters that are main weights too, end to end; None where these are others."""
         span = slice(owned[0].place.start, owned[-1].place.stop)
-        if self.dtype != torch.float32 or keep and self.mesh.shard.size > 1:
+        if self.dtype != torch.float32 or keep and not all(own.whole for own in self.owned):
             return None
         if keep:
             return self.weights.whole[span]
@@ -154,10 +157,10 @@ class ShardedAdamW:
         own, state = self.sources[unit.name]
         if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
-            return piece if self.mesh.shard.size == 1 else piece.clone()  # it is gathered into its own place
+            return piece if own.whole else piece.clone()  # it is gathered into its own place
         flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
         piece = flat[state.place(own)]
-        return piece if self.mesh.shard.size == 1 else piece.to(self.device, self.dtype)
+        return piece if own.whole else piece.to(self.device, self.dtype)
 
     @property
     def reduced(self) -> torch.Tensor:
@@ -202,7 +205,7 @@ class ShardedAdamW:
         for axis in PARTIAL:
             self._sum_partial(axis)
         with phase("norm"):
-            square = self._square() / self.mesh.replicate.size  # each replica holds the same
+            square = self._square()
             vector = torch.cat([square.reshape(1), sums.to(square)])
             vector = collectives.all_reduce(vector, self.mesh.world).cpu()
         return vector[1:], vector[0].sqrt().item()
@@ -221,12 +224,15 @@ class ShardedAdamW:
             torch._foreach_copy_(views, list(packed.split([view.numel() for view in views])))
 
     def _square(self) -> torch.Tensor:
-        """Sum of squares of the owned gradients, each logical element counted on one rank of those that hold it."""
-        place = self.mesh.place
-        views = [self.reduced[where] for slot, where in self.owned_slots() if slot.placement.owned(place)]
-        if not views:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(views)).double().square().sum()
+        """This rank's part of the sum of squares of all gradients, each logical element counted once over all ranks."""
+        total, place = torch.zeros((), dtype=torch.float64, device=self.device), self.mesh.place
+        for name, owned in groupby(self.owned, lambda own: own.unit.replicate):
+            slots = (found for own in owned for found in own.slots())
+            views = [self.reduced[where] for slot, where in slots if slot.placement.owned(place)]
+            if views:
+                square = torch.stack(torch._foreach_norm(views)).double().square().sum()
+                total = total + square / getattr(self.mesh, name).size  # each of its ranks holds the same
+        return total
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
@@ -256,15 +262,20 @@ class ShardedAdamW:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def pieces(self, moments: bool = True, counted: bool = False, lasting: bool = False) -> list[Piece]:
+    def pieces(
+        self, moments: bool = True, counted: bool = False, lasting: bool = False, shared: bool = False
+    ) -> list[Piece]:
         """What this rank holds of the logical state, as views: saving reads them, loading fills them.
 
         fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `counted`:
         what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
+        `shared`: of what several data parallel ranks hold, each gives its part.
         State in files is mapped for as long as the pieces are kept. `lasting`: these pieces are `Lasting`, and keep their
         content until steps have gone on and pieces that last are asked for again.
         """
-        found = []
+        found: dict[str, list[Piece]] = {
+            own.unit.replicate: [] for own in self.owned
+        }  # by the axis along which are copies
         for state in self.states:
             if lasting:
                 state.keep()
@@ -275,5 +286,7 @@ class ShardedAdamW:
                 lasts = lasting and state.lasts(flat)
                 for own in state.owned:
                     own_pieces = pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
-                    found += [Lasting(*piece) for piece in own_pieces] if lasts else own_pieces
-        return found
+                    found[own.unit.replicate] += [Lasting(*piece) for piece in own_pieces] if lasts else own_pieces
+        axes = {name: getattr(self.mesh, name) for name in found if shared}
+        parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in found.items())
+        return [piece for part in parts for piece in part]

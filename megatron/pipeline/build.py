@@ -47,8 +47,8 @@ def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, weig
     copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
     """
     own = set()
-    if mesh.dp.rank == 0:
-        for name, (parameter, placement) in placements(stages).items():
+    for name, (parameter, placement) in placements(stages).items():
+        if mesh.dp.rank == 0 or "ep" in placement.cut:
             own.add((name, *placement.box(tuple(parameter.shape), mesh.place)))
     held: dict[str, int] = {}
     for name, _, extent in set().union(*exchange(own)):

@@ -9,7 +9,6 @@ from typing import Any, Optional
 import torch
 
 from megatron.checkpoint.keeper import Keeper
-from megatron.checkpoint.store import share
 from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
@@ -137,9 +136,7 @@ class Run:
             samples=self._samples(),
             **self.origin,
         )
-        replicate = self.context.mesh.replicate
-        pieces = self.optimizer.pieces(moments, counted=True, lasting=self.config.checkpoint.async_save)
-        pieces = share(pieces, replicate.rank, replicate.size)
+        pieces = self.optimizer.pieces(moments, counted=True, lasting=self.config.checkpoint.async_save, shared=True)
         self.saver.save(self.state.iteration, pieces, record)
 
     def _samples(self) -> dict[str, list[int]]:

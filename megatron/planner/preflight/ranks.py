@@ -28,7 +28,7 @@ from megatron.data.loader import MicroBatch
 from megatron.model.facts import Facts, Share
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
-from megatron.mpu.mesh import AXES, JOINED, Mesh, ranks_along, sizes_of
+from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, ranks_along, sizes_of
 from megatron.optimizer.units import lay_out, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.simulate import make_plan, verify
@@ -191,7 +191,7 @@ def census(design: Design) -> Census:
             found.layers.update(held)
             if held != list(layers):
                 found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(map(str, held))}")
-        units = lay_out(stages, shard)
+        units = lay_out(stages, partial(getattr, mesh))
         if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
             found.miscounted.append(
                 f"rank {mesh.rank} holds {size:,} elements, and the planner counts {planned[mesh.pp.rank]:,}"
@@ -201,13 +201,18 @@ def census(design: Design) -> Census:
                 found.shapes.setdefault(slot.name, slot.placement.shape)
                 found.boxes.setdefault(slot.name, [])
         for rank in range(shard):
-            for own in owned_ranges(units, rank, shard):
+            for own in owned_ranges(units, partial(_axis_at, mesh, rank)):
                 flat = torch.empty(own.high - own.low, device="meta")
                 for piece in pieces_of(own, flat, mesh.place, counted=True):
                     found.boxes[piece.name].append(piece.box)
     lost = set(range(config.model.num_layers)) - found.layers
     found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
     return found
+
+
+def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
+    """An axis of the mesh as its `rank` sees it."""
+    return replace(getattr(mesh, name), rank=rank)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
