@@ -41,7 +41,7 @@ class Slot:
 
 
 @dataclass
-class Unit:
+class FlatUnit:
     """A layer's parameters as the range [start, start + size) of the rank's buffers; `decay` of them are decayed."""
 
     name: str
@@ -69,7 +69,7 @@ class Unit:
 class Owned(NamedTuple):
     """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
 
-    unit: Unit
+    unit: FlatUnit
     low: int
     high: int
     at: int
@@ -87,7 +87,7 @@ class Owned(NamedTuple):
                 yield slot, slice(self.at + start - self.low, self.at + stop - self.low)
 
 
-def owned_ranges(units: Sequence[Unit], rank: int, pieces: int) -> list[Owned]:
+def owned_ranges(units: Sequence[FlatUnit], rank: int, pieces: int) -> list[Owned]:
     """What `rank` of `pieces` owns of each unit, laid end to end."""
     owned, at = [], 0
     for unit in units:
@@ -102,7 +102,7 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-def lay_out(model: Chunks, pieces: int) -> list[Unit]:
+def lay_out(model: Chunks, pieces: int) -> list[FlatUnit]:
     """Units of a rank's model chunks in registration order, each padded to a multiple of `pieces`. Allocates nothing.
 
     A parameter that several chunks share is one slot.
@@ -121,7 +121,7 @@ def lay_out(model: Chunks, pieces: int) -> list[Unit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), pieces)
-        units.append(Unit(unit, slots, start, size, decay, unit in layers))
+        units.append(FlatUnit(unit, slots, start, size, decay, unit in layers))
         start += size
     return units
 
@@ -165,7 +165,7 @@ def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
 
 
 @torch.no_grad()
-def materialise(unit: Unit, flat: torch.Tensor) -> None:
+def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
     """Make every parameter of a unit (on the meta device, say) a view into the unit's memory `flat`.
 
     Writing to `flat` later is not a change that autograd sees: the graph may hold a parameter whose memory is given
@@ -179,7 +179,7 @@ def materialise(unit: Unit, flat: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def initialise(unit: Unit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
+def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
     """Initial values of every parameter of a unit, from (seed, name) alone, into the unit's memory `flat`."""
     for slot in unit.slots:
         view = flat[slot.start : slot.stop].view(slot.parameter.shape)
