@@ -16,7 +16,7 @@ from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeOptions:
     """What to join, and into what."""
 
     input: list[str] = setting("folders (searched below) or prefixes without .bin/.idx")
@@ -29,7 +29,8 @@ def main(argv: list[str]) -> None:
 
     description = __doc__.split("\n")[0]
     common = ("input", "output_prefix")
-    settings = parse(argv, dict(merge=Merge), prog="merge_datasets.py", description=description, common=common)["merge"]
+    groups = dict(merge=MergeOptions)
+    settings = parse(argv, groups, prog="merge_datasets.py", description=description, common=common)["merge"]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.merge import merge

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, run_main
-from megatron.settings.schema import Tokenizer, setting
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
-class Preprocess:
+class PreprocessOptions:
     """What to read, how, and where the tokens go."""
 
     input: list[str] = setting("JSON lines: files, globs in quotes, folders, or - for stdin; .gz .zst .bz2 .xz too")
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     start = time.perf_counter()
     from megatron.settings.parse import parse
 
-    groups = dict(preprocess=Preprocess, tokenizer=Tokenizer)
+    groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
     parsed = parse(argv, groups, prog="preprocess_data.py", description=__doc__.split("\n")[0], common=COMMON)
     settings = check(parsed["preprocess"])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     print_totals(totals, time.perf_counter() - start)
 
 
-def check(settings: Preprocess) -> Preprocess:
+def check(settings: PreprocessOptions) -> PreprocessOptions:
     """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
     for name in ("workers", "partitions", "log_interval"):
         value = getattr(settings, name)

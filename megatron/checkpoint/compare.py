@@ -12,7 +12,7 @@ from megatron.checkpoint.store import as_bytes
 
 
 @dataclass
-class Difference:
+class TensorDifference:
     """How one tensor differs: `what` in words, and for tensors of one shape how many elements by how much at most."""
 
     name: str
@@ -26,7 +26,7 @@ class Difference:
 
 def differences(
     a: Reader, b: Reader, names: Iterable[str] | None = None, part: int = PART, tolerance: float = 0.0
-) -> Iterator[Difference]:
+) -> Iterator[TensorDifference]:
     """What differs between two checkpoints, in the order of names (default: all of both).
 
     Elements are equal when their bits are (so -0.0 is not 0.0, and a NaN equals itself), or when they are within
@@ -34,18 +34,18 @@ def differences(
     """
     for name in sorted(set(a.tensors) | set(b.tensors)) if names is None else names:
         if name not in a.tensors or name not in b.tensors:
-            yield Difference(name, f"only in {(a if name in a.tensors else b).folder}")
+            yield TensorDifference(name, f"only in {(a if name in a.tensors else b).folder}")
             continue
         one, two = a.tensors[name], b.tensors[name]
         if one.shape != two.shape:
-            yield Difference(name, f"{one.shape} and {two.shape}")
+            yield TensorDifference(name, f"{one.shape} and {two.shape}")
         elif one.dtype != two.dtype:
-            yield Difference(name, f"{one.dtype} and {two.dtype}")
+            yield TensorDifference(name, f"{one.dtype} and {two.dtype}")
         else:
             yield from _values(name, a, b, part, tolerance)
 
 
-def _values(name: str, a: Reader, b: Reader, part: int, tolerance: float) -> Iterator[Difference]:
+def _values(name: str, a: Reader, b: Reader, part: int, tolerance: float) -> Iterator[TensorDifference]:
     count, largest, not_numbers = 0, 0.0, 0
     for one, two in zip(a.parts(name, size=part), b.parts(name, size=part)):
         if torch.equal(as_bytes(one), as_bytes(two)):
@@ -60,4 +60,4 @@ def _values(name: str, a: Reader, b: Reader, part: int, tolerance: float) -> Ite
         total = math.prod(a.tensors[name].shape)
         strange = f", {not_numbers} of them not numbers" if not_numbers else ""
         what = f"{count:,} of {total:,} elements differ, by at most {largest:.3g}{strange}"
-        yield Difference(name, what, count, math.nan if not_numbers else largest)
+        yield TensorDifference(name, what, count, math.nan if not_numbers else largest)

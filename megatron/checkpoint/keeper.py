@@ -37,7 +37,7 @@ _ALIGN = 64
 _NICE = 10  # a writer that competes with training for cores gives way
 
 
-class Outcome(NamedTuple):
+class SaveOutcome(NamedTuple):
     """How a save ended: where it is, or why it is not."""
 
     iteration: int
@@ -70,8 +70,8 @@ class Keeper:
             )
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
-        self._outcome: Optional[Outcome] = None
-        self._failures: list[Outcome] = []  # in a row
+        self._outcome: Optional[SaveOutcome] = None
+        self._failures: list[SaveOutcome] = []  # in a row
         self._fatal: Optional[BaseException] = None
         # For --save-interval auto: the next save; step and time of the last; seconds that a thread wrote for it.
         self._due_at, self._trained_from, self._writing = 0, (0, 0.0), 0.0
@@ -204,7 +204,7 @@ class Keeper:
             self._fatal = error
             return
         seconds = time.perf_counter() - started
-        self._outcome = Outcome(iteration, path, failure)
+        self._outcome = SaveOutcome(iteration, path, failure)
         self._writing = seconds if background else 0.0
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"

@@ -19,8 +19,8 @@ import numpy as np
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
+    EpochPlan,
     IndexMaps,
-    Plan,
     Share,
     build_index_maps,
     make_plan,
@@ -71,7 +71,7 @@ def build_datasets(
     )
 
 
-class Part(NamedTuple):
+class SamplePart(NamedTuple):
     """A piece of a sample: tokens [offset, offset + length) of a sequence ("document") of a token file."""
 
     document: int
@@ -84,7 +84,7 @@ class Origin(NamedTuple):
 
     prefix: str
     number: int
-    parts: list[Part]
+    parts: list[SamplePart]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Request:
 class GPTDataset:
     """Samples of one split of one token file, as `plan` says."""
 
-    def __init__(self, tokens: IndexedDataset, plan: Plan, split: str, request: Request):
+    def __init__(self, tokens: IndexedDataset, plan: EpochPlan, split: str, request: Request):
         self.tokens, self.plan, self.vocab_size = tokens, plan, request.vocab_size
         lengths = tokens.sequence_lengths
         own = np.ascontiguousarray(lengths[plan.first : plan.last])
@@ -151,7 +151,7 @@ class GPTDataset:
     def origin(self, index: int) -> Origin:
         """Token file and documents of a sample, without reading its tokens."""
         number = int(self.shuffle_index[index])
-        return Origin(self.tokens.prefix, number, [Part(*part) for part in self._parts(number) if part[2]])
+        return Origin(self.tokens.prefix, number, [SamplePart(*part) for part in self._parts(number) if part[2]])
 
     def _parts(self, number: int) -> list[tuple[int, int, int]]:
         """(document, offset, length) of each piece of sample `number` of the unshuffled order."""
@@ -216,7 +216,7 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, request: Re
     if not lengths[sequences.start : sequences.stop].any():
         raise _empty_split(tokens, split, request)
 
-    def plan_for(count: Optional[int]) -> Plan:
+    def plan_for(count: Optional[int]) -> EpochPlan:
         return make_plan(sequences, lengths, request.seq_length, request.seed, count)
 
     if split == VALID and num_samples is not None:

@@ -3,7 +3,7 @@
 
 Three index maps make the order. The sequences of a split are repeated for as many epochs as are needed and shuffled
 (document index); that stream of tokens is cut into samples, each sharing one token with the next (sample index); and
-the samples are shuffled (shuffle index). A `Plan` is everything the maps depend on, beside the sequences' lengths.
+the samples are shuffled (shuffle index). A `EpochPlan` is everything the maps depend on, beside the sequences' lengths.
 Pure functions on arrays; nothing here reads or writes files.
 """
 
@@ -65,7 +65,7 @@ def suggest_split(lengths: np.ndarray, ends: tuple[int, int], wanted: list[bool]
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """What the index maps are a function of, beside the lengths of the sequences."""
 
     first: int  # sequences [first, last) of the file
@@ -89,7 +89,7 @@ class Plan:
 
 def make_plan(
     sequences: range, lengths: np.ndarray, seq_length: int, seed: int, num_samples: Optional[int] = None
-) -> Plan:
+) -> EpochPlan:
     """Epochs that `num_samples` take (None: one), and whether the last of them is shuffled on its own.
 
     `lengths`: tokens of every sequence of the file; those in `sequences` have at least one token.
@@ -97,7 +97,7 @@ def make_plan(
     tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     assert tokens > 0, f"no tokens in {sequences}"
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
-    plan = Plan(sequences.start, sequences.stop, tokens, seq_length, seed, epochs, separate_last=False)
+    plan = EpochPlan(sequences.start, sequences.stop, tokens, seq_length, seed, epochs, separate_last=False)
     if epochs == 1:
         return plan
     from_last = num_samples - plan.samples_before_last
@@ -115,7 +115,7 @@ class IndexMaps(NamedTuple):
     shuffle: np.ndarray
 
 
-def build_index_maps(plan: Plan, lengths: np.ndarray) -> IndexMaps:
+def build_index_maps(plan: EpochPlan, lengths: np.ndarray) -> IndexMaps:
     """The index maps of a plan; `lengths`: tokens of every sequence of the file."""
     state = np.random.RandomState(plan.seed % 2**32)
     sequences = np.arange(plan.first, plan.last, dtype=np.int32)

@@ -56,7 +56,7 @@ class Shared:
 
 
 @dataclass
-class Block:
+class TextBlock:
     """Whole lines: block `number` of its lane, from file `source` of the list of sources."""
 
     lane: int
@@ -74,7 +74,7 @@ class Ranges:
         self.ends = np.cumsum([-(-source.size // block_size) for source in sources])
         self.lanes, self.most_workers = 1, int(self.ends[-1])
 
-    def blocks(self, shared: Shared) -> Iterator[Block]:
+    def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         opened, file = None, None
         while (number := shared.take()) < self.ends[-1]:
             index = int(np.searchsorted(self.ends, number, "right"))
@@ -85,7 +85,7 @@ class Ranges:
                 opened, file = index, open(source.path, "rb", buffering=0)
             start = (number - int(self.ends[index - 1] if index else 0)) * self.block_size
             stop = min(start + self.block_size, source.size)
-            yield Block(0, number, index, read_range(file, start, stop), stop - start)
+            yield TextBlock(0, number, index, read_range(file, start, stop), stop - start)
 
 
 class Files:
@@ -96,11 +96,11 @@ class Files:
         self.order = sorted(range(len(sources)), key=lambda index: -sources[index].size)  # the longest first
         self.lanes = self.most_workers = len(sources)
 
-    def blocks(self, shared: Shared) -> Iterator[Block]:
+    def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         while (task := shared.take()) < len(self.order):
             lane, before = self.order[task], 0
             for number, (data, position) in enumerate(read_blocks(self.sources[lane], self.block_size)):
-                yield Block(lane, number, lane, data, position - before)
+                yield TextBlock(lane, number, lane, data, position - before)
                 before = position
 
 
@@ -113,7 +113,7 @@ class Feed:
         self.receive, self.send = os.pipe()
         self._blocks = self._read()
 
-    def read(self) -> Iterator[Block]:
+    def read(self) -> Iterator[TextBlock]:
         """The blocks, in the process that reads."""
         return self._blocks
 
@@ -123,15 +123,15 @@ class Feed:
         self._blocks = itertools.chain(head, self._blocks)
         return [block.data for block in head]
 
-    def _read(self) -> Iterator[Block]:
+    def _read(self) -> Iterator[TextBlock]:
         number = 0
         for index, source in enumerate(self.sources):
             before = 0
             for data, position in read_blocks(source, self.block_size):
-                yield Block(0, number, index, data, position - before)
+                yield TextBlock(0, number, index, data, position - before)
                 number, before = number + 1, position
 
-    def blocks(self, shared: Shared) -> Iterator[Block]:
+    def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         os.close(self.send)
         while True:
             with shared.read_lock:  # a block is read by one worker as a whole
@@ -140,7 +140,7 @@ class Feed:
                     return
                 number, source, size, input_bytes = FRAME.unpack(header)
                 data = self._receive(size)
-            yield Block(0, number, source, data, input_bytes)
+            yield TextBlock(0, number, source, data, input_bytes)
 
     def _receive(self, size: int) -> bytes:
         buffer = bytearray(size)
@@ -184,11 +184,11 @@ class Worker:
             self._put(*waiting.popleft())
         self.files.close()
 
-    def _has_turn(self, block: Block) -> bool:
+    def _has_turn(self, block: TextBlock) -> bool:
         with self.shared.lock:
             return self.blocks.lanes > 1 or self.shared.turn[0] == block.number
 
-    def _put(self, block: Block, encoded: Encoded) -> None:
+    def _put(self, block: TextBlock, encoded: Encoded) -> None:
         while not self._has_turn(block):
             time.sleep(0.001)
             if os.getppid() != self.shared.parent:
@@ -219,7 +219,7 @@ class Worker:
         key, residue = divmod(index, self.partitions)
         return key * self.partitions + (residue + shift) % self.partitions
 
-    def _count_lines(self, block: Block, encoded: Encoded) -> int:
+    def _count_lines(self, block: TextBlock, encoded: Encoded) -> int:
         """The number of lines of this file before the block (in its lane, blocks come here in order)."""
         if self.blocks.lanes > 1:
             return int(self.shared.lines[block.lane])
@@ -228,7 +228,7 @@ class Worker:
         self.shared.source_lines += encoded.lines
         return int(self.shared.source_lines[0]) - encoded.lines
 
-    def _reject(self, block: Block, encoded: Encoded, first_line: int) -> None:
+    def _reject(self, block: TextBlock, encoded: Encoded, first_line: int) -> None:
         """Note the bad lines in the lane's list, or stop at the first of them."""
         path = self.blocks.sources[block.source].path
         path = "stdin" if path == "-" else path

@@ -8,7 +8,7 @@ query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.dropout import Keep, numbers
+from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import visible_keys
 from megatron.settings.kernel_sizes import causal_blocks
 
@@ -91,7 +91,7 @@ def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
-def _mask(dropout: Keep, shape, start: int, stop: int) -> torch.Tensor:
+def _mask(dropout: DropoutMask, shape, start: int, stop: int) -> torch.Tensor:
     """Which weights [b g, n q, stop] of the positions from start to stop stay, bool."""
     s, b, g, q, _ = shape
     words = dropout.words.view(b, g, q, s, s)[:, :, :, start:stop, :stop].transpose(2, 3)  # [b, g, n, q, stop]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 
-class Keep(NamedTuple):
+class DropoutMask(NamedTuple):
     """What dropout keeps of a tensor: elements whose word [as the tensor, int16] is at least `threshold`; they are
     multiplied by `factor`.
     """
@@ -20,7 +20,7 @@ class Keep(NamedTuple):
         return self.words >= self.threshold
 
 
-def drop(x: torch.Tensor, keep: Keep) -> torch.Tensor:
+def drop(x: torch.Tensor, keep: DropoutMask) -> torch.Tensor:
     """x after dropout; only the mask is kept for the backward pass."""
     return _Masked.apply(x, keep.mask(), keep.factor)
 

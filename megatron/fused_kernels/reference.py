@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.dropout import Keep
+from megatron.fused_kernels.dropout import DropoutMask
 
 
 def attention(
@@ -22,7 +22,7 @@ def attention(
     allowed: torch.Tensor | None = None,
     score_divisor: float = 1.0,
     softmax_in_fp32: bool = False,
-    dropout: Keep | None = None,
+    dropout: DropoutMask | None = None,
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 

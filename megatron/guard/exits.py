@@ -21,7 +21,7 @@ class Action(enum.Enum):
     PREEMPTED = "preempted"
 
 
-class Verdict(NamedTuple):
+class JobVerdict(NamedTuple):
     """Of an ended job."""
 
     action: Action
@@ -47,15 +47,15 @@ TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 9, 1, 7, "ended", 0)
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # how launchers end the other ranks
 
 
-def judge(codes: Iterable[int], retry_numerics: bool = False) -> Verdict:
+def judge(codes: Iterable[int], retry_numerics: bool = False) -> JobVerdict:
     """The verdict on ranks that ended with these codes (negative: by a signal; 0: done)."""
     code = min(codes, key=lambda code: TELLING.index(_kind(code)), default=1)
     if code < 0:
-        return Verdict(Action.RETRY, f"rank killed by {_name(-code)}", code)
+        return JobVerdict(Action.RETRY, f"rank killed by {_name(-code)}", code)
     action, cause = MEANINGS.get(code, (Action.RETRY, f"failed (exit {code})"))
     if code == 8 and retry_numerics:
         action = Action.RETRY
-    return Verdict(action, cause, code)
+    return JobVerdict(action, cause, code)
 
 
 def _kind(code: int):

@@ -51,7 +51,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Report:
+class GoodputReport:
     """The account of a job."""
 
     outcome: str
@@ -102,7 +102,7 @@ class Report:
         return {**asdict(self), "goodput": round(self.goodput, 4)}
 
 
-def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> Report:
+def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> GoodputReport:
     """Sum up. A step that a later attempt made again was lost with the attempt that had to be repeated."""
     lost: Counter[str] = Counter()
     starting: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
     records = [{**asdict(attempt), "wall": round(attempt.wall, 3)} for attempt in attempts]
     starting = {name: round(seconds, 3) for name, seconds in starting.items()}
     first_steps = round(sum(attempt.first_step_seconds for attempt in attempts), 3)
-    return Report(
+    return GoodputReport(
         outcome,
         code,
         round(wall, 3),

@@ -25,7 +25,7 @@ from megatron.settings import schema
 IN_A_ROW = 10  # steps that may be skipped one after another before skipping is no remedy
 
 
-class Verdict(enum.Enum):
+class StepVerdict(enum.Enum):
     """What happens to a step's update."""
 
     UPDATE = "update"
@@ -92,7 +92,7 @@ class Watch:
         *,
         scaling: bool,
         rollbacks: int = 0,
-    ) -> Verdict:
+    ) -> StepVerdict:
         """Whether the update of a step may be made; every rank comes to the same verdict, having the same numbers.
 
         scaling: the loss scale is dynamic, so an overflow is expected now and then
@@ -101,29 +101,29 @@ class Watch:
         """
         self.spike = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return Verdict.SKIP if scaling else self._not_finite(step, loss, norm, explain())
+            return StepVerdict.SKIP if scaling else self._not_finite(step, loss, norm, explain())
         self.spike = recent.spike(loss, norm, self.settings.spike_threshold)
         if self.spike is None or self.settings.on_spike == "continue":
             if self.spike:
                 self.say(f"warning: iteration {step}: {self.spike}")
             self.in_a_row = 0
-            return Verdict.UPDATE
+            return StepVerdict.UPDATE
         if self.settings.on_spike == "skip":
             self._count_skip(step, str(self.spike))
-            return Verdict.SKIP
+            return StepVerdict.SKIP
         if rollbacks >= self.settings.max_rollbacks:
             raise NumericsError(
                 f"iteration {step}: {self.spike}",
                 f"{rollbacks} rollbacks have not helped (--max-rollbacks)",
                 "lower --lr, or look at the data that was left out",
             )
-        return Verdict.ROLLBACK
+        return StepVerdict.ROLLBACK
 
-    def _not_finite(self, step: int, loss: float, norm: float, where: str) -> Verdict:
+    def _not_finite(self, step: int, loss: float, norm: float, where: str) -> StepVerdict:
         what = f"iteration {step}: loss {loss}, gradient norm {norm}: not finite"
         if self.settings.on_nan == "skip":
             self._count_skip(step, f"{what[what.index(':') + 2 :]}; {where}")
-            return Verdict.SKIP
+            return StepVerdict.SKIP
         raise NumericsError(
             what,
             where,

@@ -74,7 +74,7 @@ def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     return record
 
 
-def open_tokenizer(loaded: Loaded, given: Optional[schema.Tokenizer] = None, say=lambda text: None):
+def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, say=lambda text: None):
     """The tokenizer of the training run, with `given` flags on top where its files have moved.
 
     Raises SettingsError when the run had none (mock data) or the vocabulary is too large for the model, DataError when
@@ -82,7 +82,7 @@ def open_tokenizer(loaded: Loaded, given: Optional[schema.Tokenizer] = None, say
     """
     from megatron.tokenizer import build_tokenizer
 
-    given = given or schema.Tokenizer()
+    given = given or schema.TokenizerSettings()
     changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
     settings = replace(loaded.config.tokenizer, **changed)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):

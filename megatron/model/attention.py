@@ -27,7 +27,7 @@ from megatron.settings.schema import Kernels, Model
 
 
 @dataclass(frozen=True)
-class Context:
+class ForwardContext:
     """What all blocks of one forward pass share.
 
     samples   [b] places in the order of training, for dropout; None in inference
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
 
 @op
-def scaled_dot_product_attention(query, key, value, layer: Attention, context: Context) -> torch.Tensor:
+def scaled_dot_product_attention(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
     case = Case(
         query.device.type,

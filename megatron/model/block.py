@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from megatron.model.attention import Attention, Context
+from megatron.model.attention import Attention, ForwardContext
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.mlp = MLP(model, tp, inside(weights, "mlp"), **common)
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.recompute_attention:
             attended = recompute(self._attention_half, x, context, inside=context.region)
         else:
@@ -64,5 +64,5 @@ class Block(nn.Module):
         x = x + self.attention_dropout(attended, context.samples)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), context.samples)
 
-    def _attention_half(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.attention(self.attention_norm(x), context)

@@ -20,7 +20,7 @@ from megatron.settings import rank_env, schema
 
 
 @dataclass(frozen=True)
-class Context:
+class RankContext:
     """This process's place in the job."""
 
     mesh: Mesh
@@ -33,7 +33,7 @@ class Context:
         return self.mesh.rank == 0
 
 
-def join(parallel: schema.Parallel, kernels: schema.Kernels) -> Context:
+def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
     """Initialise the process group of a job of more than one rank and create the mesh.
 
     Raises SettingsError when the ranks make no sense or CUDA is asked for and absent, PeerLost when the other ranks
@@ -67,10 +67,10 @@ def join(parallel: schema.Parallel, kernels: schema.Kernels) -> Context:
                 str(error).splitlines()[0],
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
-    return Context(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
+    return RankContext(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
 
 
-def leave(context: Context) -> None:
+def leave_job(context: RankContext) -> None:
     """Part from the job in order: nobody's connection breaks while others still talk."""
     if dist.is_initialized() and context.joined:
         collectives.barrier(context.mesh.world)
@@ -105,7 +105,7 @@ def _share_cores(local_world_size: int) -> None:
         torch.set_num_threads(max(1, cores // local_world_size))
 
 
-def pick_precision(wanted: str, context: Context) -> str:
+def pick_precision(wanted: str, context: RankContext) -> str:
     """`auto` is bf16 where the device multiplies it clearly faster than fp32, else fp32; the first rank decides.
 
     Measured, not looked up: instruction sets do not say whether the math library uses them.

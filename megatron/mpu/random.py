@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from megatron.fused_kernels.dropout import Keep, drop
+from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Placement
 
@@ -89,7 +89,7 @@ class Dropout(torch.nn.Module):
             return x
         return drop(x, self.keep(x.shape, samples, x.device))
 
-    def keep(self, shape: tuple[int, ...], samples: torch.Tensor, device: torch.device) -> Keep:
+    def keep(self, shape: tuple[int, ...], samples: torch.Tensor, device: torch.device) -> DropoutMask:
         """What to keep of a tensor of this (local) shape, which has the batch at `batch_dim`."""
         shape = list(shape)
         del shape[self.batch_dim]
@@ -98,4 +98,4 @@ class Dropout(torch.nn.Module):
         words = random_words(shape, [seed_of(*self.key, n) for n in samples.tolist()], device)
         if pieces > 1:
             words = words.chunk(pieces, self.cut + 1)[rank]
-        return Keep(words.movedim(0, self.batch_dim), self.threshold, self.factor)
+        return DropoutMask(words.movedim(0, self.batch_dim), self.threshold, self.factor)

@@ -20,7 +20,7 @@ import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
-from megatron.optimizer.units import Owned, Slot, Unit
+from megatron.optimizer.units import FlatUnit, Owned, Slot
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Gradients:
         device,
         keep: bool,
         ahead: bool,
-        arrived: Callable[[Unit, int], None] = lambda unit, count: None,
+        arrived: Callable[[FlatUnit, int], None] = lambda unit, count: None,
     ):
         self.mesh, self.device, self.keep, self.ahead, self.arrived = mesh, device, keep, ahead, arrived
         self.tallies = [Tally(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]

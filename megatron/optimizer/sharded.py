@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO for a model of one's own, in a loop of one's own: the model is built in shards and never exists whole.
 
-    context = join(Parallel(), Kernels())
+    context = join_job(Parallel(), Kernels())
     model, optimizer = sharded_init(lambda: MyModel(...), context.mesh, device=context.device)
 
 docs/parallelism.md has the loop to it.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters laid end to end: the memory that ZeRO cuts, reduces and gathers.
 
-A *unit* is a layer or another part of the model, as the model says in its `units` (`model.weights.Unit`). The parameters
-of a unit lie end to end in one flat range, those with weight decay first, each aligned, the whole padded to the number of
-ranks that shard it. All units of a rank lie end to end in turn, so that one buffer holds all weights, another all
-gradients, and a unit or a shard is a slice.
+A *unit* is a layer or another part of the model, as the model says in its `units` (`model.weights.Unit`). Its parameters
+lie end to end in one flat range, those with weight decay first, each aligned, the whole padded to the number of ranks that
+shard it. All units of a rank lie end to end in turn, so that one buffer holds all weights, another all gradients, and a
+unit or a shard is a slice.
 
     unit      | qkv.weight | up.weight | ...   | norm.weight | qkv.bias | pad |
               |<------------ decay ----------->|<------- no decay ------------>|
@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass
-class Unit:
+class FlatUnit:
     """A layer's parameters as the range [start, start + size) of the rank's buffers; `decay` of them are decayed."""
 
     name: str
@@ -83,7 +83,7 @@ class Unit:
 class Owned(NamedTuple):
     """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
 
-    unit: Unit
+    unit: FlatUnit
     low: int
     high: int
     at: int
@@ -106,7 +106,7 @@ class Owned(NamedTuple):
                 yield slot, slice(self.at + start - self.low, self.at + stop - self.low)
 
 
-def owned_ranges(units: Sequence[Unit], axis_of: AxisOf) -> list[Owned]:
+def owned_ranges(units: Sequence[FlatUnit], axis_of: AxisOf) -> list[Owned]:
     """What this rank owns of each unit, laid end to end. axis_of: name of an axis -> its place and size on this rank."""
     owned, at = [], 0
     for unit in units:
@@ -122,7 +122,7 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-def lay_out(model: Chunks, axis_of: AxisOf) -> list[Unit]:
+def lay_out(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """Units of a rank's model chunks in registration order (those of other axes behind), each padded to a multiple of the
     ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
     """
@@ -141,7 +141,7 @@ def lay_out(model: Chunks, axis_of: AxisOf) -> list[Unit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
-        units.append(Unit(unit, slots, start, size, decay, told[unit].layer, axes))
+        units.append(FlatUnit(unit, slots, start, size, decay, told[unit].layer, axes))
         start += size
     return units
 
@@ -188,7 +188,7 @@ def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
 
 
 @torch.no_grad()
-def materialise(unit: Unit, flat: torch.Tensor) -> None:
+def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
     """Make every parameter of a unit (on the meta device, say) a view into the unit's memory `flat`.
 
     Writing to `flat` later is not a change that autograd sees: the graph may hold a parameter whose memory is given
@@ -202,7 +202,7 @@ def materialise(unit: Unit, flat: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def initialise(unit: Unit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
+def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
     """Initial values of every parameter of a unit, from (seed, name) alone, into the unit's memory `flat`."""
     for slot in unit.slots:
         view = flat[slot.start : slot.stop].view(slot.parameter.shape)

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from megatron.mpu import collectives
-from megatron.optimizer.units import AxisOf, Unit, materialise
+from megatron.optimizer.units import AxisOf, FlatUnit, materialise
 
 
 @dataclass
 class Memory:
     """The memory of a unit's parameters."""
 
-    unit: Unit
+    unit: FlatUnit
     flat: torch.Tensor  # [unit.size]
     ready: bool = False  # it holds the parameters
     under_way: Any = None  # (work, piece) of a gathering
@@ -45,9 +45,9 @@ class Weights:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[FlatUnit],
         axis_of: AxisOf,
-        piece_of: Callable[[Unit], torch.Tensor],
+        piece_of: Callable[[FlatUnit], torch.Tensor],
         *,
         dtype,
         device,
@@ -74,7 +74,7 @@ class Weights:
     # ---- filling and freeing ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def put(self, unit: Unit, values: torch.Tensor) -> None:
+    def put(self, unit: FlatUnit, values: torch.Tensor) -> None:
         """Fill a unit's parameters, of which this rank happens to have all, if they are kept."""
         if self.keep:
             self.memory[unit.name].flat.copy_(values)
@@ -174,7 +174,7 @@ class Weights:
         if not self.keep:
             chunk.register_forward_hook(leave)
 
-    def arrived(self, unit: Unit, count: int) -> None:
+    def arrived(self, unit: FlatUnit, count: int) -> None:
         """Each parameter of a unit has had `count` gradients: free a unit that is no layer behind its last pass."""
         memory = self.memory[unit.name]
         if not self.keep and not unit.layer and count == memory.passes:

@@ -31,20 +31,30 @@ from megatron.mpu.mesh import Mesh
 from megatron.optimizer.adam import OwnedState, Targets
 from megatron.optimizer.gradients import Gradients
 from megatron.optimizer.storage import store
-from megatron.optimizer.units import Chunks, Owned, Slot, Unit, as_chunks, initialise, lay_out, owned_ranges, pieces_of
+from megatron.optimizer.units import (
+    Chunks,
+    FlatUnit,
+    Owned,
+    Slot,
+    as_chunks,
+    initialise,
+    lay_out,
+    owned_ranges,
+    pieces_of,
+)
 from megatron.optimizer.weights import Weights
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 
 
-class Keep(NamedTuple):
+class ZeroStage(NamedTuple):
     """What a rank has all the time of parameters and gradients: everything, or its shard."""
 
     parameters: bool
     gradients: bool
 
 
-STAGES = {0: Keep(True, True), 1: Keep(True, True), 2: Keep(True, False), 3: Keep(False, False)}
+STAGES = {0: ZeroStage(True, True), 1: ZeroStage(True, True), 2: ZeroStage(True, False), 3: ZeroStage(False, False)}
 PARTIAL = ("tp", "cp", "ep", "tied")  # axes of `Placement.partial`
 
 
@@ -152,7 +162,7 @@ class ShardedAdamW:
             for where, target in self._targets(state):
                 target.copy_(main[where])
 
-    def _piece(self, unit: Unit) -> torch.Tensor:
+    def _piece(self, unit: FlatUnit) -> torch.Tensor:
         """This rank's shard of a unit's parameters, ready to be gathered."""
         own, state = self.sources[unit.name]
         if self.weights.keep and state.direct:

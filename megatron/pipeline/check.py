@@ -24,7 +24,7 @@ from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckOptions:
     """What to look at."""
 
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 4, "--pp")
@@ -49,9 +49,9 @@ def main(argv: list[str]) -> None:
     from megatron.settings.parse import parse
 
     what = "Simulate, verify, measure and draw a pipeline schedule."
-    fields = tuple(Check.__dataclass_fields__)
+    fields = tuple(CheckOptions.__dataclass_fields__)
     prog = "python -m megatron.pipeline.check"
-    asked = parse(argv, {"check": Check}, prog=prog, description=what, common=fields)["check"]
+    asked = parse(argv, {"check": CheckOptions}, prog=prog, description=what, common=fields)["check"]
     panels = _measured(asked.timeline) if asked.timeline else _compared(asked)
     for title, times in panels.items() if not asked.no_diagram else ():
         width = shutil.get_terminal_size((160, 24)).columns
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
             raise StorageError(f"cannot write --svg {asked.svg}", error.strerror) from error
 
 
-def _compared(asked: Check) -> dict[str, Times]:
+def _compared(asked: CheckOptions) -> dict[str, Times]:
     """Figures of the schedules that are asked for. Returns what to draw."""
     if asked.wire < 0:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
@@ -81,7 +81,7 @@ def _compared(asked: Check) -> dict[str, Times]:
     return panels
 
 
-def _plans(asked: Check) -> dict[str, tuple[Plan, Stages]]:
+def _plans(asked: CheckOptions) -> dict[str, tuple[Plan, Stages]]:
     """Name -> plan and map of stages. Raises SettingsError when there is none that can run."""
     if asked.schedule and is_file(asked.schedule):
         own = read_schedule(asked.schedule)

@@ -141,7 +141,7 @@ def _messages(plan: Plan, stages: Stages) -> dict[tuple[int, int, str], list[Op]
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """What a plan costs. Times in units of one chunk's forward pass."""
 
     span: float  # from the first op to the last
@@ -150,13 +150,15 @@ class Report:
     waiting: int  # most messages that lie unread in one channel: buffers that the wire must have
 
 
-def report(plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0) -> Report:
+def report(
+    plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0
+) -> ScheduleReport:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
     times = simulate(plan, stages, cost, wire)
     span = max((end for _, end in times.values()), default=0.0)
     live = tuple(map(live_activations, plan))
-    return Report(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
+    return ScheduleReport(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
 
 
 def bubble_of(times: Times, ranks: int) -> float:

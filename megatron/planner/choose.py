@@ -22,7 +22,7 @@ from megatron.training import rules
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """A search and what it was for."""
 
     found: Found
@@ -34,7 +34,7 @@ class Outcome:
     seconds: float
 
 
-def find(config: schema.Config) -> Outcome:
+def find(config: schema.Config) -> SearchResult:
     """Search the layouts that settings leave open, on the cluster that they describe. Raises SettingsError, first of all
     for numbers that describe no model and no cluster."""
     sized = replace(config, batch=batch.smallest(config.batch))
@@ -44,7 +44,7 @@ def find(config: schema.Config) -> Outcome:
     return _searched(config, cluster, source, space_of(config, cluster))
 
 
-def find_micro_batch(config: schema.Config) -> Outcome:
+def find_micro_batch(config: schema.Config) -> SearchResult:
     """Every size of --micro-batch-size auto in the layout that the other settings describe.
 
     Raises SettingsError with everything that is wrong with them.
@@ -76,7 +76,7 @@ def find_micro_batch(config: schema.Config) -> Outcome:
     return _searched(settings, cluster, source, Space(**global_batch, only=only))
 
 
-def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space) -> Outcome:
+def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space) -> SearchResult:
     job, remark = target.job_of(config, cluster)
     started = time.perf_counter()
     found = search(job, cluster, space)
@@ -84,7 +84,7 @@ def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself makes times real")
-    return Outcome(found, job, cluster, count, source, remarks, time.perf_counter() - started)
+    return SearchResult(found, job, cluster, count, source, remarks, time.perf_counter() - started)
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
     return given
 
 
-def nothing_fits(outcome: Outcome) -> SettingsError:
+def nothing_fits(outcome: SearchResult) -> SettingsError:
     """The error for a search without a plan: by how much it failed, and what would help."""
     found, cluster = outcome.found, outcome.cluster
     if not found.rejected:
@@ -160,7 +160,7 @@ def nothing_fits(outcome: Outcome) -> SettingsError:
 def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[str]:
     """What the rules of a training say against a plan; data and length of training are not its business."""
     data = schema.Data(mock_data=True)
-    tokenizer = schema.Tokenizer(tokenizer_type="NullTokenizer", vocab_size=plan.job.facts.vocab_size)
+    tokenizer = schema.TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=plan.job.facts.vocab_size)
     settings = replace(
         plan.layout.applied(config, plan.job.global_batch),
         data=data,
@@ -173,7 +173,7 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
     return rules.check(settings, cluster.world_size)
 
 
-def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Outcome]:
+def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], SearchResult]:
     """(settings with what they leave open chosen, the best plans, the search). Says why.
 
     --auto-parallel leaves the layout open, --micro-batch-size auto the micro-batch alone.
@@ -196,7 +196,7 @@ def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Ou
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
 
 
-def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan], Outcome]:
+def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan], SearchResult]:
     outcome = find_micro_batch(config)
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:

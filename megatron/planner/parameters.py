@@ -15,7 +15,7 @@ from megatron.optimizer.flat import aligned, unit_size
 from megatron.planner.layout import Job, Layout
 
 
-class Slot(NamedTuple):
+class ParameterSize(NamedTuple):
     """A parameter: its elements on one tp rank, whether it is decayed, and the axes over which its gradient is partial."""
 
     size: int
@@ -27,7 +27,7 @@ class UnitSizes(NamedTuple):
     """A unit's parameters as they lie. name: its name, or of a layer its kind; ends: see `model.weights.Unit`."""
 
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSize, ...]
     layer: bool = False
     ends: tuple[str, ...] = ()
 
@@ -124,15 +124,17 @@ def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[str, ...],
     return Units(front + layers + back)
 
 
-def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[Slot, ...]:
+def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
     """Decayed weights first, as `optimizer.units.lay_out` has them."""
     slots = [
-        Slot(math.prod(placed.local_shape({"tp": tp})), placed.decay, (placed.partial if tp > 1 else ()) + shared)
+        ParameterSize(
+            math.prod(placed.local_shape({"tp": tp})), placed.decay, (placed.partial if tp > 1 else ()) + shared
+        )
         for placed in table.values()
     ]
     return tuple(sorted(slots, key=lambda slot: not slot.decay))
 
 
 @lru_cache(maxsize=65536)
-def _padded(slots: tuple[Slot, ...], pieces: int) -> int:
+def _padded(slots: tuple[ParameterSize, ...], pieces: int) -> int:
     return unit_size((slot.size for slot in slots), pieces)

@@ -36,7 +36,7 @@ TOLERANCE = dict(
 
 
 @dataclass(frozen=True)
-class Layout:
+class TestedLayout:
     """How ranks share the work, as `tp2sp-pp2vp2-dp2-zero1` says it; tokens in any order, hyphens as you like.
 
     >>> parse_layout("pp2-tp2sp").world_size
@@ -75,7 +75,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> TestedLayout:
     """Read a layout. Raises ValueError, naming what cannot be read."""
     at, found = 0, {}
     while at < len(text):
@@ -93,15 +93,15 @@ def parse_layout(text: str) -> Layout:
         at = match.end()
     if found.get("zero", 0) not in ZERO_STAGES:
         raise ValueError(f"zero{found['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
-    return Layout(text, **found)
+    return TestedLayout(text, **found)
 
 
-def layout_of(config: schema.Config, world_size: int) -> Layout:
+def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
     """The layout that a training command asks for on this many ranks."""
     p = config.parallel
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     vp = chunks_of(p, config.model.num_layers)
-    layout = Layout(
+    layout = TestedLayout(
         "", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule, own=True
     )
     parts = [f"{name}{value}" for name in ("tp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
@@ -109,7 +109,7 @@ def layout_of(config: schema.Config, world_size: int) -> Layout:
     return replace(layout, text="-".join(parts) or "one process")
 
 
-def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
+def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     """Unresolved settings of a run -> resolved settings of the same run in this layout.
 
     Raises SettingsError with everything that makes the layout impossible.
@@ -133,10 +133,10 @@ def laid_out(config: schema.Config, layout: Layout) -> schema.Config:
 
 def one_process(config: schema.Config) -> schema.Config:
     """Unresolved settings of a run -> resolved settings of the same run in one process."""
-    return laid_out(config, Layout("one process"))
+    return laid_out(config, TestedLayout("one process"))
 
 
-def one_batch(config: schema.Config, layouts: Sequence[Layout]) -> schema.Config:
+def one_batch(config: schema.Config, layouts: Sequence[TestedLayout]) -> schema.Config:
     """The settings with a global batch that all of these layouts can have, where its size follows from the ranks."""
     batch, sizes = config.batch, {layout.dp for layout in layouts}
     if batch.micro_batch_size != schema.AUTO:
@@ -145,7 +145,7 @@ def one_batch(config: schema.Config, layouts: Sequence[Layout]) -> schema.Config
     return replace(config, batch=batch)
 
 
-def _parallel(config: schema.Config, layout: Layout) -> schema.Parallel:
+def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
     """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
     return replace(
         config.parallel,
@@ -220,7 +220,7 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayoutDifference:
     """How far a layout is from the reference: largest relative differences, and the parameter that differs most."""
 
     loss: float
@@ -234,7 +234,7 @@ class Difference:
         return self.loss <= limits["loss"] and self.norm <= limits["norm"] and self.weight <= limits["weight"]
 
 
-def compare(reference: Trace, other: Trace) -> Difference:
+def compare(reference: Trace, other: Trace) -> LayoutDifference:
     """Differences relative to the reference. A parameter's is the RMS of its error over its own RMS, or over the RMS of
     all parameters where that is larger: Adam moves a parameter by the learning rate however small its gradient, so one
     whose gradient is itself rounding (a key's bias, which softmax ignores) is noise of that size and no more.
@@ -246,7 +246,7 @@ def compare(reference: Trace, other: Trace) -> Difference:
         error = _rms(other.weights[name] - weight) / max(_rms(weight), everything)
         errors[name] = math.inf if math.isnan(error) else error
     worst = max(errors, key=errors.get)
-    return Difference(
+    return LayoutDifference(
         _largest(reference.losses, other.losses), _largest(reference.norms, other.norms), errors[worst], worst
     )
 

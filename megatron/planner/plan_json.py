@@ -3,7 +3,7 @@
 
 from dataclasses import asdict
 
-from megatron.planner.choose import Outcome
+from megatron.planner.choose import SearchResult
 from megatron.planner.memory import ledger
 from megatron.planner.search import Plan
 from megatron.planner.traffic import transfers
@@ -11,7 +11,7 @@ from megatron.settings.plan_file import layout_settings, shape
 from megatron.settings.schema import Config
 
 
-def record(config: Config, outcome: Outcome, top: int, rejected: int, command: str) -> dict:
+def record(config: Config, outcome: SearchResult, top: int, rejected: int, command: str) -> dict:
     """Everything that the terminal shows, the full ledgers, and the settings of each plan for a training of `config`."""
     found, cluster = outcome.found, outcome.cluster
     return dict(
@@ -35,7 +35,7 @@ def record(config: Config, outcome: Outcome, top: int, rejected: int, command: s
     )
 
 
-def _plan(config: Config, plan: Plan, outcome: Outcome) -> dict:
+def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
     device, layout, job = outcome.cluster.device, plan.layout, plan.job
     return dict(
         layout=layout.short(),

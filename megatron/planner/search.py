@@ -15,7 +15,7 @@ from typing import Optional
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, Step, split_even
+from megatron.planner.speed import Cluster, StepTime, split_even
 from megatron.settings.schema import Recompute
 
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
@@ -44,7 +44,7 @@ class Plan:
 
     layout: Layout
     job: Job
-    step: Step
+    step: StepTime
     bytes: int  # of the fullest pipeline rank
     rank: int  # which one that is
 

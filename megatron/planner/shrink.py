@@ -35,7 +35,7 @@ from megatron.settings.schema import (
     Precision,
     Profiling,
     Recompute,
-    Tokenizer,
+    TokenizerSettings,
 )
 from megatron.training.rules import layout_is_open, resolve
 
@@ -142,7 +142,7 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
         batch=batch,
         optimizer=_optimizer(config.optimizer, batch, steps),
         recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
-        tokenizer=Tokenizer(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
+        tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
         data=replace(
             config.data,
             mock_data=True,

@@ -52,7 +52,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Seconds of one iteration, and what they are made of (each on the slowest rank)."""
 
     seconds: float
@@ -83,12 +83,12 @@ class Pass:
         return self.forward + self.backward
 
 
-def step(job: Job, layout: Layout, cluster: Cluster) -> Step:
+def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of one iteration."""
     length, parts, bubble = passes(job, layout, cluster)
     late = behind(once(job, layout, cluster), layout.zero, length * (1 - bubble), layout.micros(job))
     parts = {name: value for name, value in (parts | late).items() if value > 1e-9}
-    return Step(length + sum(late.values()), parts, bubble, useful_flops(job))
+    return StepTime(length + sum(late.values()), parts, bubble, useful_flops(job))
 
 
 def useful_flops(job: Job) -> float:

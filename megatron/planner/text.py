@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from megatron.planner.layout import Job
 from megatron.planner.memory import Ledger
 from megatron.planner.search import Found, Plan
-from megatron.planner.speed import Cluster, Step
+from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
 
 
@@ -138,7 +138,7 @@ def traffic(found: Sequence[Transfer]) -> str:
     return table(rows, ["collective", "axis", "of what", "bytes a step", "calls", ""], left=(0, 1, 2, 5))
 
 
-def parts(step: Step) -> str:
+def parts(step: StepTime) -> str:
     """What a step's time is made of."""
     shares = [
         f"{name} {duration(value)} ({value / step.seconds:.0%})"

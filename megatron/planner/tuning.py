@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from megatron.model.recipe import Recipe
-from megatron.mpu import collectives
-from megatron.mpu import initialize as ranks
+from megatron.mpu import collectives, initialize
 from megatron.planner import text
 from megatron.planner.choose import automatic, chosen_flags, in_layout
 from megatron.planner.layout import Layout
@@ -32,7 +31,7 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
     The ranks join here and part behind the training: a process group that is made anew would meet addresses of the old.
     """
     asked = config.parallel
-    context = ranks.join(
+    context = initialize.join_job(
         schema.Parallel(
             distributed_backend=asked.distributed_backend, distributed_timeout_minutes=asked.distributed_timeout_minutes
         ),
@@ -46,13 +45,13 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
     # Every rank could search by itself, but what a rank sees of its node's memory is its own.
     layouts = _told_to_all(_search(config, say) if context.first else None, context)
     if isinstance(layouts, Exception):
-        ranks.leave(context)
+        initialize.leave_job(context)
         raise layouts
     if config.planner.tune_steps and len(layouts) > 1:
         layouts = _timed(config, recipe, layouts, context, say)
     layout, batch = layouts[0]
     yield in_layout(config, layout, batch)
-    ranks.leave(context)
+    initialize.leave_job(context)
 
 
 def _search(config: schema.Config, say):
@@ -64,11 +63,13 @@ def _search(config: schema.Config, say):
     return [(replace(plan.layout, parallel=None), plan.job.global_batch) for plan in plans[:TRIED]]
 
 
-def _told_to_all(answer, context: ranks.Context):
+def _told_to_all(answer, context: initialize.RankContext):
     return collectives.broadcast_object(answer, context.mesh.world)
 
 
-def _timed(config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: ranks.Context, say):
+def _timed(
+    config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: initialize.RankContext, say
+):
     """The layouts from the one that really is the fastest for a sample on."""
     say(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
     found, world_size = [], context.mesh.world_size

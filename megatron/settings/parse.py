@@ -97,7 +97,7 @@ def parse(
     Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
-    reader = Reader(settings)
+    reader = FlagReader(settings)
     words = read_argv(argv, reader)
     asked = {flag for flag, _ in words}
     prog = prog or Path(sys.argv[0]).name
@@ -143,7 +143,7 @@ THEN = "--then"  # scripts put it between their words and those of whoever calls
 OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
 
 
-def read_argv(argv: list[str], reader: "Reader") -> list[tuple[str, list[str]]]:
+def read_argv(argv: list[str], reader: "FlagReader") -> list[tuple[str, list[str]]]:
     """The command line as [(flag, words)], in order, flags with dashes. argparse does the splitting.
 
     Every flag takes any number of words here; what it may take is judged later, together with everything else.
@@ -172,7 +172,7 @@ def _with_dashes(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-class Reader:
+class FlagReader:
     """Collects what was given for each setting, and every problem on the way."""
 
     def __init__(self, settings: list[Setting]):

@@ -34,7 +34,7 @@ def remarks(settings: schema.Config, world_size: int, rules: Iterable["Rule"] = 
     return [rule.say(s) for rule in (*rules, *REMARKS) if rule.broken(s)]
 
 
-def tokenizer_type(t: schema.Tokenizer, mock_data: bool) -> str | None:
+def tokenizer_type(t: schema.TokenizerSettings, mock_data: bool) -> str | None:
     """The type that the given files can only mean, as in Megatron-LM; numbers for mock data. None: not clear."""
     if t.vocab_file and t.merge_file:
         return "GPT2BPETokenizer"

@@ -150,7 +150,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class TokenizerSettings:
     """Text to ids and back."""
 
     tokenizer_type: Optional[
@@ -511,7 +511,7 @@ class Logging:
 GROUPS = dict(
     model=Model,
     parallel=Parallel,
-    tokenizer=Tokenizer,
+    tokenizer=TokenizerSettings,
     data=Data,
     batch=Batch,
     optimizer=Optimizer,
@@ -532,7 +532,7 @@ class Config:
 
     model: Model
     parallel: Parallel
-    tokenizer: Tokenizer
+    tokenizer: TokenizerSettings
     data: Data
     batch: Batch
     optimizer: Optimizer

@@ -3,7 +3,7 @@
 
     with Metrics(config.logging, run, header=run_record(config, mesh.sizes), active=mesh.rank == 0) as metrics:
         ...
-        metrics.record(Step(iteration, consumed, size, {"lm loss": 7.2}, learning_rate=1e-4, grad_norm=1.3))
+        metrics.record(StepMetrics(iteration, consumed, size, {"lm loss": 7.2}, learning_rate=1e-4, grad_norm=1.3))
         with metrics.paused():                      # evaluation and checkpoints are not part of a step's time
             losses = evaluate()
         metrics.record_eval(iteration, consumed, losses)
@@ -29,7 +29,7 @@ from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSizes:
     """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
 
     train_iters: int
@@ -41,7 +41,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMetrics:
     """What a step did. Numbers may be 0-d tensors. `iteration` counts from 1, `consumed_samples` includes this step."""
 
     iteration: int
@@ -67,7 +67,7 @@ class _Interval:
     nan: int = 0
     losses: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: Step, losses: dict[str, float], seconds: float) -> None:
+    def add(self, step: StepMetrics, losses: dict[str, float], seconds: float) -> None:
         """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
         self.seconds += seconds
         self.samples += step.batch_size
@@ -94,7 +94,7 @@ class Metrics:
     def __init__(
         self,
         logging: Logging,
-        run: Run,
+        run: RunSizes,
         *,
         header: Optional[dict] = None,
         iteration: int = 0,
@@ -128,7 +128,7 @@ class Metrics:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def record(self, step: Step) -> None:
+    def record(self, step: StepMetrics) -> None:
         """Take in a step that just ended; its time is what passed since the last one, pauses left out."""
         seconds = self._lap()
         complete = step.iteration % self.log_interval == 0
@@ -245,7 +245,7 @@ class Metrics:
         else:
             print(text, flush=True)
 
-    def _log(self, step: Step, times: dict[str, list[float]]) -> None:
+    def _log(self, step: StepMetrics, times: dict[str, list[float]]) -> None:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
         self.say(console_line(step, interval, self.run, rates))
@@ -307,7 +307,7 @@ def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     return local_folder(save) / "metrics.jsonl" if save else None
 
 
-def console_line(step: Step, interval: _Interval, run: Run, rates: dict[str, float]) -> str:
+def console_line(step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float]) -> str:
     """Megatron-LM's line for the steps since the last one, with our rates behind it.
 
     Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
@@ -347,7 +347,7 @@ def duration(seconds: float) -> str:
     return f"{days}d {hours:02d}:{minutes:02d}:{seconds:02d}" if days else f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-def _step_record(step: Step, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:
+def _step_record(step: StepMetrics, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:
     return (
         dict(kind="step", iteration=step.iteration, consumed_samples=step.consumed_samples, batch_size=step.batch_size)
         | losses
@@ -359,7 +359,7 @@ def _step_record(step: Step, losses: dict[str, float], seconds: float, rates: di
     )
 
 
-def _step_tags(step: Step, losses: dict[str, float]) -> dict[str, float]:
+def _step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron.errors import SettingsError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),

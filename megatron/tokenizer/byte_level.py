@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.errors import DataError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
 from megatron.tokenizer.engines import in_pieces

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatron.errors import DataError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
 from megatron.tokenizer.byte_level import read_text

@@ -2,7 +2,7 @@
 """Texts that are already numbers ("3 1 4"), for benchmarks and checks. Ids go to `--vocab-size` - 1, EOD follows."""
 
 from megatron.errors import DataError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import Tokenizer, fingerprint
 
 

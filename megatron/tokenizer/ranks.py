@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from megatron.errors import DataError, SettingsError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
 

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from megatron.errors import DataError
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import Encode, Tokenizer, fingerprint
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.fused_kernels import Case, choose
 from megatron.fused_kernels.cpu import keep_memory
-from megatron.model.attention import Context
+from megatron.model.attention import ForwardContext
 from megatron.model.block import Block
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu import collectives
@@ -136,7 +136,7 @@ def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
     upstream = torch.randn(s, 1, h, device=kind)
 
     def work():
-        block(x, Context()).backward(upstream)
+        block(x, ForwardContext()).backward(upstream)
         for parameter in (x, *block.parameters()):
             parameter.grad = None
 

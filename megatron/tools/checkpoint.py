@@ -24,20 +24,27 @@ from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, UsageError, run_main
 from megatron.settings.parse import parse
-from megatron.settings.schema import Tokenizer, setting
+from megatron.settings.schema import TokenizerSettings, setting
 from megatron.storage.urls import UrlPath, location
-from megatron.tools.checkpoint_convert import FromHF, FromMegatron, ToHF, from_hf, from_megatron, to_hf
+from megatron.tools.checkpoint_convert import (
+    FromHFOptions,
+    FromMegatronOptions,
+    ToHFOptions,
+    from_hf,
+    from_megatron,
+    to_hf,
+)
 
 
 @dataclass(frozen=True)
-class Which:
+class WhichCheckpoint:
     """Which checkpoint of the folder."""
 
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
 
 
 @dataclass(frozen=True)
-class Inspect:
+class InspectOptions:
     """How to show it."""
 
     json: bool = setting("one JSON object instead of text", False)
@@ -45,14 +52,14 @@ class Inspect:
 
 
 @dataclass(frozen=True)
-class Verify:
+class VerifyOptions:
     """How much to check."""
 
     all: bool = setting("every checkpoint of the folder; off: the one that --load would choose", True)
 
 
 @dataclass(frozen=True)
-class Diff:
+class DiffOptions:
     """What to compare."""
 
     weights_only: bool = setting("leave optimizer state out", False)
@@ -61,7 +68,7 @@ class Diff:
 
 
 @dataclass(frozen=True)
-class Reshard:
+class ReshardOptions:
     """What the new files are."""
 
     writers: Optional[int] = setting("files of equal size", None)
@@ -72,7 +79,7 @@ class Reshard:
 
 
 @dataclass(frozen=True)
-class Prune:
+class PruneOptions:
     """Which checkpoints stay."""
 
     keep_last: Optional[int] = setting("keep this many newest checkpoints", None)
@@ -92,14 +99,14 @@ def main(argv: list[str]) -> None:
         what = f"'{name}' is not a command" if name else "no command is given"
         raise UsageError(f"{what}; there are: {', '.join(COMMANDS)}", do="python -m megatron.tools.checkpoint --help")
     group, operands, run, *more = COMMANDS[name]
-    groups = dict(which=Which, command=group, **{kind.__name__: kind for kind in more})
+    groups = dict(which=WhichCheckpoint, command=group, **{kind.__name__: kind for kind in more})
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
     settings = parse(
         flags,
         groups,
         prog=prog,
         description=run.__doc__.splitlines()[0],
-        common=tuple(f for g in (Which, group) for f in g.__dataclass_fields__),
+        common=tuple(f for g in (WhichCheckpoint, group) for f in g.__dataclass_fields__),
     )
     if len(words) - 1 != len(operands):
         raise UsageError(
@@ -114,7 +121,7 @@ def main(argv: list[str]) -> None:
     run(*places, *settings.values())
 
 
-def inspect(path: Path, which: Which, how: Inspect) -> None:
+def inspect(path: Path, which: WhichCheckpoint, how: InspectOptions) -> None:
     """Show tensors, layout, iteration and settings of a checkpoint; no tensor is read."""
     from megatron.checkpoint import survey
 
@@ -127,7 +134,7 @@ def inspect(path: Path, which: Which, how: Inspect) -> None:
         print(survey.describe(reader, None if how.all_settings else changed_settings(reader.state.get("config", {}))))
 
 
-def verify(path: Path, which: Which, how: Verify) -> None:
+def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
     """Compare every byte of a checkpoint, or of all of a folder, with its checksum. Exit code 5: something is wrong."""
     from megatron.checkpoint import survey
     from megatron.checkpoint.folder import checkpoints, choose
@@ -157,7 +164,7 @@ def verify(path: Path, which: Which, how: Verify) -> None:
         )
 
 
-def diff(a: Path, b: Path, which: Which, how: Diff) -> None:
+def diff(a: Path, b: Path, which: WhichCheckpoint, how: DiffOptions) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Exit code 1: they differ."""
     from megatron.checkpoint.compare import differences
     from megatron.checkpoint.reshard import OPTIMIZER
@@ -185,7 +192,7 @@ def diff(a: Path, b: Path, which: Which, how: Diff) -> None:
     sys.exit(1)
 
 
-def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
+def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) -> None:
     """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
     tp, pp = how.tensor_model_parallel_size, how.pipeline_model_parallel_size
     if (how.writers is None) == (tp is None and pp is None):
@@ -222,7 +229,7 @@ def reshard(path: Path, out: Path, which: Which, how: Reshard) -> None:
     print(f"{written}: {len(pieces)} tensors in {count} files, to be loaded with --load {out}")
 
 
-def prune(path: Path, which: Which, how: Prune) -> None:
+def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
     from megatron.checkpoint.storage import storage_of
@@ -264,7 +271,7 @@ def prune(path: Path, which: Which, how: Prune) -> None:
 # ---- what commands share ---------------------------------------------------------------------------------------------
 
 
-def open_reader(path: Path, which: Which):
+def open_reader(path: Path, which: WhichCheckpoint):
     """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr."""
     from megatron.checkpoint.folder import choose
     from megatron.checkpoint.reader import Reader
@@ -325,15 +332,15 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
 
 
 COMMANDS = dict(
-    inspect=(Inspect, ("PATH",), inspect),
-    verify=(Verify, ("PATH",), verify),
-    diff=(Diff, ("A", "B"), diff),
-    reshard=(Reshard, ("PATH", "OUT"), reshard),
-    prune=(Prune, ("PATH",), prune),
+    inspect=(InspectOptions, ("PATH",), inspect),
+    verify=(VerifyOptions, ("PATH",), verify),
+    diff=(DiffOptions, ("A", "B"), diff),
+    reshard=(ReshardOptions, ("PATH", "OUT"), reshard),
+    prune=(PruneOptions, ("PATH",), prune),
     **{
-        "to-hf": (ToHF, ("PATH", "OUT"), to_hf, Tokenizer),
-        "from-hf": (FromHF, ("PATH", "OUT"), from_hf),
-        "from-megatron": (FromMegatron, ("PATH", "OUT"), from_megatron),
+        "to-hf": (ToHFOptions, ("PATH", "OUT"), to_hf, TokenizerSettings),
+        "from-hf": (FromHFOptions, ("PATH", "OUT"), from_hf),
+        "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
     },
 )
 

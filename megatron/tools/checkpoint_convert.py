@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.settings.schema import Tokenizer, setting
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
-class ToHF:
+class ToHFOptions:
     """What is written."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
@@ -18,21 +18,21 @@ class ToHF:
 
 
 @dataclass(frozen=True)
-class FromHF:
+class FromHFOptions:
     """What is checked."""
 
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
 
 
 @dataclass(frozen=True)
-class FromMegatron:
+class FromMegatronOptions:
     """What the files do not say."""
 
     vocab_size: Optional[int] = setting("tokens without padding (default: what the arguments say, or all rows)", None)
     num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
 
 
-def to_hf(path: Path, out: Path, which, how: ToHF, tokenizer: Tokenizer) -> None:
+def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSettings) -> None:
     """Export a GPT-2 or Llama for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import huggingface
@@ -43,7 +43,7 @@ def to_hf(path: Path, out: Path, which, how: ToHF, tokenizer: Tokenizer) -> None
     print("\n  ".join([*told, *choice.notices]))
 
 
-def from_hf(path: Path, out: Path, which, how: FromHF) -> None:
+def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
     """Import a GPT-2 or Llama of Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.inference.convert import huggingface
 
@@ -51,7 +51,7 @@ def from_hf(path: Path, out: Path, which, how: FromHF) -> None:
     print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
 
 
-def from_megatron(path: Path, out: Path, which, how: FromMegatron) -> None:
+def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
     """Import a GPT of Megatron-LM's classic checkpoints, weights alone. Their pickles are read in a process of its own."""
     from megatron.inference.convert import megatron_lm
 

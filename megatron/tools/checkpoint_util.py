@@ -17,7 +17,7 @@ from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
-class Util:
+class UtilOptions:
     """From where, to where, for which sizes."""
 
     load_dir: str = setting("folder of checkpoints to read")
@@ -36,12 +36,12 @@ class Util:
 
 def main(argv: list[str]) -> None:
     """Translate the flags and let `megatron.tools.checkpoint` do it."""
-    asked: Util = parse(
+    asked: UtilOptions = parse(
         argv,
-        dict(util=Util),
+        dict(util=UtilOptions),
         prog="python -m megatron.tools.checkpoint_util",
         description=__doc__.splitlines()[0],
-        common=tuple(Util.__dataclass_fields__),
+        common=tuple(UtilOptions.__dataclass_fields__),
     )["util"]
     from megatron.tools import checkpoint
 

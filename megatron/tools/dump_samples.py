@@ -17,11 +17,11 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
-from megatron.settings.schema import Data, Tokenizer, setting
+from megatron.settings.schema import Data, TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
-class Dump:
+class DumpOptions:
     """Which samples are printed, and how."""
 
     train_samples: int = setting("samples that the whole training takes: decides on epochs and so on the order")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     """Parse, build the dataset, print."""
     groups = parse(
         argv,
-        dict(dump=Dump, data=Data, tokenizer=Tokenizer),
+        dict(dump=DumpOptions, data=Data, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.dump_samples",
         description="Print training samples as JSON lines: what the model will see, and in what order.",
         common=COMMON,
@@ -93,7 +93,7 @@ def records(dataset, dataloader_type: str, start: int, count: int):
         yield dict(record, tokens=dataset[index].tolist())
 
 
-def _dataset(dump: Dump, data: Data, vocab_size: Optional[int], eod: Optional[int]):
+def _dataset(dump: DumpOptions, data: Data, vocab_size: Optional[int], eod: Optional[int]):
     from megatron.data.gpt_dataset import SPLITS, build_datasets
 
     which = SPLITS.index(dump.dataset)
@@ -109,7 +109,7 @@ def _dataset(dump: Dump, data: Data, vocab_size: Optional[int], eod: Optional[in
     return dataset
 
 
-def _tokenizer(settings: Tokenizer, needed: bool):
+def _tokenizer(settings: TokenizerSettings, needed: bool):
     """The tokenizer that the flags describe, or None when they describe none and none is needed."""
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         if needed:

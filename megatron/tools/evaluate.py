@@ -17,11 +17,11 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.parse import parse
-from megatron.settings.schema import Tokenizer, setting
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateOptions:
     """Which model, on what."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
@@ -47,10 +47,10 @@ class Evaluate:
 def main(argv: list[str]) -> None:
     groups = parse(
         argv,
-        dict(evaluate=Evaluate, tokenizer=Tokenizer),
+        dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.evaluate",
         description="Evaluate a trained model.",
-        common=tuple(Evaluate.__dataclass_fields__),
+        common=tuple(EvaluateOptions.__dataclass_fields__),
     )
     settings = groups["evaluate"]
     check(settings)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
 
 
-def check(settings: Evaluate) -> None:
+def check(settings: EvaluateOptions) -> None:
     """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing."""
     if bool(settings.data_path) == bool(settings.task):
         raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
@@ -92,7 +92,7 @@ def check(settings: Evaluate) -> None:
         raise SettingsError("--micro-batch-size, --seq-length and --overlapping-eval have to be at least 1")
 
 
-def held_out(settings: Evaluate, loaded, prefix: str, length: int) -> dict:
+def held_out(settings: EvaluateOptions, loaded, prefix: str, length: int) -> dict:
     """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
     import numpy as np
 
@@ -120,7 +120,7 @@ def held_out(settings: Evaluate, loaded, prefix: str, length: int) -> dict:
     )
 
 
-def wikitext(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
+def wikitext(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[dict]:
     """Perplexity per token, and adjusted: per word of the original text."""
     import numpy as np
 
@@ -147,7 +147,7 @@ def wikitext(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
     return [dict(name=settings.task, line=line, data=settings.valid_data, **numbers)]
 
 
-def lambada(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
+def lambada(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[dict]:
     """Accuracy of the last word: strict (all of its tokens) and non-strict (the passage's last token)."""
     from megatron.tasks.lambada import count_correct, read_examples
 
@@ -155,7 +155,11 @@ def lambada(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
     for strict in [True] if settings.strict_lambada else [True, False]:
         examples = read_examples(settings.valid_data, tokenizer, strict=strict)
         correct = count_correct(
-            loaded.model, examples, longest=length, batch_size=settings.micro_batch_size, progress=Progress("passages")
+            loaded.model,
+            examples,
+            longest=length,
+            batch_size=settings.micro_batch_size,
+            progress=ProgressLine("passages"),
         )
         accuracy, mode = correct / len(examples), "strict" if strict else "non-strict"
         line = f"number correct: {correct:.4E} | total examples: {len(examples):.4E} | avg accuracy: {accuracy:.4E}"
@@ -173,7 +177,7 @@ def lambada(settings: Evaluate, loaded, tokenizer, length: int) -> list[dict]:
     return results
 
 
-def run_score(settings: Evaluate, loaded, tokens, length: int, stride: int):
+def run_score(settings: EvaluateOptions, loaded, tokens, length: int, stride: int):
     from megatron.inference.scoring import score
 
     return score(
@@ -182,11 +186,11 @@ def run_score(settings: Evaluate, loaded, tokens, length: int, stride: int):
         length=length,
         stride=stride,
         batch_size=settings.micro_batch_size,
-        progress=Progress("tokens"),
+        progress=ProgressLine("tokens"),
     )
 
 
-class Progress:
+class ProgressLine:
     """A line on a terminal's stderr that says how far an evaluation is."""
 
     def __init__(self, unit: str):

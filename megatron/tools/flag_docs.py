@@ -44,7 +44,7 @@ TABLES = (
 
 
 @dataclass(frozen=True)
-class Output:
+class DocsOptions:
     """Where to write."""
 
     output: Optional[str] = setting("file to write (default: the terminal)", None)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
 
     what = "Write docs/flags.md from the settings."
     asked = parse(
-        argv, {"output": Output}, prog="python -m megatron.tools.flag_docs", description=what, common=("output",)
+        argv, {"output": DocsOptions}, prog="python -m megatron.tools.flag_docs", description=what, common=("output",)
     )["output"]
     if asked.output:
         Path(asked.output).write_text(page(), encoding="utf-8")

@@ -17,11 +17,11 @@ from typing import Literal, Optional
 from megatron.errors import DataError, UsageError, run_main
 from megatron.inference.sampling import Sampling
 from megatron.settings.parse import parse
-from megatron.settings.schema import Tokenizer, setting
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
-class Generate:
+class GenerateOptions:
     """Which model, which prompts, which form of answer."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
@@ -55,7 +55,7 @@ COMMON = (
 def main(argv: list[str]) -> None:
     groups = parse(
         argv,
-        dict(generate=Generate, sampling=Sampling, tokenizer=Tokenizer),
+        dict(generate=GenerateOptions, sampling=Sampling, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.generate",
         description="Continue texts with a trained model.",
         common=COMMON,
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
 
-def read_prompts(settings: Generate) -> list[str]:
+def read_prompts(settings: GenerateOptions) -> list[str]:
     """The texts to continue. Raises UsageError when there are none, DataError when their file is missing."""
     if settings.prompt and settings.prompt_file:
         raise UsageError("--prompt and --prompt-file were both given", do="give one of them")

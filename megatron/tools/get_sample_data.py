@@ -43,7 +43,7 @@ SHORTEST = 200  # characters; shorter pages say little
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleDataOptions:
     """What to write, and where."""
 
     output: str = setting("file for the training documents, .jsonl")
@@ -64,10 +64,10 @@ class Document(NamedTuple):
 def main(argv: list[str]) -> None:
     settings = parse(
         argv,
-        dict(sample=Sample),
+        dict(sample=SampleDataOptions),
         prog="python -m megatron.tools.get_sample_data",
         description="Write a small corpus from what comes with Python.",
-        common=tuple(Sample.__dataclass_fields__),
+        common=tuple(SampleDataOptions.__dataclass_fields__),
     )["sample"]
     unknown = set(settings.kinds) - set(KINDS)
     if unknown:
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
         print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
 
 
-def write_corpus(settings: Sample) -> dict[str, tuple[int, int]]:
+def write_corpus(settings: SampleDataOptions) -> dict[str, tuple[int, int]]:
     """Write the files. Returns path -> (documents, bytes of text). Raises DataError when nothing was found."""
     share = settings.held_out_percent if settings.held_out else 0.0
     sides: dict[str, list[Document]] = {settings.output: []}

@@ -21,7 +21,7 @@ from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanOptions:
     """What to show."""
 
     top: int = setting("plans in the table", 10)
@@ -49,7 +49,7 @@ COMMON = (
     "device_name",
     "device_memory_gb",
     "calibration",
-    *Plan.__dataclass_fields__,
+    *PlanOptions.__dataclass_fields__,
 )
 PROG = "python -m megatron.tools.plan"
 
@@ -58,13 +58,15 @@ def main(argv: list[str]) -> None:
     """Arithmetic, a measurement, or a search."""
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     if words & {"--params", "--calibrate"} and not words & {"--num-layers", "--model-name-or-path", "--preset"}:
-        groups = parse(argv, dict(planner=schema.Planner, plan=Plan), prog=PROG, description=_what(), common=COMMON)
+        groups = parse(
+            argv, dict(planner=schema.Planner, plan=PlanOptions), prog=PROG, description=_what(), common=COMMON
+        )
         _check(groups["planner"], groups["plan"])
         return _without_model(groups["planner"], groups["plan"])
     if words & {"-h", "--help"}:
-        parse(argv, schema.GROUPS | dict(plan=Plan), prog=PROG, description=_what(), common=COMMON)
-    config = parse_pretrain(argv, dict(plan=Plan), description=_what())
-    asked: Plan = config.extra["plan"]
+        parse(argv, schema.GROUPS | dict(plan=PlanOptions), prog=PROG, description=_what(), common=COMMON)
+    config = parse_pretrain(argv, dict(plan=PlanOptions), description=_what())
+    asked: PlanOptions = config.extra["plan"]
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
     _check(asked)
@@ -86,7 +88,7 @@ def _check(*groups) -> None:
         raise refusal(wrong)
 
 
-def _without_model(planner: schema.Planner, asked: Plan) -> None:
+def _without_model(planner: schema.Planner, asked: PlanOptions) -> None:
     from megatron.planner import arithmetic
     from megatron.planner.device import choose
     from megatron.planner.target import device_memory
@@ -121,7 +123,7 @@ def _calibrate(path: str) -> None:
     print(f"written: {path}")
 
 
-def _search(config: schema.Config, asked: Plan) -> None:  # noqa: C901
+def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
     from megatron.planner import text
     from megatron.planner.choose import find, nothing_fits, plan_problems
     from megatron.planner.command import command_line, script
@@ -174,7 +176,7 @@ def _search(config: schema.Config, asked: Plan) -> None:  # noqa: C901
             print(f"\nwritten: {asked.emit}")
 
 
-def _show(outcome, best, asked: Plan) -> None:
+def _show(outcome, best, asked: PlanOptions) -> None:
     from megatron.planner import text
     from megatron.planner.memory import ledger
     from megatron.planner.traffic import transfers

@@ -25,7 +25,7 @@ LOSS = "lm loss"
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportOptions:
     """What to report on."""
 
     run: Optional[str] = setting("folder of the run, or its metrics.jsonl (also the first word)", None)
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> None:
         argv = ["--run", *argv]
     asked = parse(
         argv,
-        {"report": Report},
+        {"report": ReportOptions},
         prog="python -m megatron.tools.report",
         description="Write an HTML page about a run.",
         common=("run", "output", "title"),

@@ -33,7 +33,7 @@ OWN_VARIABLES = ("DATA_PATH", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CH
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadsOptions:
     """Which scripts, and whether they are rewritten."""
 
     scripts: Optional[list[str]] = setting("scripts (default: those of all models)", None)
@@ -42,9 +42,9 @@ class Heads:
 
 def main(argv: list[str]) -> None:
     """Bring heads up to date, or say which are not."""
-    asked: Heads = parse(
+    asked: HeadsOptions = parse(
         argv,
-        dict(heads=Heads),
+        dict(heads=HeadsOptions),
         prog="python -m megatron.tools.script_heads",
         description=__doc__.splitlines()[0],
         common=("scripts", "check"),

@@ -17,7 +17,7 @@ from megatron.settings.schema import Checkpoint, Config, setting
 
 
 @dataclass(frozen=True)
-class TwinRun:
+class ShrunkRunOptions:
     """How the twin is trained."""
 
     steps: int = setting("optimizer steps to train", 3)
@@ -26,8 +26,8 @@ class TwinRun:
 
 def main(argv: list[str]) -> None:
     """Say what shrinks, then train. Raises what the training raises, and SettingsError where the original cannot work."""
-    config = parse_pretrain(argv, dict(twin=TwinRun), description=__doc__.splitlines()[0])
-    asked: TwinRun = config.extra["twin"]
+    config = parse_pretrain(argv, dict(twin=ShrunkRunOptions), description=__doc__.splitlines()[0])
+    asked: ShrunkRunOptions = config.extra["twin"]
     from megatron.planner.command import training_flags
     from megatron.planner.shrink import original, reduced, twin_of
     from megatron.training.rules import resolve

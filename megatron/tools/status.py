@@ -36,7 +36,7 @@ LAUNCH = b'{"kind": "run"'
 
 
 @dataclass(frozen=True)
-class Status:
+class StatusOptions:
     """How the state of runs is shown."""
 
     json: bool = setting("print a JSON list instead of a table", False)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         if not word.startswith("-") and argv[number - 1 : number] != ["--watch"]
     ]
     flags = [word for number, word in enumerate(argv) if word not in names]
-    asked = parse(flags, {"status": Status}, prog=PROG, description=DESCRIPTION, common=COMMON)["status"]
+    asked = parse(flags, {"status": StatusOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)["status"]
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     while True:
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
 
 PROG = "python -m megatron.tools.status"
 DESCRIPTION = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
-COMMON = tuple(Status.__dataclass_fields__)
+COMMON = tuple(StatusOptions.__dataclass_fields__)
 
 
 def folders(names: list[str]) -> list[Path]:

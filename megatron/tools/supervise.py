@@ -32,7 +32,7 @@ from megatron.errors import Failure, SettingsError, StorageError, UsageError, ru
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
-from megatron.guard.exits import Action, Verdict, codes_in_log, judge
+from megatron.guard.exits import Action, JobVerdict, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, born, clear, machine, read_beats
 from megatron.guard.stacks import explain
@@ -47,7 +47,7 @@ LATE = 0.5  # seconds beyond --poll for which the supervisor may not look, and s
 
 
 @dataclass(frozen=True)
-class Supervise:
+class SuperviseOptions:
     """How patient the supervisor is, and what it may change."""
 
     max_restarts: int = setting("restarts before giving up", 10)
@@ -80,10 +80,12 @@ class Supervise:
 def main(argv: list[str]) -> None:
     """Parse, run the job to its end, report."""
     if "--" not in argv:
-        parse(argv, {"supervise": Supervise}, prog=PROG, description=DESCRIPTION, common=COMMON)  # --help leaves here
+        parse(
+            argv, {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON
+        )  # ends at --help
         raise UsageError("the command to supervise is missing", do="supervise ... -- torchrun ... pretrain_gpt.py ...")
     split = argv.index("--")
-    settings = parse(argv[:split], {"supervise": Supervise}, prog=PROG, description=DESCRIPTION, common=COMMON)
+    settings = parse(argv[:split], {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)
     if not argv[split + 1 :]:
         raise UsageError("there is no command behind --")
     code = Supervisor(settings["supervise"], argv[split + 1 :]).run()
@@ -93,13 +95,13 @@ def main(argv: list[str]) -> None:
 
 PROG = "python -m megatron.tools.supervise"
 DESCRIPTION = "Keep a training job going: watch, explain, restart, account. The job's command comes behind --."
-COMMON = tuple(Supervise.__dataclass_fields__)
+COMMON = tuple(SuperviseOptions.__dataclass_fields__)
 
 
 class Supervisor:
     """One job, over all its attempts."""
 
-    def __init__(self, settings: Supervise, command: list[str]):
+    def __init__(self, settings: SuperviseOptions, command: list[str]):
         refuse(settings, command)
         self.settings, self.command = settings, command
         self.began = time.monotonic()
@@ -131,18 +133,18 @@ class Supervisor:
             while True:
                 verdict = self.attempt()
                 if self.asked_to_stop and verdict.action is Action.RETRY:  # it had nothing to save yet, say
-                    verdict = Verdict(Action.PREEMPTED, verdict.cause, 9)
+                    verdict = JobVerdict(Action.PREEMPTED, verdict.cause, 9)
                 outcome = self.end_of_job(verdict)
                 if outcome:
                     return self.report(outcome, verdict)
                 self.wait_before_restart()
                 if self.asked_to_stop:
-                    return self.report("stopped between two attempts", Verdict(Action.PREEMPTED, "", 9))
+                    return self.report("stopped between two attempts", JobVerdict(Action.PREEMPTED, "", 9))
         finally:
             if self.settings.heartbeat_dir is None:
                 shutil.rmtree(self.beats, ignore_errors=True)
 
-    def end_of_job(self, verdict: Verdict) -> Optional[str]:
+    def end_of_job(self, verdict: JobVerdict) -> Optional[str]:
         """Why there is no further attempt; None: there is one."""
         settings, attempt = self.settings, self.attempts[-1]
         if verdict.action is Action.DONE:
@@ -201,7 +203,7 @@ class Supervisor:
         attempt.waited = time.monotonic() - start
         self.delay = min(60.0, 2 * self.delay)
 
-    def report(self, outcome: str, verdict: Verdict) -> int:
+    def report(self, outcome: str, verdict: JobVerdict) -> int:
         """The account, on the terminal and in goodput.json; returns the exit code."""
         code = verdict.code if verdict.code >= 0 else 128 - verdict.code
         saved = 0
@@ -219,7 +221,7 @@ class Supervisor:
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
-    def attempt(self) -> Verdict:
+    def attempt(self) -> JobVerdict:
         """Start the job, watch it to its end, see to it that nothing of it is left."""
         clear(self.beats)
         words = commands.resumed(self.command, self.save, self.others)
@@ -333,14 +335,14 @@ class Supervisor:
             + (f"; these would not go: {left}" if left else "")
         )
 
-    def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> Verdict:
+    def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> JobVerdict:
         """What became of an attempt."""
         log = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
         codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(log)
         if returned == 0 and not (codes and all(codes)):  # a script may end with 0 all the same: torchrun ... | tee log
             codes = [0]
         if hung:
-            verdict = Verdict(Action.RETRY, "hung", 7)
+            verdict = JobVerdict(Action.RETRY, "hung", 7)
         else:
             verdict = judge(codes or [returned or 1], self.settings.on_numerics == "retry")
         attempt.ended = time.monotonic() - self.began
@@ -366,7 +368,7 @@ class Supervisor:
         self.asked_to_stop = number
 
 
-def refuse(settings: Supervise, command: list[str]) -> None:
+def refuse(settings: SuperviseOptions, command: list[str]) -> None:
     """Raise SettingsError for patience that is none, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
         least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)

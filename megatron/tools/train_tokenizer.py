@@ -22,7 +22,7 @@ SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainTokenizerOptions:
     """What to train on, and how large the vocabulary shall be."""
 
     input: list[str] = setting("files of JSON lines")
@@ -36,10 +36,10 @@ class Training:
 def main(argv: list[str]) -> None:
     settings = parse(
         argv,
-        dict(training=Training),
+        dict(training=TrainTokenizerOptions),
         prog="python -m megatron.tools.train_tokenizer",
         description="Train a byte-level BPE vocabulary of GPT-2's kind.",
-        common=tuple(Training.__dataclass_fields__),
+        common=tuple(TrainTokenizerOptions.__dataclass_fields__),
     )["training"]
     if settings.vocab_size < SMALLEST:
         raise SettingsError(

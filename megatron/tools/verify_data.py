@@ -19,7 +19,7 @@ PIECE = 1 << 20  # sequences checked at a time
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerifyDataOptions:
     """What to do besides reading."""
 
     write: bool = setting("take the files as they are now, if their numbers agree, and write their manifest", False)
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     prefixes, flags = argv[:count], argv[count:]
     settings = parse(
         flags,
-        dict(verify=Settings),
+        dict(verify=VerifyDataOptions),
         prog="python -m megatron.tools.verify_data PREFIX ...",
         description=__doc__.splitlines()[0],
         common=("write",),

@@ -22,7 +22,7 @@ EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 
 
 @dataclass(frozen=True)
-class Verify:
+class VerifyLayoutOptions:
     """What to compare."""
 
     layouts: Optional[str] = setting(
@@ -34,8 +34,8 @@ class Verify:
 
 def main(argv: list[str]) -> None:
     """Print a line per layout; exit with 1 if one differs by more than rounding."""
-    config = parse_pretrain(argv, {"verify": Verify}, description=__doc__.splitlines()[0])
-    asked: Verify = config.extra["verify"]
+    config = parse_pretrain(argv, {"verify": VerifyLayoutOptions}, description=__doc__.splitlines()[0])
+    asked: VerifyLayoutOptions = config.extra["verify"]
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
 
@@ -115,7 +115,7 @@ def trained(config: Config, world_size: int, steps: int):
         raise failed.failure from None
 
 
-def wanted(config: Config, asked: Verify) -> tuple[Config, list]:
+def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
     """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
     from megatron.planner.parity import layout_of, one_batch, parse_layout
     from megatron.planner.shrink import asked_ranks, narrowed, original, twin_of

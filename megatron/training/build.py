@@ -27,9 +27,8 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, Share
 from megatron.model.recipe import Recipe
-from megatron.mpu import collectives
-from megatron.mpu import initialize as ranks
-from megatron.mpu.initialize import DTYPES, Context, weight_format
+from megatron.mpu import collectives, initialize
+from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import ShardedAdamW
@@ -40,8 +39,7 @@ from megatron.pipeline.wire import Wire, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry.metrics import Metrics
-from megatron.telemetry.metrics import Run as Rates
+from megatron.telemetry.metrics import Metrics, RunSizes
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
@@ -56,12 +54,11 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
     heart = heart or Heartbeat()
     heart.beat("join")
-    context = ranks.join(config.parallel, config.kernels)
+    context = initialize.join_job(config.parallel, config.kernels)
     watch = build_watch(config, context, heart)
     heart.beat("model")
-    config = replace(
-        config, precision=replace(config.precision, precision=ranks.pick_precision(config.precision.precision, context))
-    )
+    precision = initialize.pick_precision(config.precision.precision, context)
+    config = replace(config, precision=replace(config.precision, precision=precision))
     say = _speaker(context)
     if context.device.type == "cpu":
         keep_memory()
@@ -131,7 +128,7 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     )
 
 
-def build_watch(config: schema.Config, context: Context, heart: Heartbeat) -> Watch:
+def build_watch(config: schema.Config, context: RankContext, heart: Heartbeat) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
     heart.say_place(mesh.place)
@@ -146,7 +143,7 @@ def build_watch(config: schema.Config, context: Context, heart: Heartbeat) -> Wa
     )
 
 
-def _speaker(context: Context):
+def _speaker(context: RankContext):
     def say(text: str) -> None:
         if context.first:
             print(text, flush=True)
@@ -154,7 +151,7 @@ def _speaker(context: Context):
     return say
 
 
-def exchange_over(context: Context):
+def exchange_over(context: RankContext):
     """`exchange(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
     return partial(collectives.gather_objects, axis=context.mesh.world)
 
@@ -186,7 +183,7 @@ def all_paths(data: schema.Data, say) -> list[str]:
     return [nearby(word, data.data_cache_path, say) for words in lists for word in words or ()]
 
 
-def verify_data(data: schema.Data, context: Context, say) -> None:
+def verify_data(data: schema.Data, context: RankContext, say) -> None:
     """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
     given = {
         f"--{name.replace('_', '-')}": getattr(data, name)
@@ -218,7 +215,7 @@ def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
     return total_samples(batch, dp), evaluations * each, each
 
 
-def build_batches(config: schema.Config, context: Context, datasets, tokenizer) -> list[Optional[Batches]]:
+def build_batches(config: schema.Config, context: RankContext, datasets, tokenizer) -> list[Optional[Batches]]:
     """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
     dp = context.mesh.dp
     batch = config.batch
@@ -248,7 +245,7 @@ def build_batches(config: schema.Config, context: Context, datasets, tokenizer) 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def open_saver(settings: schema.Checkpoint, context: Context, say) -> Optional[Keeper]:
+def open_saver(settings: schema.Checkpoint, context: RankContext, say) -> Optional[Keeper]:
     """The right to write into `--save`; None without it."""
     if settings.save is None:
         return None
@@ -272,7 +269,7 @@ def load_folder(settings: schema.Checkpoint, exchange) -> Path | UrlPath:
 
 
 def load(
-    config: schema.Config, context: Context, optimizer: ShardedAdamW, fresh: State
+    config: schema.Config, context: RankContext, optimizer: ShardedAdamW, fresh: State
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
     """Fill the optimizer's state from `--load`.
 
@@ -356,7 +353,7 @@ def _layout(sizes: dict[str, int]) -> str:
     return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
 
 
-def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: Context) -> list[str]:
+def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: RankContext) -> list[str]:
     """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
     wrong = [
         int(place)
@@ -369,17 +366,17 @@ def check_samples(config: schema.Config, record: dict[str, Any], batches: Batche
 # ---- the rest --------------------------------------------------------------------------------------------------------
 
 
-def build_pipeline(config: schema.Config, context: Context) -> Pipeline:
+def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
     """Which layers lie where, and the order of passes."""
     return Pipeline.of(config.parallel, config.model.num_layers, micros_of(config, context))
 
 
-def micros_of(config: schema.Config, context: Context) -> int:
+def micros_of(config: schema.Config, context: RankContext) -> int:
     """Micro-batches of a step at the full batch size."""
     return config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
 
 
-def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipeline: Pipeline, facts: Facts) -> Wire:
+def wire_of(config: schema.Config, context: RankContext, dtype: torch.dtype, pipeline: Pipeline, facts: Facts) -> Wire:
     """The wire between pipeline stages, for messages of the model's shape."""
     mesh, groups = context.mesh, None
     shape = facts.message(
@@ -390,7 +387,7 @@ def wire_of(config: schema.Config, context: Context, dtype: torch.dtype, pipelin
     return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
-def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline, done: int, say) -> Optional[Recorder]:
+def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline, done: int, say) -> Optional[Recorder]:
     """What records a step for `--pipeline-timeline`; None without it. done: steps before this start."""
     path = config.parallel.pipeline_timeline
     if path is None:
@@ -402,10 +399,10 @@ def recorder_of(config: schema.Config, context: Context, pipeline: Pipeline, don
     return Recorder(path, pipeline, context.mesh)
 
 
-def build_metrics(config: schema.Config, context: Context, facts: Facts, state: State) -> Metrics:
+def build_metrics(config: schema.Config, context: RankContext, facts: Facts, state: State) -> Metrics:
     """The log of a run, opened on the first rank."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
-    rates = Rates(
+    rates = RunSizes(
         total_iterations(config.batch, context.mesh.dp.size),
         config.model.seq_length,
         ranks=context.mesh.world_size,
@@ -425,7 +422,7 @@ def build_metrics(config: schema.Config, context: Context, facts: Facts, state: 
     )
 
 
-def build_timers(settings: schema.Logging, context: Context) -> Optional[Timers]:
+def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:
     """The timers of `--timing-log-level`; None where it asks for none."""
     if settings.timing_log_level == 0:
         return None
@@ -443,16 +440,16 @@ def build_timers(settings: schema.Logging, context: Context) -> Optional[Timers]
     return Timers(settings.timing_log_level, parts, gather=gather, **more)
 
 
-def peak_of(config: schema.Config, context: Context, name: str) -> Optional[float]:
+def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[float]:
     """FLOP/s that MFU compares with: given, from the vendor's data sheet, or a CPU's own best matrix product."""
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
     if context.device.type == "cpu":
-        return ranks.measured_flops(context.device, DTYPES[config.precision.precision])
+        return initialize.measured_flops(context.device, DTYPES[config.precision.precision])
     return peak_flops(name, config.precision.precision)
 
 
-def summary(config: schema.Config, context: Context, facts: Facts, state: State) -> str:
+def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:
     """What is about to happen, in a few lines."""
     mesh, batch = context.mesh, config.batch
     size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)

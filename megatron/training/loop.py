@@ -17,14 +17,14 @@ from megatron.data.loader import Batches, MicroBatch
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
-from megatron.guard.watch import Verdict
+from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.optimizer.lr_schedule import learning_rate, weight_decay
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
-from megatron.telemetry.metrics import Step
+from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
 from megatron.training.recovery import pass_over, rewind, stopped
@@ -78,7 +78,7 @@ def train(run: Run) -> None:
             evaluate(run, batches, split, final=True)
 
 
-def train_step(run: Run) -> Optional[Step]:
+def train_step(run: Run) -> Optional[StepMetrics]:
     """One optimizer step over one global batch. Advances `run.state` and says what happened; None where it went back."""
     state, config, watch = run.state, run.config, run.watch
     size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
@@ -104,15 +104,15 @@ def train_step(run: Run) -> Optional[Step]:
         scaling=state.scaler.dynamic,
         rollbacks=state.rollbacks,
     )
-    if verdict is Verdict.ROLLBACK:
+    if verdict is StepVerdict.ROLLBACK:
         return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
-    if verdict is Verdict.UPDATE:
+    if verdict is StepVerdict.UPDATE:
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
             run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
     run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
-    return Step(
+    return StepMetrics(
         run.state.iteration,
         run.state.consumed_samples,
         size,
@@ -120,7 +120,7 @@ def train_step(run: Run) -> Optional[Step]:
         learning_rate=rate,
         grad_norm=norm,
         loss_scale=run.state.scaler.scale,
-        skipped=verdict is Verdict.SKIP,
+        skipped=verdict is StepVerdict.SKIP,
         ledger=watch.ledger,
         extra={"spike": watch.spike.score} if watch.spike else {},
     )

@@ -6,15 +6,15 @@ from dataclasses import replace
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import NumericsError, Preempted
 from megatron.guard.stopping import Stop
-from megatron.guard.watch import Verdict
+from megatron.guard.watch import StepVerdict
 from megatron.optimizer.lr_schedule import learning_rate
 from megatron.storage.urls import location
-from megatron.telemetry.metrics import Step
+from megatron.telemetry.metrics import StepMetrics
 from megatron.training.build import load
 from megatron.training.state import Run
 
 
-def pass_over(run: Run, size: int) -> Step:
+def pass_over(run: Run, size: int) -> StepMetrics:
     """A step whose samples are not trained on."""
     state = run.state
     run.metrics.say(
@@ -22,9 +22,9 @@ def pass_over(run: Run, size: int) -> Step:
         f"{state.consumed_samples + size - 1}"
     )
     # Nothing was computed, so for the loss scale it is neither a good step nor an overflow.
-    run.state = replace(state.after(size, Verdict.SKIP), scaler=state.scaler)
+    run.state = replace(state.after(size, StepVerdict.SKIP), scaler=state.scaler)
     rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
-    return Step(
+    return StepMetrics(
         run.state.iteration,
         run.state.consumed_samples,
         size,

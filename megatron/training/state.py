@@ -13,8 +13,8 @@ from megatron.data.loader import Batches
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
 from megatron.guard.spikes import Recent
-from megatron.guard.watch import Verdict, Watch
-from megatron.mpu.initialize import Context, leave
+from megatron.guard.watch import StepVerdict, Watch
+from megatron.mpu.initialize import RankContext, leave_job
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import ShardedAdamW
@@ -44,9 +44,11 @@ class State:
     left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
     rollbacks: int = 0
 
-    def after(self, samples: int, verdict: Verdict, loss: float = 0.0, norm: float = 0.0, window: int = 0) -> "State":
+    def after(
+        self, samples: int, verdict: StepVerdict, loss: float = 0.0, norm: float = 0.0, window: int = 0
+    ) -> "State":
         """The state after a step of this many samples, which was trained on or skipped."""
-        skipped = verdict is Verdict.SKIP
+        skipped = verdict is StepVerdict.SKIP
         return replace(
             self,
             scaler=self.scaler.update(not math.isfinite(norm)),
@@ -82,7 +84,7 @@ class Run:
     """A job in progress: what was built once, and `state`, which moves."""
 
     config: schema.Config  # resolved
-    context: Context
+    context: RankContext
     vocab_size: int  # without padding
     sums: dict[str, float]  # what stages return: name -> weight in what is minimised
     stages: list[torch.nn.Module]  # this rank's model chunks
@@ -160,6 +162,6 @@ class Run:
         self.metrics.close()
         self.watch.close()
         if orderly:
-            leave(self.context)
+            leave_job(self.context)
         if self.saver and error is None:  # behind the others' end: they would give this rank up, and with it its copies
             self.saver.close_copies(lambda: self.watch.heart.beat("save"))

@@ -26,7 +26,7 @@ from megatron.data.json_input import find_sources, read_blocks
 from megatron.data.vocabulary import identity_of
 from megatron.inference.convert import huggingface, megatron_lm
 from megatron.settings.parse import parse
-from megatron.settings.schema import Tokenizer
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from tests.chaos.case import Case, Got, surprise_of
 from tests.chaos.damage import Checkpoint, IndexCache, Subject, Tokens
@@ -127,11 +127,11 @@ def of_text(folder: Path) -> list[Place]:
     (folder / "merges.txt").write_text("#version: 0.2\n")
     (folder / "vocab.json").write_text("{}")
     tokenizers = {
-        "other.json": Tokenizer("GPT2BPETokenizer", str(folder / "other.json"), str(folder / "merges.txt")),
-        "other.txt": Tokenizer("GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "other.txt")),
-        "tokenizer.json": Tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")),
-        "ranks.tiktoken": Tokenizer("TikTokenizer", tokenizer_model=str(folder / "ranks.tiktoken")),
-        "pieces.model": Tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "pieces.model")),
+        "other.json": TokenizerSettings("GPT2BPETokenizer", str(folder / "other.json"), str(folder / "merges.txt")),
+        "other.txt": TokenizerSettings("GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "other.txt")),
+        "tokenizer.json": TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")),
+        "ranks.tiktoken": TokenizerSettings("TikTokenizer", tokenizer_model=str(folder / "ranks.tiktoken")),
+        "pieces.model": TokenizerSettings("SentencePieceTokenizer", tokenizer_model=str(folder / "pieces.model")),
     }
     found = [Place(folder / name, partial(build_tokenizer, settings)) for name, settings in tokenizers.items()]
     found.append(Place(folder / "run.yaml", lambda: parse(["--config", str(folder / "run.yaml")])))

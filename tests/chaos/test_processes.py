@@ -4,7 +4,7 @@
 import pytest
 
 from megatron.errors import DataError, UsageError
-from megatron.guard.watch import Verdict, Watch
+from megatron.guard.watch import StepVerdict, Watch
 from megatron.training.state import State
 from tests.chaos import __main__ as chaos
 from tests.chaos import numbers, processes, resuming, supervised
@@ -43,7 +43,7 @@ def test_a_ledger_that_is_off_by_one_turns_it_red(monkeypatch, tmp_path):
 
 
 def test_a_nan_that_is_swallowed_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(Watch, "judge", lambda *args, **keys: Verdict.UPDATE)
+    monkeypatch.setattr(Watch, "judge", lambda *args, **keys: StepVerdict.UPDATE)
     line = conduct(CASES["nan/dp2/mlp/rank1"], 0, tmp_path / "case")
     assert not line["good"] and "ranks ended with" in line["got"], line
 

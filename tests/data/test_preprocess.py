@@ -22,7 +22,7 @@ from megatron.data.preprocess import preprocess
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
 from megatron.guard import processes
-from megatron.settings.schema import Tokenizer as TokenizerSettings
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 

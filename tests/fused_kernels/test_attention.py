@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.fused_kernels import TABLE, Case, attention, reference
-from megatron.fused_kernels.dropout import Keep
+from megatron.fused_kernels.dropout import DropoutMask
 
 B, SCALE = 2, 0.3
 THRESHOLD, FACTOR = -32768 + 65536 // 5, 1.25  # dropout of a fifth
@@ -119,7 +119,7 @@ def check(device, dtype, order, masked, dropped, shape) -> set[str]:
         scale=SCALE,
         causal=causal,
         allowed=None if allowed is None else allowed.to(device),
-        dropout=Keep(words.to(device), THRESHOLD, FACTOR) if dropped else None,
+        dropout=DropoutMask(words.to(device), THRESHOLD, FACTOR) if dropped else None,
     )
     case = Case(device, dtype, s, t, causal, masked != "none", dropped, grouped=q > 1)
     fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
@@ -194,7 +194,7 @@ def test_gradients_of_block_causal_numerically(dropped):
     s = 5
     inputs = [x.detach().double().requires_grad_() for x in operands(s, s, 2, 2, 3, torch.float32, "cpu")]
     words = torch.randint(-32768, 32768, (B, 4, s, s), generator=torch.Generator().manual_seed(3)).short()
-    more = dict(scale=0.5, causal=True, dropout=Keep(words, THRESHOLD, FACTOR) if dropped else None)
+    more = dict(scale=0.5, causal=True, dropout=DropoutMask(words, THRESHOLD, FACTOR) if dropped else None)
     assert torch.autograd.gradcheck(lambda *x: attention.block_causal(*x, **more), inputs)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.fused_kernels import TABLE, Case, matmul, norms, reference
-from megatron.fused_kernels.dropout import Keep, drop
+from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.model.positions import Rotary, rotate
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.layers import linear
@@ -156,7 +156,7 @@ def test_dropout(device, dtype, threshold, share):
     assert kept.mean().item() == pytest.approx(1.0, abs=1e-3)
     x, upstream = (drawn(256, 256, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
     x.requires_grad_()
-    got = drop(x, Keep(words.to(device), threshold, factor))
+    got = drop(x, DropoutMask(words.to(device), threshold, factor))
     (gradient,) = torch.autograd.grad(got, x, upstream)
     for mine, source in ((got, x), (gradient, upstream)):
         want = source.detach().cpu().double() * kept

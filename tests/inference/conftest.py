@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory, vocabulary, small_gpt):
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
     config = schema.Config(
-        model=schema.Model(**settings), tokenizer=schema.Tokenizer("GPT2BPETokenizer", **files), **groups
+        model=schema.Model(**settings), tokenizer=schema.TokenizerSettings("GPT2BPETokenizer", **files), **groups
     )
     folder = tmp_path_factory.mktemp("checkpoints")
     with Saver(folder) as saver:

@@ -125,13 +125,13 @@ def test_the_command_line_of_a_training_can_be_compared(flags, layout, steps, ca
 
 def test_a_layout_that_is_left_open_is_chosen_first(capsys):
     line = f"{SMALL} --train-iters 1 --global-batch-size 2 --world-size 2"
-    asked = verify_layout.Verify()
+    asked = verify_layout.VerifyLayoutOptions()
     config, [layout] = verify_layout.wanted(parse_pretrain(f"{line} --auto-parallel".split()), asked)
     assert layout.world_size == 2 and config.batch.micro_batch_size > 0
     assert "expected to be the fastest" in capsys.readouterr().out
     shrunk, _ = verify_layout.wanted(
         parse_pretrain(f"{line} --micro-batch-size auto".replace("--micro-batch-size 1", "").split()),
-        verify_layout.Verify(layouts="dp2", shrink=True),
+        verify_layout.VerifyLayoutOptions(layouts="dp2", shrink=True),
     )
     assert (shrunk.batch.micro_batch_size, shrunk.batch.global_batch_size) == (1, 4)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.mpu.initialize import join
+from megatron.mpu.initialize import join_job
 from megatron.mpu.mesh import Mesh, ranks_along
 from megatron.pipeline.schedule import looped
 from megatron.pipeline.wire import open_channels
@@ -86,7 +86,7 @@ def test_every_group_gives_up_a_silent_rank_when_the_settings_say_so(run_ranks):
     """torch gives groups that are made later a timeout of their own, and not that of the first."""
 
     def body(rank):
-        context = join(Parallel(tensor_model_parallel_size=2, distributed_timeout_minutes=7), Kernels(device="cpu"))
+        context = join_job(Parallel(tensor_model_parallel_size=2, distributed_timeout_minutes=7), Kernels(device="cpu"))
         channels = open_channels(context.mesh, looped(1))  # none: one stage
         groups = [context.mesh.tp.group, context.mesh.dp.group, *channels.values()]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]

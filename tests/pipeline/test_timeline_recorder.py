@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from megatron.errors import StorageError
-from megatron.mpu.initialize import Context
+from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.execute import Wire, execute
 from megatron.pipeline.stages import Pipeline
@@ -80,7 +80,7 @@ def test_what_will_not_be_written_is_told_at_the_start(tmp_path):
     def started(path, done):
         line = f"--num-layers 4 --hidden-size 8 --num-attention-heads 1 --train-iters 4 --pipeline-timeline {path}"
         config, said = parse_pretrain([*line.split(), "--micro-batch-size", "1"]), []
-        context = Context(Mesh(), torch.device("cpu"))
+        context = RankContext(Mesh(), torch.device("cpu"))
         assert recorder_of(config, context, Pipeline.of(Parallel(), 4), done, said.append)
         return said
 

@@ -44,7 +44,7 @@ def test_ranks_of_an_environment():
     [("RANK", "one"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "8x")],
 )
 def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
-    from megatron.mpu import initialize as context
+    from megatron.mpu import initialize
     from megatron.planner.preflight.run import preflight
 
     config, env = parse_pretrain(TINY), {name: value}
@@ -52,7 +52,7 @@ def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
     for read in (
         lambda: target.cluster_of(config, env),
         lambda: preflight(config, pretrain_gpt.recipe(), env=env),
-        lambda: context.join(config.parallel, config.kernels),
+        lambda: initialize.join_job(config.parallel, config.kernels),
         lambda: pretrain_gpt.main(TINY),
     ):
         with pytest.raises(SettingsError, match=f"{name}={value} in the environment is no number") as caught:

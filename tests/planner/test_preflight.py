@@ -14,9 +14,9 @@ from megatron.data.indexed import write_index
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.recipe import facts_of
-from megatron.mpu import initialize as context
+from megatron.mpu import initialize
 from megatron.mpu.placement import Placement
-from megatron.optimizer.units import Unit
+from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.preflight import machines, ranks, run
@@ -183,7 +183,7 @@ def _too_much(self, rank, pieces):
     "where, name, bug, found",
     [
         (Placement, "box", _all_of_it, {"shards": "overlap"}),  # every tensor parallel rank says it holds everything
-        (Unit, "shard", _too_much, {"shards": "overlap"}),
+        (FlatUnit, "shard", _too_much, {"shards": "overlap"}),
         (Facts, "parameters", property(lambda facts: 7), {"parameters": "and the formula says 7"}),
         (
             Pipeline,
@@ -233,7 +233,7 @@ def compared(rank: int, plant) -> list[str]:
     machines.clock = lambda: 1000.0
     plant(rank)
     config = parse_pretrain(f"{SMALL} --device cpu --save /tmp --vocab-file pretrain_gpt.py".split())
-    place = context.join(resolve(config, 4).parallel, config.kernels)
+    place = initialize.join_job(resolve(config, 4).parallel, config.kernels)
     return [check.line for check in machines.check_machines(config, place, 1e3)]
 
 

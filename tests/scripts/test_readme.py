@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.settings.parse import parse_pretrain
-from megatron.tools.verify_layout import Verify
+from megatron.tools.verify_layout import VerifyLayoutOptions
 from megatron.training.rules import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def flags_exist(module, words):
     """Whether a tool knows the flags that it is given."""
     words = words[: words.index("--")] if "--" in words else words
     if module.endswith("verify_layout"):
-        parse_pretrain(words, {"verify": Verify})
+        parse_pretrain(words, {"verify": VerifyLayoutOptions})
         return
     first = words[: next((n for n, word in enumerate(words) if word.startswith("-")), len(words))]
     command = first[:1] if module.endswith(".checkpoint") else []

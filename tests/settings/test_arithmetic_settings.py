@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import SettingsError
 from megatron.model import attention, recompute
-from megatron.mpu import initialize as context
+from megatron.mpu import initialize
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -66,7 +66,7 @@ def test_formats(flags, weights, norms, products, build):
 
 @pytest.mark.parametrize("faster, chosen", [(BF16, "bf16"), (FP32, "fp32")])
 def test_auto_precision_is_bf16_where_that_is_fast(faster, chosen, build, monkeypatch):
-    monkeypatch.setattr(context, "measured_flops", lambda device, dtype: 2.0 if dtype == faster else 1.0)
+    monkeypatch.setattr(initialize, "measured_flops", lambda device, dtype: 2.0 if dtype == faster else 1.0)
     assert build("--precision auto").config.precision.precision == chosen
 
 

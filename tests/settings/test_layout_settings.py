@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.errors import Failure, SettingsError
-from megatron.mpu import initialize as context
+from megatron.mpu import initialize
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
 from megatron.planner import target, tuning
@@ -174,7 +174,7 @@ def joining(command, monkeypatch):
 def test_backend_and_timeout_of_the_process_group(joining, monkeypatch):
     assert joining("") == ("gloo", 600)
     assert joining("--distributed-backend gloo --distributed-timeout-minutes 3") == ("gloo", 180)
-    monkeypatch.setattr(context, "pick_device", lambda wanted, local: torch.device("cuda"))
+    monkeypatch.setattr(initialize, "pick_device", lambda wanted, local: torch.device("cuda"))
     assert joining("--device cuda")[0] == "nccl"
     assert joining("--device cuda --distributed-backend gloo")[0] == "gloo"
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.model.attention import Context, scaled_dot_product_attention
+from megatron.model.attention import ForwardContext, scaled_dot_product_attention
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
@@ -296,7 +296,7 @@ def test_attention_dropout_drops_attention_weights(build):
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(32, B, 4, n, 32, generator=generator) for n in (1, 1))
     key, value = key.squeeze(3), torch.eye(32)[:, None, None].expand(32, B, 4, 32)
-    samples = Context(samples=torch.arange(B))
+    samples = ForwardContext(samples=torch.arange(B))
     dropped = scaled_dot_product_attention(query, key, value, layer, samples)
     whole = scaled_dot_product_attention(query, key, value, layer.eval(), samples)
     scores = torch.einsum("ibgd,jbgd->bgij", query.squeeze(3), key) / math.sqrt(32)
@@ -325,7 +325,7 @@ def attended(run, dtype, size, layer=1):
     query, key, value = (torch.randn(S, B, 4, 8, generator=generator).to(dtype) for _ in range(3))
     query, key = query * size**0.5, key * size**0.5
     got = scaled_dot_product_attention(
-        query.unsqueeze(3), key, value, run.stages[0].blocks[str(layer)].attention, Context()
+        query.unsqueeze(3), key, value, run.stages[0].blocks[str(layer)].attention, ForwardContext()
     )
     scores = torch.einsum("ibgd,jbgd->bgij", query.double(), key.double()) / math.sqrt(8)
     weights = (scores + torch.full((S, S), -math.inf).triu(1)).softmax(-1)
@@ -352,7 +352,7 @@ def test_softmax_in_fp32_is_that_of_the_rounded_scores(flag, build):
     query, key = (torch.randn(S, B, 4, 16, generator=generator).to(torch.bfloat16) * 2 for _ in range(2))
     value = torch.eye(16, dtype=torch.bfloat16)[:, None, None].expand(16, B, 4, 16)
     got = scaled_dot_product_attention(
-        query.unsqueeze(3), key, value, run.stages[0].blocks["0"].attention, Context(samples=torch.arange(B))
+        query.unsqueeze(3), key, value, run.stages[0].blocks["0"].attention, ForwardContext(samples=torch.arange(B))
     )
     scores = torch.einsum("ibgd,jbgd->bgij", query.float(), key.float()) / 4
     scores = (scores.bfloat16().float() + torch.full((16, 16), -math.inf).triu(1)).softmax(-1)

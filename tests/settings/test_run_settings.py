@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt
 from megatron.errors import CheckpointError, run_main
 from megatron.guard.spikes import Recent
-from megatron.guard.watch import Verdict
+from megatron.guard.watch import StepVerdict
 from megatron.training import loop
 
 SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
@@ -117,8 +117,8 @@ def test_spike_threshold_is_in_deviations_above_the_median(threshold, build):
     recent = Recent(tuple(2 + 0.05 * n for n in range(41)), (1.0,) * 41)
     watch = build(f"{SMALL} --on-spike skip --spike-threshold {threshold}").watch
     for loss, verdict in (
-        (3 + (threshold - 0.1) * 0.7413, Verdict.UPDATE),
-        (3 + (threshold + 0.1) * 0.7413, Verdict.SKIP),
+        (3 + (threshold - 0.1) * 0.7413, StepVerdict.UPDATE),
+        (3 + (threshold + 0.1) * 0.7413, StepVerdict.SKIP),
     ):
         assert watch.judge(42, recent, loss, 1.0, lambda: "", scaling=False) is verdict
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry import metrics as module
-from megatron.telemetry.metrics import Metrics, Run, Step, metrics_path
+from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics, metrics_path
 from megatron.telemetry.run_record import JsonLines, read_history, run_record
 
 # A pattern that users have for Megatron-LM's log line, field by field.
@@ -35,19 +35,19 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def step(iteration: int, loss: float = 2.0, size: int = 8, **more) -> Step:
+def step(iteration: int, loss: float = 2.0, size: int = 8, **more) -> StepMetrics:
     given = dict(losses={"lm loss": loss}, learning_rate=1e-4, grad_norm=1.5)
-    return Step(iteration, size * iteration, size, **{**given, **more})
+    return StepMetrics(iteration, size * iteration, size, **{**given, **more})
 
 
-def take(metrics: Metrics, clock: Clock, seconds: float, *steps: Step) -> None:
+def take(metrics: Metrics, clock: Clock, seconds: float, *steps: StepMetrics) -> None:
     for one in steps:
         clock.now += seconds
         metrics.record(one)
 
 
 def test_console_line_is_megatrons_with_rates_behind_it(clock, capsys):
-    run = Run(train_iters=40, seq_length=16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
+    run = RunSizes(train_iters=40, seq_length=16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
     metrics = Metrics(Logging(log_interval=2), run)
     take(metrics, clock, 0.5, step(1, 4.0), step(2, 2.0, loss_scale=4096.0))
     line = capsys.readouterr().out.rstrip("\n")
@@ -71,14 +71,14 @@ def test_console_line_is_megatrons_with_rates_behind_it(clock, capsys):
 
 
 def test_lines_come_at_multiples_of_the_interval_and_start_over_after_each(clock, capsys):
-    metrics = Metrics(Logging(log_interval=3), Run(9, 16), iteration=4)
+    metrics = Metrics(Logging(log_interval=3), RunSizes(9, 16), iteration=4)
     take(metrics, clock, 1.0, *[step(n, loss=float(n)) for n in range(5, 10)])
     losses = [float(LINE.match(line)[8]) for line in capsys.readouterr().out.splitlines()]
     assert losses == [5.5, 8.0]
 
 
 def test_skipped_steps_have_no_part_in_the_mean_loss(clock, capsys):
-    metrics = Metrics(Logging(log_interval=4), Run(8, 16))
+    metrics = Metrics(Logging(log_interval=4), RunSizes(8, 16))
     bad = [step(2, math.inf, skipped=True), step(3, 100.0, skipped=True)]
     take(metrics, clock, 1.0, step(1, 3.0), *bad, step(4, 5.0))
     take(metrics, clock, 1.0, *[step(n, math.nan, skipped=True) for n in range(5, 9)])
@@ -89,7 +89,7 @@ def test_skipped_steps_have_no_part_in_the_mean_loss(clock, capsys):
 
 
 def test_evaluation_and_checkpoints_are_not_part_of_a_steps_time(clock, capsys):
-    metrics = Metrics(Logging(log_interval=2), Run(4, 16))
+    metrics = Metrics(Logging(log_interval=2), RunSizes(4, 16))
     clock.now += 100.0
     metrics.start()
     take(metrics, clock, 1.0, step(1))
@@ -101,21 +101,21 @@ def test_evaluation_and_checkpoints_are_not_part_of_a_steps_time(clock, capsys):
 
 
 def test_evaluation_line_is_megatrons(capsys):
-    Metrics(Logging(), Run(10, 16)).record_eval(10, 80, {"lm loss": 2.0})
+    Metrics(Logging(), RunSizes(10, 16)).record_eval(10, 80, {"lm loss": 2.0})
     rule, line, again = capsys.readouterr().out.splitlines()
     assert line == " validation loss at iteration 10 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert rule == again == "-" * (len(line) + 1)
 
 
 def test_perplexity_is_capped_as_megatrons(capsys):
-    Metrics(Logging(), Run(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, split="test", label=" on test set")
+    Metrics(Logging(), RunSizes(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, split="test", label=" on test set")
     out = capsys.readouterr().out
     assert " validation loss at iteration 10 on test set |" in out and f"PPL: {math.exp(20):.6E}" in out
 
 
 def test_silent_ranks_print_and_open_nothing(tmp_path, clock, capsys):
     logging = Logging(log_interval=1, tensorboard_dir=str(tmp_path / "tb"), metrics_file=str(tmp_path / "m.jsonl"))
-    with Metrics(logging, Run(2, 16), active=False) as metrics:
+    with Metrics(logging, RunSizes(2, 16), active=False) as metrics:
         take(metrics, clock, 1.0, step(1))
         metrics.record_eval(1, 8, {"lm loss": 1.0})
         metrics.say("nothing")
@@ -130,7 +130,7 @@ def test_where_the_json_lines_go():
 
 def test_json_lines_hold_run_steps_and_evaluations(tmp_path, clock):
     header = run_record({"lr": 1.0}, {"tp": 1, "dp": 2}, question="why")
-    with Metrics(Logging(), Run(4, 16), header=header, save=str(tmp_path)) as metrics:
+    with Metrics(Logging(), RunSizes(4, 16), header=header, save=str(tmp_path)) as metrics:
         take(metrics, clock, 0.5, step(1, extra={"memory": 3.0}), step(2, math.nan, grad_norm=math.inf))
         metrics.record_eval(2, 16, {"lm loss": 2.0}, seconds=7.0)
     lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").open()]
@@ -157,12 +157,12 @@ def test_json_lines_hold_run_steps_and_evaluations(tmp_path, clock):
 
 def test_a_resumed_run_takes_back_what_a_killed_one_wrote_behind_its_checkpoint(tmp_path, clock):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(Logging(), Run(9, 16), save=str(tmp_path)) as killed:
+    with Metrics(Logging(), RunSizes(9, 16), save=str(tmp_path)) as killed:
         take(killed, clock, 1.0, *[step(n, loss=1.0) for n in range(1, 6)])
         killed.record_eval(4, 32, {"lm loss": 1.0})
     with path.open("a") as file:
         file.write('{"kind": "step", "iteration": 6, "lm lo')  # torn by the kill
-    with Metrics(Logging(), Run(9, 16), save=str(tmp_path), iteration=3) as resumed:
+    with Metrics(Logging(), RunSizes(9, 16), save=str(tmp_path), iteration=3) as resumed:
         take(resumed, clock, 1.0, *[step(n, loss=2.0) for n in range(4, 8)])
     history = read_history(path)
     assert [(s["iteration"], s["lm loss"]) for s in history.steps] == [
@@ -181,7 +181,7 @@ def test_a_full_disk_stops_the_log_and_not_the_training(tmp_path, clock, capsys,
     def full(self, record):
         raise OSError(28, "No space left on device")
 
-    with Metrics(Logging(), Run(4, 16), save=str(tmp_path)) as metrics:
+    with Metrics(Logging(), RunSizes(4, 16), save=str(tmp_path)) as metrics:
         monkeypatch.setattr(JsonLines, "write", full)
         take(metrics, clock, 1.0, step(1), step(2))
     assert capsys.readouterr().out.count("is no longer written: [Errno 28] No space left") == 1
@@ -189,7 +189,9 @@ def test_a_full_disk_stops_the_log_and_not_the_training(tmp_path, clock, capsys,
 
 def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, clock):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    with Metrics(Logging(log_interval=2, tensorboard_dir=str(tmp_path)), Run(4, 16, flops_per_token=1e12)) as metrics:
+    with Metrics(
+        Logging(log_interval=2, tensorboard_dir=str(tmp_path)), RunSizes(4, 16, flops_per_token=1e12)
+    ) as metrics:
         take(metrics, clock, 0.5, step(1, 3.0), step(2, 2.0))
         metrics.record_eval(2, 16, {"lm loss": 1.0})
     (path,) = tmp_path.iterdir()
@@ -220,7 +222,7 @@ def test_a_missing_library_is_named_with_its_flag(flag, package, tmp_path, monke
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SettingsError, match=f"--{flag.replace('_', '-')} needs the package {package}"):
-        Metrics(Logging(**{flag: str(tmp_path)}), Run(4, 16))
+        Metrics(Logging(**{flag: str(tmp_path)}), RunSizes(4, 16))
 
 
 def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock):
@@ -238,7 +240,9 @@ def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock)
             calls.append("finish")
 
     monkeypatch.setitem(sys.modules, "wandb", Fake())
-    with Metrics(Logging(wandb_project="p", wandb_exp_name="n"), Run(4, 16), header=dict(kind="run", a=1)) as metrics:
+    with Metrics(
+        Logging(wandb_project="p", wandb_exp_name="n"), RunSizes(4, 16), header=dict(kind="run", a=1)
+    ) as metrics:
         take(metrics, clock, 0.5, step(1, 3.0))
     assert calls[0] == dict(project="p", name="n", dir=None, config=dict(kind="run", a=1))
     assert calls[1][0] == 1 and calls[1][1]["lm loss"] == 3.0 and calls[1][1]["consumed-samples"] == 8
@@ -248,10 +252,10 @@ def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock)
 def test_live_progress_is_for_terminals(monkeypatch, clock, capsys):
     pytest.importorskip("tqdm")
     logging = Logging(log_progress=True, log_interval=2)
-    with Metrics(logging, Run(4, 16)) as metrics:
+    with Metrics(logging, RunSizes(4, 16)) as metrics:
         assert metrics.progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Metrics(logging, Run(4, 16), iteration=1) as metrics:
+    with Metrics(logging, RunSizes(4, 16), iteration=1) as metrics:
         take(metrics, clock, 1.0, step(2, 3.25))
         assert metrics.progress.n == 2 and "lm loss=3.2500" in metrics.progress.postfix
     assert LINE.match(capsys.readouterr().out)

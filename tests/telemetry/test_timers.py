@@ -14,7 +14,7 @@ from megatron.errors import UsageError
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.settings.schema import Logging
 from megatron.telemetry import timers
-from megatron.telemetry.metrics import Metrics, Run, Step
+from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
 from megatron.telemetry.phases import PHASES, Listening, phase
 from megatron.telemetry.timers import HISTORY, Timed, Timers, table
 from megatron.training import build, loop
@@ -124,14 +124,14 @@ def test_the_log_is_megatrons():
 
 def test_a_way_back_forgets_what_was_counted(clock, capsys):
     many = Timers(1, {"update": Timed("optimizer", 1)})
-    metrics = Metrics(Logging(log_interval=2, timing_log_option="max"), Run(4, 16), timers=many)
+    metrics = Metrics(Logging(log_interval=2, timing_log_option="max"), RunSizes(4, 16), timers=many)
     for iteration, seconds in ((1, 100.0), (1, 1.0), (2, 2.0)):
         with many("optimizer"):
             clock(seconds)
         if seconds == 100.0:
             metrics.rewind(0)
         else:
-            metrics.record(Step(iteration, 8, 8, {"lm loss": 1.0}, learning_rate=1e-4))
+            metrics.record(StepMetrics(iteration, 8, 8, {"lm loss": 1.0}, learning_rate=1e-4))
     assert capsys.readouterr().out.splitlines()[-1].endswith(".: 1500.00")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import DataError, SettingsError
-from megatron.settings.schema import Tokenizer as Settings
+from megatron.settings.schema import TokenizerSettings as Settings
 from megatron.tokenizer import build_tokenizer, engines, padded_vocab_size
 from megatron.tokenizer.base import PROBES, Tokenizer
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, parse_merges, ranks

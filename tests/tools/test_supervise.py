@@ -16,7 +16,7 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import newest_checkpoint
-from megatron.guard.exits import Action, Verdict
+from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
 from megatron.guard.heartbeat import Beat, read_beats
 from megatron.guard.processes import descendants, die_with_parent, is_gone, state
@@ -285,7 +285,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(flags, error, text)
 
 @pytest.fixture
 def supervisor(tmp_path):
-    settings = supervise.Supervise(log_dir=str(tmp_path), heartbeat_dir=str(tmp_path / "beats"))
+    settings = supervise.SuperviseOptions(log_dir=str(tmp_path), heartbeat_dir=str(tmp_path / "beats"))
     made = supervise.Supervisor(settings, [sys.executable, "pretrain_job.py"])
     made.log = tmp_path / "none.log"
     return made
@@ -340,7 +340,7 @@ def test_a_job_outlives_the_reader_of_its_supervisors_words(output, root, tmp_pa
 
 def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(supervisor, capsys):
     (supervisor.logs / "goodput.json").mkdir()
-    assert supervisor.report("finished", Verdict(Action.DONE, "finished", 0)) == 0
+    assert supervisor.report("finished", JobVerdict(Action.DONE, "finished", 0)) == 0
     assert "finished after" in (said := capsys.readouterr().out) and "could not be written" in said
 
 

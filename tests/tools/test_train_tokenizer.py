@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron.errors import DataError, SettingsError
-from megatron.settings.schema import Tokenizer
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import train_tokenizer
 
@@ -39,7 +39,7 @@ def test_layout_of_ids_is_gpt2s(corpus, tmp_path):
 def test_the_tokenizer_reads_what_was_trained(corpus, tmp_path):
     train(corpus, tmp_path / "v", "--vocab-size", "300")
     tokenizer = build_tokenizer(
-        Tokenizer(vocab_file=str(tmp_path / "v/vocab.json"), merge_file=str(tmp_path / "v/merges.txt"))
+        TokenizerSettings(vocab_file=str(tmp_path / "v/vocab.json"), merge_file=str(tmp_path / "v/merges.txt"))
     )
     text = TEXTS[1] + " <|endoftext|>"
     ids = tokenizer.encode(text)

@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def export_tokenizer(settings: schema.Tokenizer, folder: Path, end: Optional[str], longest: int) -> bool:
+def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
     """Copy a run's tokenizer into a folder as transformers wants it; False when transformers has none of its kind.
 
     end: the text of the token that ends a document.
@@ -177,7 +177,7 @@ def export_tokenizer(settings: schema.Tokenizer, folder: Path, end: Optional[str
     return True
 
 
-def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema.Tokenizer]:
+def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema.TokenizerSettings]:
     """Copy a model's tokenizer into `folder`, which will be `final`; its settings, None when the model has none."""
     for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
         files = TOKENIZER_FILES[kind]
@@ -186,5 +186,5 @@ def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema
             for name in (*files.values(), *_COMPANIONS[:3]):
                 if (source / name).is_file():
                     shutil.copyfile(source / name, folder / name)
-            return schema.Tokenizer(kind, **{setting: str(final / name) for setting, name in files.items()})
+            return schema.TokenizerSettings(kind, **{setting: str(final / name) for setting, name in files.items()})
     return None

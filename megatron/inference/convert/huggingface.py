@@ -41,7 +41,7 @@ PROBES = (
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.Tokenizer, check: bool = True) -> list[str]:
+def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSettings, check: bool = True) -> list[str]:
     """Write a checkpoint directory as a folder that `transformers` loads as it is; returns what the user should hear.
 
     given: tokenizer flags, where the files of the training run have moved.
@@ -73,7 +73,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.Tokenizer, ch
 
 
 def _export_vocabulary(
-    path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.Tokenizer, check: bool
+    path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.TokenizerSettings, check: bool
 ) -> tuple[Optional[int], list[str]]:
     """Copy the tokenizer; (id that ends a document, notices)."""
     if (given.tokenizer_type or config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):

@@ -12,7 +12,7 @@ def imported_state(
     vocab_size: int,
     position: dict[str, Any],
     origin: str,
-    tokenizer: Optional[schema.Tokenizer] = None,
+    tokenizer: Optional[schema.TokenizerSettings] = None,
 ) -> dict[str, Any]:
     """The content of state.json. position: of a run that has not begun (`run.State.record`).
 
@@ -26,7 +26,7 @@ def imported_state(
         num_query_groups=model.query_groups,
         max_position_embeddings=model.position_table,
     )
-    record = dict(model=asdict(model), tokenizer=asdict(tokenizer or schema.Tokenizer()))
+    record = dict(model=asdict(model), tokenizer=asdict(tokenizer or schema.TokenizerSettings()))
     return dict(
         state=position,
         optimizer_steps=None,

@@ -80,7 +80,7 @@ _REFUSED = (
 )
 
 
-class Part(NamedTuple):
+class RankFile(NamedTuple):
     """One of their files."""
 
     tp: int
@@ -136,7 +136,7 @@ def convert(
     return [f"{out}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {vocab_size}", *notices]
 
 
-def find_parts(source: Path, step: Optional[int]) -> list[Part]:
+def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
     """The files of a checkpoint folder (the tracker's, or of `step`) or of one iteration's directory, in order."""
     folder = source
     if not any(source.glob("mp_rank_*")):
@@ -151,7 +151,7 @@ def find_parts(source: Path, step: Optional[int]) -> list[Part]:
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if not match or file is None:
             raise CheckpointError(f"{path} is not understood", "experts, or a file other than " + ", ".join(_FILES))
-        parts.append(Part(int(match[1]), int(match[2] or 0), file))
+        parts.append(RankFile(int(match[1]), int(match[2] or 0), file))
     found = {(part.tp, part.pp) for part in parts}
     tp, pp = (max((place[n] for place in found), default=-1) + 1 for n in (0, 1))
     missing = {(t, p) for t in range(tp) for p in range(pp)} - found
@@ -162,7 +162,9 @@ def find_parts(source: Path, step: Optional[int]) -> list[Part]:
 
 
 @contextlib.contextmanager
-def _facts_and_tensors(part: Part) -> Iterator[tuple[dict, dict[str, tuple[int, ...]], Callable[[str], torch.Tensor]]]:
+def _facts_and_tensors(
+    part: RankFile,
+) -> Iterator[tuple[dict, dict[str, tuple[int, ...]], Callable[[str], torch.Tensor]]]:
     """(facts, name -> shape, get(name)) of one file, read by the child."""
     from safetensors import safe_open
 
@@ -190,7 +192,7 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
 
 
 def _pieces(
-    part: Part, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
+    part: RankFile, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
 ) -> Iterator[Piece]:
     """What one of their files holds of our tensors."""
     tp, pp = sizes

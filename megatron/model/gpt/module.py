@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.attention import Context, allowed_pairs
+from megatron.model.attention import ForwardContext, allowed_pairs
 from megatron.model.block import Block
 from megatron.model.cache import Cache
 from megatron.model.gpt.facts import GPTFacts
@@ -40,7 +40,7 @@ class GPT(LanguageModel):
             **self.kind,
         )
 
-    def context(self, batch) -> Context:
+    def context(self, batch) -> ForwardContext:
         return self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples)
 
     def logits(
@@ -73,11 +73,11 @@ class GPT(LanguageModel):
     def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
         return self.positions(s, position_ids, 0 if cache is None else cache.length)
 
-    def _context(self, shape, position_ids, document_ids, samples, cache: Optional[Cache] = None) -> Context:
+    def _context(self, shape, position_ids, document_ids, samples, cache: Optional[Cache] = None) -> ForwardContext:
         angles = allowed = None
         if self.rotary is not None:
             angles = self.rotary.angles(self._positions(shape[0], position_ids, cache), self.dtype)
         keys = document_ids if cache is None else cache.extend_documents(document_ids, shape[0])
         if keys is not None:
             allowed = allowed_pairs(keys[-shape[0] :], keys)
-        return Context(samples, angles, allowed, cache, self.region)
+        return ForwardContext(samples, angles, allowed, cache, self.region)

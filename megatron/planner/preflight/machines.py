@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu import collectives
-from megatron.mpu.initialize import Context
+from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Axis
 from megatron.planner.preflight.verdict import Check
 from megatron.settings import schema
@@ -35,7 +35,7 @@ SLOW = 1.2  # times the median
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Facts(NamedTuple):
+class MachineFacts(NamedTuple):
     """What a rank says of itself; each dict is to be the same on all ranks.
 
     node:      (number of the node, name of its host)
@@ -51,10 +51,10 @@ class Facts(NamedTuple):
     free: int | None = None  # bytes on the disk of --save
 
 
-def check_machines(config: schema.Config, context: Context, checkpoint_bytes: float) -> Iterator[Check]:
+def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes: float) -> Iterator[Check]:
     """All ranks together, with the same result on each."""
     world, save = context.mesh.world, config.checkpoint.save
-    own = Facts(
+    own = MachineFacts(
         node_of(),
         versions(context.device),
         code_hashes(),
@@ -62,7 +62,7 @@ def check_machines(config: schema.Config, context: Context, checkpoint_bytes: fl
         file_sizes(config),
         free_bytes(save) if save and not isinstance(location(save), UrlPath) else None,
     )
-    ranks: list[Facts] = collectives.gather_objects(own, world)
+    ranks: list[MachineFacts] = collectives.gather_objects(own, world)
     nodes = [facts.node for facts in ranks]
     yield Check(
         "ranks",
@@ -187,7 +187,7 @@ def lopsided(nodes: Sequence[tuple[str, str]]) -> str:
     return f"{'; '.join(odd[:4])} ranks, and other nodes {usual}" if odd else ""
 
 
-def alike(name: str, ranks: Sequence[Facts], attribute: str, do: str) -> Check:
+def alike(name: str, ranks: Sequence[MachineFacts], attribute: str, do: str) -> Check:
     """Whether all ranks say the same, key by key."""
     nodes = [facts.node for facts in ranks]
     said = [getattr(facts, attribute) for facts in ranks]
@@ -206,7 +206,7 @@ def alike(name: str, ranks: Sequence[Facts], attribute: str, do: str) -> Check:
     return Check(name, told, "; ".join(faults[:3]) + more, do)
 
 
-def check_files(ranks: Sequence[Facts]) -> Check:
+def check_files(ranks: Sequence[MachineFacts]) -> Check:
     """Whether every node sees the same data and vocabulary."""
     missing = [
         (path, [rank for rank, facts in enumerate(ranks) if facts.files.get(path) is None]) for path in ranks[0].files
@@ -253,7 +253,7 @@ def clock() -> float:
     return time.time()
 
 
-def clock_offsets(context: Context, rounds: int = 7) -> list[float]:
+def clock_offsets(context: RankContext, rounds: int = 7) -> list[float]:
     """Seconds that each rank's clock is ahead of the median: the median over barriers that all ranks leave together."""
     seen = []
     for _ in range(rounds):
@@ -264,7 +264,7 @@ def clock_offsets(context: Context, rounds: int = 7) -> list[float]:
     return [statistics.median(offsets) for offsets in zip(*seen)]
 
 
-def gather_numbers(value: float, context: Context) -> list[float]:
+def gather_numbers(value: float, context: RankContext) -> list[float]:
     """A number of every rank, on every rank."""
     own = torch.tensor([value], dtype=torch.float64, device=context.device)
     return collectives.all_gather(own, context.mesh.world).tolist()
@@ -299,7 +299,7 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_all_reduce(context: Context, nodes: Sequence[tuple[str, str]]) -> Check:
+def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> Check:
     """An all-reduce inside each node, all nodes at once, and one over all ranks."""
     groups = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     usual = Counter(map(len, groups)).most_common(1)[0][0]

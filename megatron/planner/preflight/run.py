@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron.model.recipe import Recipe
 from megatron.planner import target, text
 from megatron.planner.choose import settled
-from megatron.planner.preflight.verdict import Check, Report, refusal
+from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env, schema
@@ -27,7 +27,7 @@ def preflight(config: schema.Config, recipe: Recipe, say=print, env: Mapping[str
     recipe: what is trained; env: says which rank of how many this is, as torchrun sets it
     """
     here = rank_env.ranks(env)
-    report = Report(say if here.rank == 0 else lambda text: None)
+    report = PreflightReport(say if here.rank == 0 else lambda text: None)
     config, unsettled = settled(config, report.say)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
@@ -70,7 +70,7 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
     return checks
 
 
-def check_design(found: Inspection, world_size: int, recipe, report: Report) -> None:
+def check_design(found: Inspection, world_size: int, recipe, report: PreflightReport) -> None:
     """Every distinct rank on the meta device, then the twin against one process."""
     import torch
 
@@ -92,17 +92,16 @@ def check_design(found: Inspection, world_size: int, recipe, report: Report) -> 
     torch.set_num_threads(threads)
 
 
-def together(config: schema.Config, found: Inspection, report: Report) -> None:
+def together(config: schema.Config, found: Inspection, report: PreflightReport) -> None:
     """All ranks of a job that was started: join, compare, measure. Every rank raises what the first one found, too."""
-    from megatron.mpu import collectives
-    from megatron.mpu import initialize as context
+    from megatron.mpu import collectives, initialize
     from megatron.planner.preflight.machines import check_machines
 
-    place = context.join(found.resolved.parallel, found.resolved.kernels)
+    place = initialize.join_job(found.resolved.parallel, found.resolved.kernels)
     weights = found.job.facts.parameters
     for check in check_machines(config, place, weights * (4 if config.checkpoint.no_save_optim else 12)):
         report.add(check)
     failed, number = collectives.broadcast_object((report.failed, len(report.checks)), place.mesh.world)
-    context.leave(place)
+    initialize.leave_job(place)
     if failed:
         raise refusal(failed, number)

@@ -28,7 +28,7 @@ class Check(NamedTuple):
         return f"FAIL  {self.name:<11} {self.fault}{f' -> {self.do}' if self.do else ''}"
 
 
-class Report:
+class PreflightReport:
     """Says every check as it comes and remembers those that failed."""
 
     def __init__(self, say: Callable[[str], None]):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu import collectives
-from megatron.mpu.initialize import Context, leave
+from megatron.mpu.initialize import RankContext, leave_job
 from megatron.mpu.mesh import Mesh
 
 TASKS = Path("/proc/self/task")
@@ -30,7 +30,7 @@ def _body(rank):
     for axis in held:
         collectives.all_reduce(torch.ones(4), axis)
     before = len(_threads())
-    leave(Context(mesh, torch.device("cpu"), joined=True))
+    leave_job(RankContext(mesh, torch.device("cpu"), joined=True))
     deadline = time.monotonic() + 60
     while _threads() and time.monotonic() < deadline:  # one that was joined may still be on its way out of the kernel
         time.sleep(0.01)
