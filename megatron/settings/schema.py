@@ -247,7 +247,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which device and which implementations."""
+    """Which device and which implementations, and when Python's memory is tidied."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
@@ -259,6 +259,9 @@ class Kernels:
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+    manual_gc_interval: int = setting(
+        "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
+    )
 
 
 @dataclass(frozen=True)

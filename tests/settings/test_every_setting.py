@@ -165,6 +165,7 @@ CHECKS = dict(
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
+        manual_gc_interval="test_garbage::test_a_run_collects_at_its_interval",
     ),
     checkpoint=dict(
         save=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",

@@ -81,8 +81,10 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --use-layer-wise-* --no-use-layer-wise-*
 ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
-memory and garbage are collected as Python and torch do by themselves
-    --manual-gc* --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level --train-sync-interval
+all ranks collect garbage between the same steps anyway, at evaluations and saves too; see --manual-gc-interval
+    --manual-gc --no-manual-gc-eval --disable-manual-gc-eval
+memory is kept and freed as torch does by itself
+    --empty-unused-memory-level --train-sync-interval
 the interleaved schedule groups micro-batches by itself
     --microbatch-group-size-per-virtual-pipeline-stage --interleave-group-size
 there is no pipeline unless --pipeline-model-parallel-size is above 1
