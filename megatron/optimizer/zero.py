@@ -25,6 +25,7 @@ import torch
 
 from megatron.checkpoint.store import Lasting, Piece
 from megatron.mpu import collectives
+from megatron.mpu.layers import attach
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.adam import AdamState, divide
 from megatron.optimizer.disk import DiskState, Targets
@@ -91,6 +92,8 @@ class ShardedAdamW:
             ahead=parallel.overlap_grad_reduce,
             arrived=self.weights.arrived,
         )
+        if settings.gradient_accumulation_fusion:
+            attach(as_chunks(model), self.gradients.accumulator)
         self.states = self._states(copies=1 + lasting)
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}

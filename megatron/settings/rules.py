@@ -318,6 +318,10 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.torch_compile and s.gradient_accumulation_fusion,
+        lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
+    ),
+    Rule(
         lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
         lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)",
     ),

@@ -423,6 +423,9 @@ class Optimizer:
     )
     nvme_offload_dir: Optional[str] = setting("folder for these files, on a fast disk of the node", None)
     param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
+    gradient_accumulation_fusion: bool = setting(
+        "products for weight gradients add to the fp32 buffer by themselves (CPU: slower; W passes do without)", False
+    )
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
         "token",

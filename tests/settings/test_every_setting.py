@@ -144,6 +144,7 @@ CHECKS = dict(
         nvme_offload_fraction=WHERE,
         nvme_offload_dir=WHERE,
         param_cpu_offload=f"{LAYOUT}::test_home_of_the_shards",
+        gradient_accumulation_fusion="test_layers::test_gradient_accumulation_fusion_trains_to_the_same_weights",
         loss_averaging=f"{STEP}::test_losses_are_averaged_over_tokens_or_over_micro_batches",
     ),
     recompute=dict(
