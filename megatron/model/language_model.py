@@ -79,6 +79,9 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(n): self.build_layer(n, tables[f"blocks.{n}"], granularity[n]) for n in layers}
         )
+        for module in self.blocks.modules() if autocast else ():
+            if hasattr(module, "overlap"):
+                module.overlap = False
         if self.kernels.torch_compile:
             for block in self.blocks.values():
                 block.compile()

@@ -8,7 +8,8 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,42 +28,97 @@ def matmul(x: torch.Tensor):
     return choose("matmul", Case(x.device.type, x.dtype)).run
 
 
+class WeightProduct(NamedTuple):
+    """The product that makes a weight's gradient, not done yet: [out, tokens] times [in, tokens]^T."""
+
+    rows: torch.Tensor  # gradient of the output, [tokens, out]
+    columns: Callable[[], torch.Tensor]  # gives the input, [in, tokens]; waits for it where it is being gathered
+    multiply: Callable  # an implementation of `reference.matmul`
+
+    def __call__(self) -> torch.Tensor:
+        """The gradient, [out, in], in the format of its operands."""
+        return self.multiply(self.rows.t(), self.columns(), None)
+
+    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+        """total [out, in] fp32 += the gradient; = where `fresh`.
+
+        The product writes there by itself where its operands have the same format, or on CUDA, whose products sum in
+        fp32 anyway: then the gradient is neither rounded nor written and read once more.
+        """
+        rows, columns = self.rows.t(), self.columns().t()
+        if rows.dtype == total.dtype:
+            torch.addmm(total, rows, columns, beta=0 if fresh else 1, out=total)
+        elif rows.device.type == "cuda":
+            torch.addmm(total, rows, columns, beta=0 if fresh else 1, out_dtype=total.dtype, out=total)
+        else:
+            gradient = self.multiply(rows, columns.t(), None)
+            total.copy_(gradient) if fresh else total.add_(gradient)
+
+
+class LinearOptions(NamedTuple):
+    """Where a linear layer's input comes from and where its gradients go: all that decides about overlap, in one place.
+
+    gather:     x is this rank's piece along dim 0 of what is multiplied; the pieces are gathered now and again for the
+                weight's gradient, so that only the piece is kept (arXiv:2205.05198, section 4.2.2), and the gradient of
+                x is reduce-scattered
+    reduce:     x is whole and the same on all ranks of this axis; the gradient of x is all-reduced (the conjugate of
+                arXiv:1909.08053, as `mappings.copy_to`)
+    deferred:   takes the product for the weight's gradient while it collects (zero-bubble W)
+    accumulate: weight -> what takes the product to add it to the weight's fp32 gradient, or None where there is none
+
+    What is gathered or reduced in the backward pass is under way while the other product is computed.
+    """
+
+    gather: Axis | None = None
+    reduce: Axis | None = None
+    deferred: WeightGradients | None = None
+    accumulate: Callable[[torch.Tensor], Callable[[WeightProduct], None] | None] | None = None
+
+    def taker(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WeightProduct], None] | None:
+        """What takes the product for the weight's gradient; None: autograd gets the gradient itself."""
+        taker = defer_function(self.deferred, x, weight)
+        if taker is None and self.accumulate and x.requires_grad and weight.requires_grad:
+            return self.accumulate(weight)
+        return taker
+
+
+ALONE = LinearOptions()  # on one rank, gradients by autograd
+
+
+def attach(modules: Iterable[nn.Module], accumulate: Callable) -> None:
+    """Let the linear layers in `modules` add the products for their weights' gradients by `accumulate`."""
+    for layer in (layer for module in modules for layer in module.modules()):
+        if hasattr(layer, "accumulate"):
+            layer.accumulate = accumulate
+
+
 @op
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    deferred: WeightGradients | None = None,
-    gather: Axis | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, options: LinearOptions = ALONE
 ) -> torch.Tensor:
-    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims.
-
-    deferred: takes the product for the weight's gradient while it collects. gather: x is this rank's piece along dim 0 of
-    what is multiplied; the pieces are gathered now and again for the weight's gradient, so that only the piece is kept
-    (arXiv:2205.05198, section 4.2.2).
-    """
+    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
     flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    defer = defer_function(deferred, x, weight)
+    taker = options.taker(x, weight)
     product = matmul(x)
-    if defer:
+    if taker:
         flat = flat.detach()
-    elif gather is None and product is reference.matmul:
+    elif options.gather is None and options.reduce is None and product is reference.matmul:
         return F.linear(x, flat, bias)
-    return _Linear.apply(x, flat, bias, product, defer, gather)
+    return _Linear.apply(x, flat, bias, product, taker, options.gather, options.reduce)
 
 
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
-    defer: takes the product that makes the weight's gradient, instead of autograd (`deferred_wgrad.py`).
-    axis: what x is gathered over, and the gradient of x reduced and scattered; None: x is whole.
+    taker: takes the product that makes the weight's gradient, instead of autograd (`LinearOptions.taker`).
+    gather, reduce: as in `LinearOptions`; at most one of them is given.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, defer, axis):
+    def forward(ctx, x, weight, bias, product, taker, gather, reduce):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.defer, ctx.axis = product, bias is not None, defer, axis
-        whole = x if axis is None else collectives.all_gather(x, axis)
+        ctx.product, ctx.has_bias, ctx.taker, ctx.gather, ctx.reduce = product, bias is not None, taker, gather, reduce
+        whole = x if gather is None else collectives.all_gather(x, gather)
         return product(whole.reshape(-1, whole.shape[-1]), weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -70,14 +126,14 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
         # The pieces are on their way while the first product is made, and its sum is while the second one is.
-        columns = _columns(x, ctx.axis) if ctx.needs_input_grad[1] else None
+        columns = _columns(x, ctx.gather) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
-            d_x = _scattered(multiply(rows, weight.t(), None), x, ctx.axis)
+            d_x = _reduced(multiply(rows, weight.t(), None), x, ctx.gather, ctx.reduce)
         if columns:
-            d_weight = multiply(rows.t(), columns(), None)
-        elif ctx.defer:
-            ctx.defer(lambda: multiply(rows.t(), _columns(x, ctx.axis)(), None))
-        return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None
+            d_weight = WeightProduct(rows, columns, multiply)()
+        elif ctx.taker:
+            ctx.taker(WeightProduct(rows, lambda: _columns(x, ctx.gather)(), multiply))
+        return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None, None
 
 
 def _columns(x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
@@ -95,18 +151,22 @@ def _columns(x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
     return columns
 
 
-def _scattered(rows: torch.Tensor, x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
-    """What gives the gradient of x from `rows`, this rank's part of the whole one's; it is being summed over the axis."""
-    if axis is None:
+def _reduced(rows: torch.Tensor, x: torch.Tensor, gather: Axis | None, reduce: Axis | None) -> Callable:
+    """What gives the gradient of x from `rows`, this rank's part of the whole one's; it is being summed over an axis."""
+    if gather is None and reduce is None:
         return lambda: rows.view(x.shape)
-    piece = x.new_empty(x.shape)
-    work = collectives.start_reduce_scatter(piece, rows.contiguous(), axis)
+    if gather is None:
+        total = rows.view(x.shape)
+        work = collectives.start_all_reduce(total, reduce)
+    else:
+        total = x.new_empty(x.shape)
+        work = collectives.start_reduce_scatter(total, rows.contiguous(), gather)
 
-    def scattered():
+    def reduced():
         work.wait()
-        return piece
+        return total
 
-    return scattered
+    return reduced
 
 
 def create_parameters(module: nn.Module, weights: Mapping[str, Placement], tp: Axis | None, *, dtype, device) -> None:
@@ -128,6 +188,8 @@ class ColumnParallelLinear(nn.Module):
     """
 
     weight_gradients: WeightGradients | None = None  # set by `deferred_wgrad.attach` for pipelines with W passes
+    accumulate: Callable | None = None  # set by `attach` where products add to the optimizer's fp32 gradients
+    overlap = True  # not where x is cast on its way into the product: its gradient is summed in the format of x
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
@@ -135,8 +197,11 @@ class ColumnParallelLinear(nn.Module):
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.gather else mappings.copy_to(x, self.tp)
-        return linear(x, self.weight, self.bias, self.weight_gradients, self.gather)
+        reduce = self.tp if self.tp.size > 1 and not self.gather else None
+        if reduce and not self.overlap:
+            x, reduce = mappings.copy_to(x, self.tp), None
+        options = LinearOptions(self.gather, reduce, self.weight_gradients, self.accumulate)
+        return linear(x, self.weight, self.bias, options)
 
 
 class RowParallelLinear(nn.Module):
@@ -146,6 +211,7 @@ class RowParallelLinear(nn.Module):
     """
 
     weight_gradients: WeightGradients | None = None
+    accumulate: Callable | None = None
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
@@ -153,9 +219,10 @@ class RowParallelLinear(nn.Module):
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options = LinearOptions(deferred=self.weight_gradients, accumulate=self.accumulate)
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.weight_gradients)
-        x = self.reduce_output(linear(x, self.weight, None, self.weight_gradients), self.tp)  # all-reduce over tp
+            return linear(x, self.weight, self.bias, options)
+        x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
         return x if self.bias is None else x + self.bias  # once, after the sum
 
 

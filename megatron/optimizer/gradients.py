@@ -13,6 +13,7 @@ that two chunks share gets two gradients of a micro-batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Optional
 
@@ -92,6 +93,7 @@ class Gradients:
         self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
         self.micros = 0  # of this step, if it was announced
         self.under_way: list[Reduction] = []
+        self.slots = {slot.parameter: (tally, slot) for tally in self.tallies for slot in tally.own.unit.slots}
         for tally in self.tallies:
             for slot in tally.own.unit.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._collect(tally, slot))
@@ -122,27 +124,44 @@ class Gradients:
 
     def _collect(self, tally: Tally, slot: Slot) -> Callable:
         """The first gradient of a step overwrites the buffer, later ones add: no pass to zero it."""
-        name = slot.name
 
         def collect(parameter):
-            if tally.buffer is None:
-                tally.take(self._zeros(tally.own.unit.size))
-            if name in tally.fresh:
-                tally.views[name].add_(parameter.grad)
-            else:
-                tally.views[name].copy_(parameter.grad)
-                tally.fresh.add(name)
+            view, fresh = self._view(tally, slot.name)
+            view.copy_(parameter.grad) if fresh else view.add_(parameter.grad)
             parameter.grad = None
-            tally.arrived[name] += 1
-            if not self.keep:
-                count = min(tally.arrived.values())
-                if count > tally.reductions:
-                    self._start(tally)
-                self.arrived(tally.own.unit, count)
-            elif self.ahead and self._has_all(tally):
-                self._start(tally)
+            self._count(tally, slot.name)
 
         return collect
+
+    def accumulator(self, weight: torch.Tensor) -> Optional[Callable]:
+        """What adds a `WeightProduct` to the gradient of a weight, in place of autograd; None where it is none of ours."""
+        found = self.slots.get(weight)
+        return found and partial(self._accumulate, *found)
+
+    @torch.no_grad()
+    def _accumulate(self, tally: Tally, slot: Slot, product: Any) -> None:
+        view, fresh = self._view(tally, slot.name)
+        product.add_to(view.flatten(0, -2), fresh)
+        self._count(tally, slot.name)
+
+    def _view(self, tally: Tally, name: str) -> tuple[torch.Tensor, bool]:
+        """A parameter's place in the buffer, and whether a gradient is to overwrite what is there."""
+        if tally.buffer is None:
+            tally.take(self._zeros(tally.own.unit.size))
+        fresh = name not in tally.fresh
+        tally.fresh.add(name)
+        return tally.views[name], fresh
+
+    def _count(self, tally: Tally, name: str) -> None:
+        """A parameter's gradient is in the buffer: reduce the unit if it was the last one."""
+        tally.arrived[name] += 1
+        if not self.keep:
+            count = min(tally.arrived.values())
+            if count > tally.reductions:
+                self._start(tally)
+            self.arrived(tally.own.unit, count)
+        elif self.ahead and self._has_all(tally):
+            self._start(tally)
 
     def _has_all(self, tally: Tally) -> bool:
         due = ((tally.arrived[slot.name], self.micros * len(slot.chunks)) for slot in tally.own.unit.slots)

@@ -27,6 +27,7 @@ import torch
 
 from megatron.checkpoint.store import Lasting, Piece, share
 from megatron.mpu import collectives
+from megatron.mpu.layers import attach
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.adam import OwnedState, Targets
 from megatron.optimizer.gradients import Gradients
@@ -104,6 +105,8 @@ class ShardedAdamW:
             ahead=parallel.overlap_grad_reduce,
             arrived=self.weights.arrived,
         )
+        if settings.gradient_accumulation_fusion:
+            attach(as_chunks(model), self.gradients.accumulator)
         self.states = store(
             self.owned, self.reduced, settings, self._parameters_of, whole=self.weights.keep, copies=1 + lasting
         )

@@ -60,7 +60,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
-        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected""",
+        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,
@@ -206,6 +206,10 @@ RULES = (
             "--torch-compile needs all parameters in place: drop it, or use --sharding-stage 2 without "
             "--overlap-param-gather"
         ),
+    ),
+    Rule(
+        lambda s: s.torch_compile and s.gradient_accumulation_fusion,
+        lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
     ),
     Rule(
         lambda s: s.device == "cpu" and s.distributed_backend == "nccl",

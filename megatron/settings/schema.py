@@ -252,7 +252,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which device and which implementations."""
+    """Which device and which implementations, and when Python's memory is tidied."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
@@ -264,6 +264,9 @@ class Kernels:
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+    manual_gc_interval: int = setting(
+        "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
+    )
 
 
 @dataclass(frozen=True)
@@ -429,6 +432,9 @@ class Optimizer:
     )
     nvme_offload_dir: Optional[str] = setting("folder for these files, on a fast disk of the node", None)
     param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
+    gradient_accumulation_fusion: bool = setting(
+        "products for weight gradients add to the fp32 buffer by themselves (CPU: slower; W passes do without)", False
+    )
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
         "token",

@@ -27,6 +27,7 @@ from megatron.settings.batch import batch_size
 from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
+from megatron.training.garbage import GarbageCollection
 from megatron.training.recovery import pass_over, rewind, stopped
 from megatron.training.state import Run, State
 
@@ -50,27 +51,31 @@ def train(run: Run) -> None:
     for stage in run.stages:
         stage.train()
     run.metrics.start(run.watch.heart.startup)
-    while run.state.iteration < run.train_iters:
-        run.profiler.before(run.state.iteration + 1)
-        step = train_step(run)
-        if run.profiler.ends(run.state.iteration):
-            with run.metrics.paused():
-                run.profiler.end(run.state.iteration)
-        if step is None:  # a spike: the run is back at an earlier step
-            continue
-        run.metrics.record(step)
-        if due(run.config.guard.check_replicas_interval, run.state):
-            check_replicas(run.optimizer, run.state.iteration)
-        if run.valid_batches and due(batch.eval_interval, run.state):
-            with run.metrics.paused():
-                evaluate(run, run.valid_batches, "validation")
-        stop = reason_to_stop(run)
-        if run.saver and (stop or run.saver.due(run.state.iteration)):
-            with run.metrics.paused():
-                run.save()
-            saved_at = run.state.iteration
-        if stop:
-            return stopped(run, stop)
+    with GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
+        while run.state.iteration < run.train_iters:
+            run.profiler.before(run.state.iteration + 1)
+            step = train_step(run)
+            garbage.after_step()
+            if run.profiler.ends(run.state.iteration):
+                with run.metrics.paused():
+                    run.profiler.end(run.state.iteration)
+            if step is None:  # a spike: the run is back at an earlier step
+                continue
+            run.metrics.record(step)
+            if due(run.config.guard.check_replicas_interval, run.state):
+                check_replicas(run.optimizer, run.state.iteration)
+            if run.valid_batches and due(batch.eval_interval, run.state):
+                with run.metrics.paused():
+                    evaluate(run, run.valid_batches, "validation")
+                    garbage.collect()
+            stop = reason_to_stop(run)
+            if run.saver and (stop or run.saver.due(run.state.iteration)):
+                with run.metrics.paused():
+                    run.save()
+                    garbage.collect()
+                saved_at = run.state.iteration
+            if stop:
+                return stopped(run, stop)
     if run.saver and saved_at < run.state.iteration:
         run.save()
     for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):

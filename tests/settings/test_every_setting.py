@@ -144,6 +144,7 @@ CHECKS = dict(
         nvme_offload_fraction=WHERE,
         nvme_offload_dir=WHERE,
         param_cpu_offload=f"{LAYOUT}::test_home_of_the_shards",
+        gradient_accumulation_fusion="test_layers::test_gradient_accumulation_fusion_trains_to_the_same_weights",
         loss_averaging=f"{STEP}::test_losses_are_averaged_over_tokens_or_over_micro_batches",
     ),
     recompute=dict(
@@ -165,6 +166,7 @@ CHECKS = dict(
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
+        manual_gc_interval="test_garbage::test_a_run_collects_at_its_interval",
     ),
     checkpoint=dict(
         save=f"{RUN}::test_checkpoints_come_at_their_interval_and_at_the_end",

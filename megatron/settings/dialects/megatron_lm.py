@@ -52,7 +52,7 @@ IGNORED = """
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
-    --masked-softmax-fusion --bias-dropout-fusion --gradient-accumulation-fusion
+    --masked-softmax-fusion --bias-dropout-fusion
     --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
     --no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
     --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
@@ -60,7 +60,7 @@ kernels are chosen by what is installed; fused or not, the result is the same
     --fused-linear --fuse-attn-qkv --no-fuse-attn-qkv --tensor-fusion --gdp-cutedsl-kernel
     --disable-symmetric-registration
 gradients are always accumulated and reduced in fp32
-    --no-gradient-accumulation-fusion --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+    --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
     --no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation
     --ddp-param-name-patterns-for-fp32-local-accumulation --disable-bf16-reduced-precision-matmul
 the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)
@@ -81,8 +81,10 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --use-layer-wise-* --no-use-layer-wise-*
 ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
-memory and garbage are collected as Python and torch do by themselves
-    --manual-gc* --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level --train-sync-interval
+all ranks collect garbage between the same steps anyway, at evaluations and saves too; see --manual-gc-interval
+    --manual-gc --no-manual-gc-eval --disable-manual-gc-eval
+memory is kept and freed as torch does by itself
+    --empty-unused-memory-level --train-sync-interval
 the interleaved schedule groups micro-batches by itself
     --microbatch-group-size-per-virtual-pipeline-stage --interleave-group-size
 there is no pipeline unless --pipeline-model-parallel-size is above 1

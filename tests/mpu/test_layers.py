@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers over two ranks against one plain product; what runs beside what in their backward pass."""
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.checkpoint.reader import Reader
+from megatron.fused_kernels import reference
+from megatron.model import weights
+from megatron.mpu import collectives, layers
+from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WeightProduct, linear
+from megatron.mpu.mesh import Mesh
+
+S, B, H, OUT = 6, 2, 5, 8
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --eval-iters 0 --device cpu --num-workers 0"
+)
+
+
+def drawn(*shape, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+WEIGHT, BIAS, INPUT, UPSTREAM = (
+    drawn(OUT, H, seed=1),
+    drawn(OUT, seed=2),
+    drawn(S, B, H, seed=3),
+    drawn(S, B, OUT, seed=4),
+)
+
+
+def column(tp, sequence_parallel: bool) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(weights.column(H, (OUT,), 1.0), tp, sequence_parallel=sequence_parallel)
+    with torch.no_grad():
+        layer.weight.copy_(WEIGHT.chunk(tp.size)[tp.rank])
+        layer.bias.copy_(BIAS.chunk(tp.size)[tp.rank])
+    return layer
+
+
+class Events(list):
+    """What is started, waited for and multiplied, in order; a product by the shape of its result."""
+
+    def listen(self) -> None:
+        def watched(name, start):
+            def started(*args):
+                work = start(*args)
+                self.append(f"start {name}")
+                return Work(self, name, work)
+
+            return started
+
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            setattr(collectives, f"start_{name}", watched(name, getattr(collectives, f"start_{name}")))
+
+        def multiply(x, weight, bias=None):
+            result = reference.matmul(x, weight, bias)
+            self.append(f"product {list(result.shape)}")
+            return result
+
+        layers.matmul = lambda x: multiply
+
+
+class Work:
+    def __init__(self, events, name, work):
+        self.events, self.name, self.work = events, name, work
+
+    def wait(self):
+        self.work.wait()
+        self.events.append(f"wait {self.name}")
+
+
+def pieces(x, mesh, sequence_parallel):
+    return x.chunk(mesh.tp.size)[mesh.tp.rank] if sequence_parallel else x
+
+
+def _backward(rank, sequence_parallel, overlap=True):
+    """Events of the backward pass of a column layer on two ranks, and its results."""
+    mesh, events = Mesh(rank, tp=2), Events()
+    layer = column(mesh.tp, sequence_parallel)
+    layer.overlap = overlap
+    events.listen()
+    x = pieces(INPUT, mesh, sequence_parallel).clone().requires_grad_()
+    y = layer(x)
+    events.clear()
+    y.backward(UPSTREAM.chunk(2, -1)[rank])
+    return list(events), y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+def whole() -> tuple[torch.Tensor, ...]:
+    x, weight, bias = (tensor.clone().requires_grad_() for tensor in (INPUT, WEIGHT, BIAS))
+    y = x @ weight.t() + bias
+    y.backward(UPSTREAM)
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+INPUT_GRADIENT, WEIGHT_GRADIENT = f"product {[S * B, H]}", f"product {[OUT // 2, H]}"
+ORDER = {
+    False: [INPUT_GRADIENT, "start all_reduce", WEIGHT_GRADIENT, "wait all_reduce"],
+    True: [
+        "start all_gather",
+        INPUT_GRADIENT,
+        "start reduce_scatter",
+        "wait all_gather",
+        WEIGHT_GRADIENT,
+        "wait reduce_scatter",
+    ],
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+def test_messages_of_a_backward_pass_run_beside_the_other_product(sequence_parallel, run_ranks):
+    y, x, weight, bias = whole()
+    for rank, (events, *found) in enumerate(run_ranks(2, _backward, sequence_parallel)):
+        assert events == ORDER[sequence_parallel]
+        piece = x.chunk(2)[rank] if sequence_parallel else x
+        for got, want in zip(
+            found, (y.chunk(2, -1)[rank], piece, weight.chunk(2)[rank], bias.chunk(2)[rank]), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+
+
+def test_overlapped_or_apart_the_bits_are_the_same(run_ranks):
+    """Apart is for inputs that are cast on their way into the product: their gradients are summed as they were."""
+    beside, apart = run_ranks(2, _backward, False), run_ranks(2, _backward, False, False)
+    for (_, *one), (events, *other) in zip(beside, apart, strict=True):
+        assert "start all_reduce" not in events
+        assert all(map(torch.equal, one, other))
+
+
+def test_on_one_rank_nothing_is_reduced():
+    events, mesh = Events(), Mesh()
+    before = layers.matmul, {name: getattr(collectives, name) for name in vars(collectives) if "start_" in name}
+    try:
+        events.listen()
+        column(mesh.tp, False)(INPUT.clone().requires_grad_()).backward(UPSTREAM)
+    finally:
+        layers.matmul = before[0]
+        for name, function in before[1].items():
+            setattr(collectives, name, function)
+    assert events and not any("start" in event for event in events)
+
+
+# ---- weight gradients that add to a buffer ---------------------------------------------------------------------------
+
+
+def test_a_product_adds_to_a_buffer_of_fp32():
+    rows, x = drawn(12, OUT, seed=5), drawn(12, H, seed=6)
+    product = WeightProduct(rows, x.t, reference.matmul)
+    want = rows.double().t() @ x.double()
+    total = torch.full((OUT, H), torch.nan)
+    product.add_to(total, fresh=True)  # whatever was there before
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(total, product())
+    product.add_to(total, fresh=False)
+    torch.testing.assert_close(total.double(), 2 * want, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_on_a_cpu_adds_the_rounded_product():
+    rows, x = drawn(12, OUT, seed=5).bfloat16(), drawn(12, H, seed=6).bfloat16()
+    product, total = WeightProduct(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan)
+    product.add_to(total, fresh=True)
+    product.add_to(total, fresh=False)
+    assert torch.equal(total, 2 * (rows.t() @ x).float())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="products that sum in fp32 from bf16 are CUDA's")
+def test_half_precision_on_cuda_adds_what_is_not_rounded():
+    rows, x = drawn(12, OUT, seed=5).bfloat16().cuda(), drawn(12, H, seed=6).bfloat16().cuda()
+    product, total = WeightProduct(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan, device="cuda")
+    product.add_to(total, fresh=True)
+    product.add_to(total, fresh=False)
+    torch.testing.assert_close(total.double(), 2 * rows.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_autograd_never_sees_a_weight_whose_product_is_taken():
+    taken, weight = [], WEIGHT.clone().requires_grad_()
+    x = INPUT.clone().requires_grad_()
+    options = LinearOptions(accumulate=lambda asked: taken.append if asked is weight else None)
+    linear(x, weight, None, options).backward(UPSTREAM)
+    assert weight.grad is None and len(taken) == 1
+    torch.testing.assert_close(taken[0](), whole()[2])
+    linear(x, weight.clone(), None, options).backward(UPSTREAM)  # a copy is none of those whose gradients are kept
+    assert weight.grad is not None and len(taken) == 1
+
+
+def _train(rank, flags):
+    torch.set_num_threads(1)
+    pretrain_gpt.main(f"{TINY} {flags}".split())
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, ""),
+        (2, "--tp 2"),
+        (2, "--tp 2 --sequence-parallel"),
+        (2, "--sharding-stage 2"),
+        (2, "--sharding-stage 3 --overlap-grad-reduce"),
+        (1, "--recompute-granularity full"),
+    ],
+)
+def test_gradient_accumulation_fusion_trains_to_the_same_weights(world, flags, run_ranks, tmp_path):
+    """Sums of two products may round otherwise than a product that is added: the weights agree to fp32's precision."""
+    found = []
+    for name, fused in (("apart", ""), ("fused", "--gradient-accumulation-fusion")):
+        run_ranks(world, _train, f"{flags} {fused} --save {tmp_path / name}")
+        with Reader(tmp_path / name / "iter_0000003") as reader:
+            found.append({key: reader.read(key) for key in reader.tensors})
+    apart, fused = found
+    assert apart.keys() == fused.keys()
+    for key in apart:
+        torch.testing.assert_close(fused[key], apart[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_row_layers_take_part():
+    layer, taken = RowParallelLinear(weights.row(H, OUT, 1.0), Mesh().tp), []
+    layers.attach([layer], lambda weight: taken.append)
+    layer(drawn(S, B, H, seed=7).requires_grad_()).sum().backward()
+    assert layer.weight.grad is None and len(taken) == 1
