@@ -139,7 +139,7 @@ def parse(
 
 
 def given(argv: list[str], name: str) -> object:
-    """What a command line, with its files, gives a setting of pretraining; None where it gives none. Judges nothing else."""
+    """What a command line, with its files, gives a setting of pretraining; None: nothing. Judges nothing else."""
     reader = Reader(settings_of(schema.GROUPS))
     words = read_argv(argv, reader)
     reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths], [])
