@@ -87,7 +87,7 @@ class Mix(nn.Module):
 
 
 class Layer(nn.Module):
-    """[s, b, h] (or [s/tp, b, h]) in and out; with it the sum over tokens of the mean square of what goes out."""
+    """[s, b, h] (or [s/tp, b, h]) in and out; with it the sum over tokens of the squares of what goes out."""
 
     def __init__(self, model, layer, tp, weights, *, seed, sequence_parallel, **kind):
         super().__init__()
@@ -106,7 +106,7 @@ class Layer(nn.Module):
         return x, {"activity": self.activity(x, batch)}
 
     def activity(self, x: torch.Tensor, batch) -> torch.Tensor:
-        squares, mask = x.float().square().mean(-1), batch.loss_mask
+        squares, mask = x.float().square().sum(-1), batch.loss_mask
         if mask is not None:
             squares = squares * (mask.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else mask)
         total = squares.sum()
