@@ -144,10 +144,13 @@ def facts(config: Config, vocab_size: int) -> MLPFacts:
     window, m = config.extra["mlp"].mlp_window, config.model
     if window < 1:
         raise SettingsError(f"--mlp-window {window} must be at least 1")
-    for flag, given in {
+    attention = config.recompute.recompute_granularity in ("core_attn", "full_attn")
+    missing = {
         "--swiglu": m.swiglu,
         "--position-embedding-type rope": m.position_embedding_type == "rope",
-    }.items():
+        f"--recompute-granularity {config.recompute.recompute_granularity}": attention,
+    }
+    for flag, given in missing.items():
         if given:
             raise SettingsError(f"{flag}: this model has none", do="leave it out")
     return MLPFacts(m, vocab_size, window)

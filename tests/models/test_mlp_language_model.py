@@ -273,6 +273,7 @@ def test_its_setting_is_a_setting_like_others(tmp_path, capsys):
     for wrong, words in {
         "--mlp-window 0": "--mlp-window 0 must be at least 1",
         "--swiglu": "this model has none",
+        "--recompute-granularity full_attn": "this model has none",
         "--mlp-window x": "'x' is not a whole number",
     }.items():
         with pytest.raises((SettingsError, UsageError), match=re.escape(words)):
@@ -338,14 +339,24 @@ def said_by(function, words: str) -> str:
 def test_dry_run_preflight_verify_layout_and_the_search():
     said = said_by(mlp.main, f"{FLAGS} --dry-run --world-size 4 {TP} {PP}")
     assert "nothing was found that cannot work" in said and f"mlp: mlp_window={WINDOW}" in said
-    count = sum(values.numel() for values in initial_weights().values())
-    assert f"{count:,}" in said_by(mlp.main, f"{FLAGS} --dry-run --world-size 1")
     said = said_by(mlp.main, f"{FLAGS} --preflight --world-size 4 {TP} {SP} {PP}")
     assert "FAIL" not in said and "PASS" in said and "twin" in said and "shapes" in said
     said = said_by(verify_layout.main, f"--model-type {TYPE} {FLAGS} --steps 3 --layouts tp2,pp2-zbh1,dp2-zero3")
     assert said.count("PASS") == 3
     said = said_by(plan.main, f"--model-type {TYPE} {FLAGS} --world-size 4")
-    assert f"-m {TYPE}" in said and f"--mlp-window {WINDOW}" not in said.replace(f"--mlp-window {WINDOW}", "", 1)
+    assert f"-m {TYPE}" in said and said.count(f"--mlp-window {WINDOW}") == 1
+    assert "_attn" not in said  # there is none that could be recomputed
+
+
+def test_facts_are_those_of_the_network():
+    found = mlp.MLPFacts(parse_any(f"--model-type {TYPE} {SIZES}".split()).model, VOCABULARY, WINDOW)
+    weights = initial_weights()
+    assert {name: placed.shape for name, placed in found.weights.items()} == {
+        name: tuple(values.shape) for name, values in weights.items()
+    }
+    assert found.parameters == sum(values.numel() for values in weights.values())
+    multiplied = LAYERS * 2 * 4 * HIDDEN * HIDDEN + VOCABULARY * HIDDEN
+    assert found.flops() == 3 * 2 * multiplied
 
 
 def test_flags_written_out_are_read_back_as_the_same_settings():
