@@ -6,14 +6,16 @@ order. Those are refused unless `--override` names them. Others (the layout, the
 wanted at times, and told.
 """
 
-from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, UsageError
 from megatron.settings.schema import Config
 
 SHAPE = (  # another model altogether: also weights alone (--finetune) must agree on these
+    "model_type",
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -51,6 +53,8 @@ DANGEROUS = dict(
     logging=("seed",),
 )
 TOLD = ("model", "data", "batch", "optimizer", "precision", "guard")  # groups whose other changes are told
+# What a recipe says of a setting of its own (`setting(..., on_resume=...)`); "refused" where it says nothing.
+ON_RESUME = ("another model", "refused", "told")
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
 IRRELEVANT = (
     "override",
@@ -76,26 +80,39 @@ class Change(NamedTuple):
         return f"{_flag(self.name)} was {self.was} in the checkpoint, is {self.now} now"
 
 
-def changes(saved: dict[str, dict], now: dict[str, dict]) -> list[Change]:
+def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     """All changes that may matter, dangerous ones first. Settings that either side does not know are no changes."""
-    found = []
+    found, now, own = [], asdict(config), own_settings(config)
     for group in dict.fromkeys([*DANGEROUS, *TOLD]):
         for name, value in saved.get(group, {}).items():
             dangerous = name in DANGEROUS.get(group, ())
             if name in now.get(group, {}) and name not in IRRELEVANT and (dangerous or group in TOLD):
                 if _plain(value) != _plain(now[group][name]):
                     found.append(Change(name, value, now[group][name], dangerous))
+    for group, values in saved.get("extra", {}).items():
+        for name, value in values.items():
+            here = now["extra"].get(group, {})
+            if name in here and _plain(value) != _plain(here[name]):
+                found.append(Change(name, value, here[name], own[name] != "told"))
     return sorted(found, key=lambda change: not change.dangerous)
 
 
-def overridden(text: str | None) -> set[str]:
-    """The names in `--override`. Raises UsageError for one that nothing dangerous has.
+def own_settings(config: Config) -> dict[str, str]:
+    """The settings that a recipe adds -> one of ON_RESUME."""
+    found = {f.name: f.metadata.get("on_resume", "refused") for group in config.extra.values() for f in fields(group)}
+    assert set(found.values()) <= set(ON_RESUME), found
+    return found
+
+
+def overridden(text: str | None, own: Mapping[str, str] = MappingProxyType({})) -> set[str]:
+    """The names in `--override`. Raises UsageError for one that nothing dangerous has. own: `own_settings`.
 
     >>> sorted(overridden("--seed,data_path"))
     ['data_path', 'seed']
     """
     names = {word.strip().lstrip("-").replace("-", "_") for word in (text or "").split(",")} - {""}
     known = {name for group in DANGEROUS.values() for name in group} | {ORDER.replace("-", "_")}
+    known |= {name for name, what in own.items() if what != "told"}
     for name in sorted(names - known):
         raise UsageError(
             f"--override {name}: this setting needs none, or there is none of that name",
@@ -106,8 +123,10 @@ def overridden(text: str | None) -> set[str]:
 
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
-    allowed = overridden(config.guard.override)
-    found = [change for change in changes(saved, asdict(config)) if change.name in SHAPE and change.name not in allowed]
+    own = own_settings(config)
+    shape = {*SHAPE, *(name for name, what in own.items() if what == "another model")}
+    allowed = overridden(config.guard.override, own)
+    found = [change for change in changes(config, saved) if change.name in shape and change.name not in allowed]
     _refuse(
         found,
         "the checkpoint is of another model than the settings",
@@ -118,8 +137,8 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
 def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError for every dangerous change that `--override` does not name."""
     refuse_another_model(config, saved)
-    allowed = overridden(config.guard.override)
-    found = [change for change in changes(saved, asdict(config)) if change.dangerous and change.name not in allowed]
+    allowed = overridden(config.guard.override, own_settings(config))
+    found = [change for change in changes(config, saved) if change.dangerous and change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(found)])
     _refuse(
         found,
@@ -137,7 +156,7 @@ def _with_other_samples(found: list[Change]) -> list[str]:
 
 def told(config: Config, saved: dict[str, dict]) -> list[str]:
     """A sentence for each change that does not stop the run."""
-    return [f"{change}{' (--override)' if change.dangerous else ''}" for change in changes(saved, asdict(config))]
+    return [f"{change}{' (--override)' if change.dangerous else ''}" for change in changes(config, saved)]
 
 
 def probe_places(consumed: int, count: int = 8) -> list[int]:
@@ -152,7 +171,7 @@ def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str
     what = (
         f"the samples that this run would have had are others than the checkpoint's (at {', '.join(map(str, wrong))})"
     )
-    if ORDER.replace("-", "_") in overridden(config.guard.override):
+    if ORDER.replace("-", "_") in overridden(config.guard.override, own_settings(config)):
         return [f"{what} (--override)"]
     raise SettingsError(
         what,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError
-from megatron.settings.parse import parse_pretrain
+from megatron.model.recipe import parse_any
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.spelling import settings_of, spellings_of
 from megatron.storage.urls import location
@@ -40,10 +40,13 @@ def script_at(words: list[str]) -> int:
             and word.endswith(".py")
             or name.startswith(("pretrain", "auto_"))
             and (word.endswith(".sh"))
+            or number
+            and words[number - 1] == "-m"
+            and word != "torch.distributed.run"
         ):
             return number
     raise SettingsError(
-        f"no training script (pretrain_*.py, scripts/pretrain_*.sh) in: {' '.join(words)}",
+        f"no training script (pretrain_*.py, scripts/pretrain_*.sh, -m a.module) in: {' '.join(words)}",
         do="supervise ... -- torchrun ... pretrain_gpt.py ...",
     )
 
@@ -157,8 +160,10 @@ def _number(text: Optional[str]) -> Optional[int]:
 
 def config_of(words: list[str]) -> Optional[Config]:
     """The job's settings, as given; None when they cannot be read: the job itself will say why."""
+    at = script_at(words)
+    recipe = ["--model-type", words[at]] if words[at - 1] == "-m" else []  # a module is its recipe's name
     try:
-        return parse_pretrain(flags_of(words))
+        return parse_any([*recipe, *flags_of(words)])
     except (Failure, SystemExit):
         return None
 

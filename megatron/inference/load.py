@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, DataError, SettingsError
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
@@ -45,7 +45,7 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     Raises CheckpointError when nothing valid is there.
     """
     record = _record(location(folder), step)
-    config = schema.from_record(record["config"])
+    config = config_of(record["config"])
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"

@@ -28,12 +28,14 @@ from megatron.mpu.random import Dropout
 from megatron.settings.schema import Kernels, Model, Recompute
 
 LOSS, TOKENS = "lm loss", "tokens"  # what the sums of a last stage are called
+Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
 
 
 class LanguageModel(nn.Module):
     """The layers `layers` (default: all) of a model, with the embedding if `first` and norm, output and loss if `last`.
 
-    A subclass makes a layer (`build_layer`), and may give all layers of a pass something in common (`context`).
+    A subclass makes a layer (`build_layer`), and may give all layers of a pass something in common (`context`). Layers may
+    return sums over tokens beside x; those of one name are added up, and any stage returns them.
 
     Parameters are created empty, from the tables of `facts.units`: `mpu.random.init_parameter` fills them as
     `mpu.placement.placements(model)` says. They are named by logical, global names (`blocks.17.mlp.up.weight`), so a
@@ -95,7 +97,9 @@ class LanguageModel(nn.Module):
     # ---- what a model says -------------------------------------------------------------------------------------------
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> nn.Module:
-        """Layer number `layer`: a module whose forward takes (x, context) and returns x. granularity: of recomputation."""
+        """Layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
+        granularity: of recomputation.
+        """
         raise NotImplementedError
 
     def context(self, batch) -> Any:
@@ -109,12 +113,12 @@ class LanguageModel(nn.Module):
 
         x: None on the first stage, else what the stage before returned, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": how many count}),
-        fp32 scalars.
+        fp32 scalars. With sums of the layers: (that, {name: sum}) on any stage.
         """
         with self.region():
-            x = self._hidden(x, batch)
+            x, sums = self._hidden(x, batch)
             if not self.last:
-                return x
+                return (x, sums) if sums else x
             mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
             loss = linear_cross_entropy(
                 x.flatten(0, 1),
@@ -127,13 +131,13 @@ class LanguageModel(nn.Module):
                 chunk=self.kernels.cross_entropy_chunk,
                 deferred=self.weight_gradients,
             )
-        return None, {LOSS: loss, TOKENS: batch.num_tokens}
+        return None, {LOSS: loss, TOKENS: batch.num_tokens, **sums}
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
         """As `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
         with self.region():
-            x = self._hidden(x, batch)
+            x, _ = self._hidden(x, batch)
             if not self.last:
                 return x
             losses = token_losses(
@@ -146,13 +150,13 @@ class LanguageModel(nn.Module):
             )
         return losses.view(batch.labels.shape)
 
-    def _hidden(self, x, batch) -> torch.Tensor:
-        """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage."""
+    def _hidden(self, x, batch) -> tuple[torch.Tensor, Sums]:
+        """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage; and sums of the layers."""
         if self.first:
             positions = self.positions(len(batch.tokens), batch.position_ids)
             x = self.embedding(batch.tokens, positions, batch.samples)
-        x = self.run_layers(x, self.context(batch))
-        return self.gather_input(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)
+        x, sums = self.run_layers(x, self.context(batch))
+        return (self.gather_input(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
         """[s, b] as given, or [s, 1] counted on from `start`."""
@@ -160,19 +164,23 @@ class LanguageModel(nn.Module):
             return position_ids
         return torch.arange(start, start + s, device=next(self.parameters()).device).unsqueeze(1)
 
-    def run_layers(self, x: torch.Tensor, context) -> torch.Tensor:
-        """[s, b, h] through all layers, in groups that are recomputed together."""
+    def run_layers(self, x: torch.Tensor, context) -> tuple[torch.Tensor, Sums]:
+        """[s, b, h] through all layers, in groups that are recomputed together; and their sums."""
+        sums: Sums = {}
         for group in self.recompute_groups:
             if group.granularity == "full":
-                x = recomputed(self._layers, group.layers, x, context, inside=self.region)
+                x, sums = recomputed(self._layers, group.layers, x, sums, context, inside=self.region)
             else:
-                x = self._layers(group.layers, x, context)
-        return x
+                x, sums = self._layers(group.layers, x, sums, context)
+        return x, sums
 
-    def _layers(self, layers, x: torch.Tensor, context) -> torch.Tensor:
+    def _layers(self, layers, x: torch.Tensor, sums: Sums, context) -> tuple[torch.Tensor, Sums]:
         for n in layers:
             x = self.blocks[str(n)](x, context)
-        return x
+            if isinstance(x, tuple):
+                x, own = x
+                sums = sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
+        return x, sums
 
     @property
     def output_weight(self) -> torch.Tensor:

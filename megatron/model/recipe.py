@@ -8,11 +8,13 @@ MODEL_TYPES, or a module with a function `recipe()`.
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
+from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
-from megatron.settings.schema import Config
+from megatron.settings.schema import Config, from_record
 
 MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
 
@@ -61,6 +63,25 @@ def named_recipe(model_type: str) -> Recipe:
             f"{module}: {error}",
             f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()",
         ) from error
+
+
+def config_of(record: Mapping) -> Config:
+    """The settings that a checkpoint or the log of a run holds, those of its recipe's own groups with them."""
+    model_type = record.get("model", {}).get("model_type", "GPT")
+    return from_record(record, named_recipe(model_type).groups)
+
+
+def command_of(model_type: str) -> str:
+    """What stands behind `python` or `torchrun ...` to train a model type: `pretrain_gpt.py`, or `-m a.module`."""
+    return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+
+
+def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({}), description: str = "") -> Config:
+    """The settings of a training of whatever --model-type says, for a tool with `groups` of its own beside them."""
+    model_type = given(argv, "model_type")
+    recipe = named_recipe("GPT" if model_type is None else model_type)
+    defaults = {"model_type": recipe.model_type, **recipe.defaults}
+    return parse_pretrain(argv, {**recipe.groups, **groups}, description, defaults)
 
 
 def facts_of(config: Config, vocab_size: int) -> Facts:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Union
 
+from megatron.errors import SettingsError
+
 MODEL_AXES = ("tp", "cp")  # their ranks hold copies of what they do not cut
 
 
@@ -85,14 +87,19 @@ def placements(model) -> dict[str, tuple]:
     """Logical name -> (parameter, Placement) for every parameter of a module tree, in registration order.
 
     model: a module, or a list of them (the chunks of a pipeline rank), which may share parameters of one name.
-    Raises AssertionError when a parameter has no placement: that is a mistake of ours, never of a user.
+    Raises SettingsError when a parameter has no placement, or there is one of no parameter: a model of a user's own may.
     """
     found = {}
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for prefix, module in chunk.named_modules():
             own = dict(module.named_parameters(recurse=False))
             listed = getattr(module, "placements", {})
-            assert set(own) == set(listed), f"{prefix}: parameters {sorted(own)} but placements {sorted(listed)}"
+            if odd := [f"{prefix}.{name}".strip(".") for name in sorted(set(own) ^ set(listed))]:
+                raise SettingsError(
+                    f"parameters and placements of the model are not the same: {', '.join(odd[:8])}",
+                    f"{type(module).__name__} lists {', '.join(sorted(listed)) or 'nothing'} in `placements`",
+                    "create parameters with mpu.layers.create_parameters, or train it as a plain module (model.plain)",
+                )
             for name, parameter in own.items():
                 path = f"{prefix}.{name}" if prefix else name
                 assert found.get(path, (parameter,))[0] is parameter, f"two parameters are named {path}"

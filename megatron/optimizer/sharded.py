@@ -12,9 +12,8 @@ from typing import Optional
 
 import torch
 
-from megatron.errors import SettingsError
+from megatron.model.plain import build_stage
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.settings import schema
 
@@ -45,27 +44,7 @@ def sharded_init(
 
     Raises SettingsError for buffers that `build` made on the meta device: nobody knows their values any more.
     """
-    with torch.device("meta"):
-        model = build()
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if lost:
-        raise SettingsError(
-            f"buffers of the model have no values: {', '.join(lost[:8])}",
-            "the model is built on the meta device",
-            "give them a device where they are made: torch.arange(n, device=...)",
-        )
-    for module in model.modules():
-        if not hasattr(module, "placements"):
-            own = module.named_parameters(recurse=False)
-            module.placements = {name: _placement(name, parameter, init_std) for name, parameter in own}
+    model = build_stage(build, "meta", init_std)
     parallel = parallel or schema.Parallel(sharding_stage=3)
     settings = settings or schema.Optimizer()
     return model, ShardedAdamW(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)
-
-
-def _placement(name: str, parameter: torch.nn.Parameter, std: float) -> Placement:
-    """Of a parameter of which nothing else is known."""
-    matrix = parameter.dim() > 1
-    return Placement(
-        tuple(parameter.shape), Normal(std) if matrix else Constant(float("bias" not in name)), decay=matrix
-    )

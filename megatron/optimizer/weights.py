@@ -191,8 +191,10 @@ class Weights:
         def leave(module, args, output):
             if not memory.in_backward:
                 self._free(memory)
-            if output.requires_grad:
-                output.register_hook(begin_backward)
+            x, sums = output if isinstance(output, tuple) else (output, {})
+            for tensor in (x, *sums.values()):  # each is a way into the backward pass
+                if tensor.requires_grad:
+                    tensor.register_hook(begin_backward)
 
         def begin_backward(gradient):
             memory.in_backward = True

@@ -3,6 +3,7 @@
 
 import shlex
 
+from megatron.model.recipe import command_of, recipe_of
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import duration
@@ -14,10 +15,12 @@ from megatron.settings.spelling import Setting, dashed, negated, settings_of
 
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
     """The flags of every setting that is not at its default, apart from those of the planner."""
-    words = []
-    for setting in settings_of({name: group for name, group in schema.GROUPS.items() if name != "planner"}):
-        value = getattr(getattr(config, setting.group), setting.name)
-        if setting.name not in leave_out and value != setting.default:
+    words, recipe, own = [], recipe_of(config), config.groups
+    groups = schema.GROUPS | dict(recipe.groups)
+    for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
+        value = getattr(own[setting.group], setting.name)
+        default = recipe.defaults.get(setting.name, setting.default)
+        if setting.name not in {*leave_out, "model_type"} and value != default:
             words += _words(setting, value)
     return words
 
@@ -66,7 +69,7 @@ def launcher(cluster: Cluster) -> list[str]:
 def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
     """Ready for the shell, a flag a line."""
     start = " ".join(f'"{word}"' if word.startswith("$") else word for word in launcher(cluster))
-    lines, words = [f"{start} pretrain_gpt.py"], planned_flags(config, plan)
+    lines, words = [f"{start} {command_of(config.model.model_type)}"], planned_flags(config, plan)
     for word in words:
         if word.startswith("--"):
             lines.append(word)

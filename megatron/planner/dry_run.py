@@ -73,11 +73,10 @@ def _far(layout: Layout, cluster: Cluster) -> list[str]:
 def _changed(config: schema.Config) -> list[str]:
     """The settings that are not at their defaults, a group a line."""
     lines = []
-    for name, group in schema.GROUPS.items():
-        own = getattr(config, name)
+    for name, own in config.groups.items():
         told = [
             f"{s.name}={s.word(getattr(own, s.name))}"
-            for s in settings_of({name: group})
+            for s in settings_of({name: type(own)})
             if getattr(own, s.name) not in (s.default, None)
         ]
         lines += [f"  {name}: {', '.join(told)}"] if told and name not in ("planner",) else []

@@ -169,7 +169,7 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
 class Trace:
     """What a few steps of training were."""
 
-    losses: list[float]
+    losses: list[float]  # of each step every sum that the recipe names, as a mean over tokens
     norms: list[float]
     weights: dict[str, torch.Tensor]  # logical parameters after the last step, fp32
     seconds: float
@@ -184,7 +184,7 @@ def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, ti
         for name, shape, box, tensor in pieces:
             weights.setdefault(name, torch.full(shape, math.nan))[box.slices()] = tensor
     losses, norms, seconds = zip(*answers[0][0])
-    return Trace(list(losses), list(norms), weights, sum(seconds))
+    return Trace([value for step in losses for value in step], list(norms), weights, sum(seconds))
 
 
 def preload(config: schema.Config) -> None:
@@ -213,7 +213,7 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
         for _ in range(steps):
             start = time.perf_counter()
             step = train_step(run)
-            seen.append((step.losses["lm loss"], step.grad_norm, time.perf_counter() - start))
+            seen.append((tuple(step.losses.values()), step.grad_norm, time.perf_counter() - start))
         pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
         run.close()
     return seen, pieces
@@ -256,5 +256,7 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _largest(reference: list[float], other: list[float]) -> float:
-    errors = [0.0 if a == b else abs(b - a) / abs(a) for a, b in zip(reference, other)]  # both may overflow, in fp16
+    errors = [
+        0.0 if a == b else abs(b - a) / abs(a) if a else math.inf for a, b in zip(reference, other)
+    ]  # both may overflow, in fp16
     return math.inf if any(map(math.isnan, errors)) else max(errors)

@@ -138,6 +138,18 @@ def parse(
     return made
 
 
+def given(argv: list[str], name: str) -> object:
+    """What a command line, with its files, gives a setting of pretraining; None: nothing. Judges nothing else."""
+    reader = FlagReader(settings_of(schema.GROUPS))
+    words = read_argv(argv, reader)
+    reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths], [])
+    for flag, values in words:
+        if flag in reader.spellings:
+            reader.give(flag, values, flag, COMMAND)
+    found = reader.choose().get(name)
+    return found and found.value
+
+
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
 THEN = "--then"  # scripts put it between their words and those of whoever calls them
 OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)

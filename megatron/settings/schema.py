@@ -11,13 +11,16 @@ wherever Megatron-LM has the setting. A bool that is true by default becomes `--
 Nothing here imports torch, reads the command line or the environment: `flags.py` does.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Literal, Optional
 
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
     """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
-    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value."""
+    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value.
+    `on_resume`: of a recipe's own setting, what a change is to a run that goes on (`guard.changes.ON_RESUME`)."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
 
@@ -552,15 +555,27 @@ class Config:
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
 
+    @property
+    def groups(self) -> dict[str, object]:
+        """All groups by name, a recipe's own behind the others."""
+        return {name: getattr(self, name) for name in GROUPS} | self.extra
 
-def from_record(record: dict) -> Config:
+
+def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType({})) -> Config:
     """The settings that a checkpoint's state holds. Settings that it does not know keep their defaults.
+
+    own_groups: of the recipe (`model.recipe.config_of` knows them).
 
     >>> from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, gone=1))).model.num_layers
     2
     """
-    groups = {}
-    for name, group in GROUPS.items():
+
+    def made(group: type, values: dict):
         known = {f.name for f in fields(group)}
-        groups[name] = group(**{key: value for key, value in record.get(name, {}).items() if key in known})
-    return Config(**groups)
+        return group(**{key: value for key, value in values.items() if key in known})
+
+    extra = record.get("extra", {})
+    return Config(
+        **{name: made(group, record.get(name, {})) for name, group in GROUPS.items()},
+        extra={name: made(group, extra.get(name, {})) for name, group in own_groups.items()},
+    )

@@ -167,9 +167,11 @@ class Metrics:
         if not self.active:
             return
         losses = {name: float(value) for name, value in losses.items()}
-        perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items()}
+        perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items() if name.endswith("loss")}
         line = f" validation loss at iteration {iteration}{label} | " + "".join(
-            f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | " for name, value in losses.items()
+            f"{name} value: {value:.6E} | "
+            + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
+            for name, value in losses.items()
         )
         self.say("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
         self._write(

@@ -304,12 +304,11 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
     """
     from megatron.checkpoint.boxes import Box
     from megatron.errors import SettingsError
-    from megatron.model.recipe import facts_of
-    from megatron.settings.schema import from_record
+    from megatron.model.recipe import config_of, facts_of
 
     if "config" not in state or "vocab_size" not in state:
         raise CheckpointError("the checkpoint does not say what model it is", do="use --writers N")
-    facts = facts_of(from_record(state["config"]), state["vocab_size"])
+    facts = facts_of(config_of(state["config"]), state["vocab_size"])
     for what, value in facts.divisible_by_tp().items():
         if value % tp:
             raise SettingsError(f"{value} ({what}) cannot be divided by --tensor-model-parallel-size {tp}")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
+from megatron.model.recipe import parse_any
 from megatron.settings import schema
-from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 
 
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
         return _without_model(groups["planner"], groups["plan"])
     if words & {"-h", "--help"}:
         parse(argv, schema.GROUPS | dict(plan=PlanOptions), prog=PROG, description=_what(), common=COMMON)
-    config = parse_pretrain(argv, dict(plan=PlanOptions), description=_what())
+    config = parse_any(argv, dict(plan=PlanOptions), description=_what())
     asked: PlanOptions = config.extra["plan"]
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import run_main
-from megatron.settings.parse import parse_pretrain
+from megatron.model.recipe import command_of, parse_any
 from megatron.settings.schema import Checkpoint, Config, setting
 
 
@@ -26,7 +26,7 @@ class ShrunkRunOptions:
 
 def main(argv: list[str]) -> None:
     """Say what shrinks, then train. Raises what the training raises, and SettingsError where the original cannot work."""
-    config = parse_pretrain(argv, dict(twin=ShrunkRunOptions), description=__doc__.splitlines()[0])
+    config = parse_any(argv, dict(twin=ShrunkRunOptions), description=__doc__.splitlines()[0])
     asked: ShrunkRunOptions = config.extra["twin"]
     from megatron.planner.command import training_flags
     from megatron.planner.shrink import original, reduced, twin_of
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> None:
         print(f"  {line}")
     for words in twin.lost:
         print(f"note: not part of the twin: {words}")
-    print(f"torchrun --nproc-per-node {twin.world_size} pretrain_gpt.py {' '.join(training_flags(small))}", flush=True)
+    command = f"{command_of(small.model.model_type)} {' '.join(training_flags(small))}"
+    print(f"torchrun --nproc-per-node {twin.world_size} {command}", flush=True)
     train(resolved, twin.world_size)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.model.recipe import parse_any
 from megatron.settings.batch import total_iterations
-from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Config, setting
 from megatron.training.rules import layout_is_open, resolve
 
@@ -34,7 +34,7 @@ class VerifyLayoutOptions:
 
 def main(argv: list[str]) -> None:
     """Print a line per layout; exit with 1 if one differs by more than rounding."""
-    config = parse_pretrain(argv, {"verify": VerifyLayoutOptions}, description=__doc__.splitlines()[0])
+    config = parse_any(argv, {"verify": VerifyLayoutOptions}, description=__doc__.splitlines()[0])
     asked: VerifyLayoutOptions = config.extra["verify"]
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")

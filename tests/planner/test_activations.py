@@ -41,9 +41,15 @@ def measured(model, layout, mesh, *, backend="auto", dtype=torch.float32, layers
         recompute=layout.recompute,
         device="cpu",
     )
+    return bytes_kept(stage, layout, first)
+
+
+def bytes_kept(stage, layout, first=True) -> int:
+    """Of one forward pass through a stage, without its weights."""
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
+    model, dtype = stage.facts.settings, stage.dtype
     s, b = model.seq_length, layout.micro
     tokens = torch.randint(0, VOCABULARY, (s, b))
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))

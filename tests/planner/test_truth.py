@@ -9,8 +9,7 @@ from functools import cache
 
 import pytest
 
-import pretrain_gpt
-from megatron.model.recipe import facts_of
+from megatron.model.recipe import facts_of, recipe_of
 from megatron.mpu.forked import run_ranks
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import on_disk, state
@@ -117,7 +116,7 @@ def counted_step():
 
     def step(config):
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            run = build_run(config, pretrain_gpt.recipe())
+            run = build_run(config, recipe_of(config))
             for stage in run.stages:
                 stage.train()
             sent.clear()

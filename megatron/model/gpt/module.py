@@ -63,7 +63,7 @@ class GPT(LanguageModel):
         assert self.first and self.last, "logits need a whole model"
         with self.region():
             x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
-            x = self.run_layers(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
+            x, _ = self.run_layers(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
             if cache is not None:
                 cache.length += tokens.shape[0]
             x = self.gather_input(self.final_norm(x), self.tp)

@@ -136,9 +136,9 @@ def settings_of(config: schema.Config) -> dict[str, str]:
     """The settings that are not at their defaults."""
     return {
         f"--{f.name.replace('_', '-')}": str(value)
-        for name, group in schema.GROUPS.items()
+        for group in config.groups.values()
         for f in fields(group)
-        if (value := getattr(getattr(config, name), f.name)) != f.default
+        if (value := getattr(group, f.name)) != f.default
     }
 
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `torch.nn.Module` that knows nothing of this suite, as a model to pretrain: on one process, or with data
+parallelism and ZeRO, which need to know no more of it than its parameters.
+
+    def recipe():
+        return plain_recipe("my_module", MyModel, build_datasets)   # MyModel(config, vocab_size)
+
+Its forward takes (None, MicroBatch) and returns (None, {"lm loss": sum over tokens, "tokens": how many}). Layers
+that are to be divided over tensor parallel ranks, or dealt out to pipeline stages, need placements and facts:
+docs/extending.md.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron.errors import SettingsError
+from megatron.model.facts import Facts
+from megatron.model.recipe import Recipe
+from megatron.mpu.placement import Constant, Normal, Placement, placements
+from megatron.settings.schema import Config
+
+NEEDS = "give its layers placements and the model facts (docs/extending.md), or leave the flag out"
+
+
+def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, **more) -> Recipe:
+    """The recipe of a plain module.
+
+    model_type: the name of the module with a function `recipe()` that returns this
+    build:      (config, vocab_size) -> torch.nn.Module
+    more:       further fields of the `Recipe`: groups, defaults, sums
+
+    Sizes that all models have (--num-layers ...) are 1 by default: the module may read them from `config.model`.
+    """
+
+    def facts(config: Config, vocab_size: int) -> PlainFacts:
+        refuse_split(config)
+        module = build_stage(lambda: build(config, vocab_size), "meta", config.model.init_method_std)
+        table = {name: placement for name, (_, placement) in placements(module).items()}
+        return PlainFacts(config.model, vocab_size, table)
+
+    def build_model(config: Config, mesh, vocab_size: int, *, layers=None, first=True, last=True, dtype, device):
+        refuse_split(config)
+        return build_stage(lambda: build(config, vocab_size), device, config.model.init_method_std).to(dtype)
+
+    made = Recipe(model_type, facts, build_model, build_datasets, **more)
+    return replace(made, defaults=dict(num_layers=1, hidden_size=1, num_attention_heads=1) | dict(made.defaults))
+
+
+def build_stage(build: Callable[[], torch.nn.Module], device, init_std: float) -> torch.nn.Module:
+    """What `build` makes, on a device, with a placement for each parameter. Raises SettingsError for buffers that it makes
+    on the meta device: nobody knows their values any more.
+    """
+    with torch.device(device):
+        module = build()
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if lost:
+        raise SettingsError(
+            f"buffers of the model have no values: {', '.join(lost[:8])}",
+            "the model is built on the meta device",
+            "give them a device where they are made: torch.arange(n, device=...)",
+        )
+    return as_stage(module, init_std)
+
+
+def as_stage(module: torch.nn.Module, init_std: float = 0.02) -> torch.nn.Module:
+    """The module, with `placements` in each of its parts that lists none: parameters that nothing cuts, whose matrices are
+    drawn from N(0, init_std) and decayed; of the others biases are 0 and weights 1.
+    """
+    for part in module.modules():
+        if not hasattr(part, "placements"):
+            own = part.named_parameters(recurse=False)
+            part.placements = {name: _placement(name, parameter, init_std) for name, parameter in own}
+    return module
+
+
+def refuse_split(config: Config) -> None:
+    """Raise SettingsError for settings that divide or change what is inside the model: a plain module would ignore them."""
+    p, granularity = config.parallel, config.recompute.recompute_granularity
+    given = {
+        f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
+        f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
+        f"--recompute-granularity {granularity}": granularity is not None,
+        "--amp-level O1": config.precision.amp_level == "O1",
+        "--torch-compile": config.kernels.torch_compile,
+    }
+    wrong = [flag for flag, so in given.items() if so]
+    if wrong:
+        raise SettingsError(
+            f"{', '.join(wrong)}: this model is a plain torch.nn.Module",
+            "it trains on one process or with data parallelism: nothing says how its layers are divided or recomputed",
+            NEEDS,
+        )
+
+
+def _placement(name: str, parameter: torch.nn.Parameter, std: float) -> Placement:
+    """Of a parameter of which nothing else is known."""
+    matrix = parameter.dim() > 1
+    return Placement(
+        tuple(parameter.shape), Normal(std) if matrix else Constant(float("bias" not in name)), decay=matrix
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PlainFacts(Facts):
+    """Of a plain module: its parameters, and nothing of what is inside. table: all of them, by name."""
+
+    table: Mapping[str, Placement] = field(default_factory=dict)
+
+    name = "plain module"
+
+    @property
+    def weights(self) -> dict[str, Placement]:
+        return dict(self.table)
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(placed.shape).numel() for placed in self.table.values())
+
+    def describe(self, count: str) -> str:
+        return f"{self.name} of {count} parameters, sequence {self.seq_length}, vocabulary {self.vocab_size}"
+
+    def flops(self, context=None) -> float:
+        """Two for each parameter and token forward, and twice that backward."""
+        return 6.0 * self.parameters
+
+    def units(self, layers, first: bool, last: bool, sequence_parallel: bool = False):
+        raise SettingsError(
+            "this model is a plain torch.nn.Module: memory, time and messages of its layers are not known",
+            "--dry-run, --preflight and searches of a layout ask a model's facts for them",
+            NEEDS,
+        )
+
+    def layer_weights(self, kind: str, sequence_parallel: bool):
+        return self.units((), True, True)
+
+    def branches(self, share, kind: str):
+        return self.units((), True, True)
