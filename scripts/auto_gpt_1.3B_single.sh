@@ -3,11 +3,11 @@
 # GPT of 1.3B parameters on one GPU. The layout is searched for the GPUs that there are when it starts; add
 # --tune-steps 5 and the best three are timed first.
 #
-# needs    1 x A100-40GB: one GPU
-# layout   one rank, micro-batch 8, as found on these
-# memory   41.6 of 42.9 GB on the fullest rank
-# expects  22.10 s a step of 524,288 tokens, 23,727 tokens/s
-# expects  201 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      1 x A100-40GB: one GPU
+# layout     one rank, micro-batch 8: the planner's choice for these
+# predicted  41.6 of 42.9 GB on the fullest rank
+# predicted  22.10 s a step of 524,288 tokens, 23,727 tokens/s, 201 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

@@ -3,10 +3,10 @@
 # GPT-2 small by ZeRO stage 3 with everything on the host that can be there: parameters, gradients, optimizer
 # state. Activations are computed again.
 #
-# needs    2 x V100-16GB: one node
-# memory   4.8 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
-# expects  843.0 ms a step of 65,536 tokens, 77,745 tokens/s
-# expects  33 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      2 x V100-16GB: one node
+# predicted  4.8 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
+# predicted  843.0 ms a step of 65,536 tokens, 77,745 tokens/s, 33 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 2 V100-16GB \
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 \

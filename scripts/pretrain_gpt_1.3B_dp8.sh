@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 1.3B parameters on the 8 GPUs of a node, data parallel, each with an eighth of the optimizer state.
 #
-# needs    8 x A100-40GB: one node
-# memory   28.9 of 42.9 GB on the fullest rank
-# expects  2.82 s a step of 524,288 tokens, 185,918 tokens/s
-# expects  197 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      8 x A100-40GB: one node
+# predicted  28.9 of 42.9 GB on the fullest rank
+# predicted  2.82 s a step of 524,288 tokens, 185,918 tokens/s, 197 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

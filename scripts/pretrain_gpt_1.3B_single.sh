@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 1.3B parameters on one GPU, 26 billion tokens; activations are computed again.
 #
-# needs    1 x A100-40GB: one GPU
-# memory   28.9 of 42.9 GB on the fullest rank
-# expects  28.88 s a step of 524,288 tokens, 18,153 tokens/s
-# expects  154 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      1 x A100-40GB: one GPU
+# predicted  28.9 of 42.9 GB on the fullest rank
+# predicted  28.88 s a step of 524,288 tokens, 18,153 tokens/s, 154 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

@@ -3,10 +3,10 @@
 # GPT of 125M parameters on one GPU, 5 billion tokens. The shape is that of GPT-3 (arXiv:2005.14165, table
 # 2.1).
 #
-# needs    1 x A100-40GB: one GPU
-# memory   11.0 of 42.9 GB on the fullest rank
-# expects  2.96 s a step of 524,288 tokens, 177,017 tokens/s
-# expects  151 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      1 x A100-40GB: one GPU
+# predicted  11.0 of 42.9 GB on the fullest rank
+# predicted  2.96 s a step of 524,288 tokens, 177,017 tokens/s, 151 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 \

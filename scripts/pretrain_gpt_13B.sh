@@ -3,10 +3,10 @@
 # GPT of 13B parameters on 4 nodes: tensor parallel 2, ZeRO stage 1 over 16 ranks. The shape is that of GPT-3
 # (arXiv:2005.14165, table 2.1).
 #
-# needs    32 x A100-80GB: 4 nodes of 8
-# memory   62.9 of 85.9 GB on the fullest rank
-# expects  25.27 s a step of 2,097,152 tokens, 83,003 tokens/s
-# expects  213 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      32 x A100-80GB: 4 nodes of 8
+# predicted  62.9 of 85.9 GB on the fullest rank
+# predicted  25.27 s a step of 2,097,152 tokens, 83,003 tokens/s, 213 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 A100-80GB \
     --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --vocab-size 50257 \

@@ -3,10 +3,10 @@
 # GPT of 175B parameters on 16 nodes: tensor parallel 8 inside a node, pipeline 16 across them. The shape is
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
-# needs    128 x A100-80GB: 16 nodes of 8
-# memory   39.0 of 85.9 GB on the fullest rank
-# expects  146.35 s a step of 3,145,728 tokens, 21,495 tokens/s
-# expects  181 TFLOP/s a GPU, bubble 1.0% (by the planner; speeds are assumed)
+# needs      128 x A100-80GB: 16 nodes of 8
+# predicted  39.0 of 85.9 GB on the fullest rank
+# predicted  146.35 s a step of 3,145,728 tokens, 21,495 tokens/s, 181 TFLOP/s a GPU, bubble 1.0%
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 A100-80GB \
     --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200 \

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of a trillion parameters on 64 nodes: tensor parallel 8, pipeline 64, as in arXiv:2205.05198, table 3.
 #
-# needs    512 x A100-80GB: 64 nodes of 8
-# memory   70.8 of 85.9 GB on the fullest rank
-# expects  71.82 s a step of 1,048,576 tokens, 14,601 tokens/s
-# expects  175 TFLOP/s a GPU, bubble 11.0% (by the planner; speeds are assumed)
+# needs      512 x A100-80GB: 64 nodes of 8
+# predicted  70.8 of 85.9 GB on the fullest rank
+# predicted  71.82 s a step of 1,048,576 tokens, 14,601 tokens/s, 175 TFLOP/s a GPU, bubble 11.0%
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \
     --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size 51200 \

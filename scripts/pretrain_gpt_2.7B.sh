@@ -3,10 +3,10 @@
 # GPT of 2.7B parameters on the 8 GPUs of a node, ZeRO stage 1. The shape is that of GPT-3 (arXiv:2005.14165,
 # table 2.1).
 #
-# needs    8 x A100-40GB: one node
-# memory   37.6 of 42.9 GB on the fullest rank
-# expects  11.53 s a step of 1,048,576 tokens, 90,965 tokens/s
-# expects  203 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      8 x A100-40GB: one node
+# predicted  37.6 of 42.9 GB on the fullest rank
+# predicted  11.53 s a step of 1,048,576 tokens, 90,965 tokens/s, 203 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 \

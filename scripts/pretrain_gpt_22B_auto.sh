@@ -3,11 +3,11 @@
 # GPT of 22B parameters on 2 nodes; the layout is searched for the GPUs that there are, with a global batch of
 # up to 32.
 #
-# needs    16 x A100-80GB: 2 nodes of 8
-# layout   dp16-zero3, micro-batch 2, as found on these
-# memory   80.2 of 85.9 GB on the fullest rank
-# expects  2.82 s a step of 65,536 tokens, 23,259 tokens/s
-# expects  203 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      16 x A100-80GB: 2 nodes of 8
+# layout     dp16-zero3, micro-batch 2: the planner's choice for these
+# predicted  80.2 of 85.9 GB on the fullest rank
+# predicted  2.82 s a step of 65,536 tokens, 23,259 tokens/s, 203 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 345M parameters on one GPU, 7 billion tokens: 20 a parameter.
 #
-# needs    1 x A100-40GB: one GPU
-# memory   17.0 of 42.9 GB on the fullest rank
-# expects  7.71 s a step of 524,288 tokens, 67,987 tokens/s
-# expects  165 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      1 x A100-40GB: one GPU
+# predicted  17.0 of 42.9 GB on the fullest rank
+# predicted  7.71 s a step of 524,288 tokens, 67,987 tokens/s, 165 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

@@ -3,10 +3,10 @@
 # GPT of 39B parameters on 64 nodes: tensor parallel 8, pipeline 2, data parallel 32, as in arXiv:2104.04473,
 # table 1, with the sequence parallelism of arXiv:2205.05198.
 #
-# needs    512 x A100-80GB: 64 nodes of 8
-# memory   32.9 of 85.9 GB on the fullest rank
-# expects  9.02 s a step of 3,145,728 tokens, 348,942 tokens/s
-# expects  166 TFLOP/s a GPU, bubble 7.7% (by the planner; speeds are assumed)
+# needs      512 x A100-80GB: 64 nodes of 8
+# predicted  32.9 of 85.9 GB on the fullest rank
+# predicted  9.02 s a step of 3,145,728 tokens, 348,942 tokens/s, 166 TFLOP/s a GPU, bubble 7.7%
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \
     --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

@@ -3,10 +3,10 @@
 # GPT of 530B parameters on 35 nodes: tensor parallel 8, pipeline 35 with 3 chunks of a layer each, as in
 # arXiv:2205.05198, table 3.
 #
-# needs    280 x A100-80GB: 35 nodes of 8
-# memory   64.9 of 85.9 GB on the fullest rank
-# expects  36.00 s a step of 573,440 tokens, 15,928 tokens/s
-# expects  184 TFLOP/s a GPU, bubble 3.9% (by the planner; speeds are assumed)
+# needs      280 x A100-80GB: 35 nodes of 8
+# predicted  64.9 of 85.9 GB on the fullest rank
+# predicted  36.00 s a step of 573,440 tokens, 15,928 tokens/s, 184 TFLOP/s a GPU, bubble 3.9%
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 280 A100-80GB \
     --num-layers 105 --hidden-size 20480 --num-attention-heads 128 --seq-length 2048 --vocab-size 51200 \

@@ -3,10 +3,10 @@
 # GPT of 6.7B parameters on 2 nodes: 16 ranks share optimizer state and gradients (ZeRO stage 2). The shape is
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
-# needs    16 x A100-80GB: 2 nodes of 8
-# memory   64.6 of 85.9 GB on the fullest rank
-# expects  12.50 s a step of 1,048,576 tokens, 83,899 tokens/s
-# expects  218 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      16 x A100-80GB: 2 nodes of 8
+# predicted  64.6 of 85.9 GB on the fullest rank
+# predicted  12.50 s a step of 1,048,576 tokens, 83,899 tokens/s, 218 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 \

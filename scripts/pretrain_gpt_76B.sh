@@ -3,10 +3,10 @@
 # GPT of 76B parameters on 128 nodes: tensor parallel 8, pipeline 4, data parallel 32, as in arXiv:2104.04473,
 # table 1, with the sequence parallelism of arXiv:2205.05198.
 #
-# needs    1024 x A100-80GB: 128 nodes of 8
-# memory   29.5 of 85.9 GB on the fullest rank
-# expects  10.35 s a step of 3,670,016 tokens, 354,755 tokens/s
-# expects  163 TFLOP/s a GPU, bubble 9.7% (by the planner; speeds are assumed)
+# needs      1024 x A100-80GB: 128 nodes of 8
+# predicted  29.5 of 85.9 GB on the fullest rank
+# predicted  10.35 s a step of 3,670,016 tokens, 354,755 tokens/s, 163 TFLOP/s a GPU, bubble 9.7%
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1024 A100-80GB \
     --num-layers 60 --hidden-size 10240 --num-attention-heads 80 --seq-length 2048 --vocab-size 51200 \

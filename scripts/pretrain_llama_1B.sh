@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Llama-like model of 1B parameters on the 8 GPUs of a node, in the shape of Llama 3.2 1B.
 #
-# needs    8 x H100-80GB: one node
-# memory   29.8 of 85.9 GB on the fullest rank
-# expects  2.13 s a step of 1,048,576 tokens, 491,924 tokens/s
-# expects  555 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      8 x H100-80GB: one node
+# predicted  29.8 of 85.9 GB on the fullest rank
+# predicted  2.13 s a step of 1,048,576 tokens, 491,924 tokens/s, 555 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 H100-80GB \
     --num-layers 16 --hidden-size 2048 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 8192 \

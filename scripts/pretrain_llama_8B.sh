@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Llama-like model of 8B parameters on 4 nodes, in the shape of Llama 3 8B (arXiv:2407.21783, table 3).
 #
-# needs    32 x H100-80GB: 4 nodes of 8
-# memory   59.6 of 85.9 GB on the fullest rank
-# expects  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s
-# expects  585 TFLOP/s a GPU (by the planner; speeds are assumed)
+# needs      32 x H100-80GB: 4 nodes of 8
+# predicted  59.6 of 85.9 GB on the fullest rank
+# predicted  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s, 585 TFLOP/s a GPU
+# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 H100-80GB \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336 \

@@ -11,7 +11,11 @@ Every byte is covered: data by one checksum per block of 4 MiB (so that a reader
 and state.json by checksums in the index, and the index by its own first line. There is no pickle.
 
 Writers work alone: each calls `write_shard` with its pieces; when all are done, one calls `commit`. How the writers wait
-for each other is the caller's affair (`state.Saver`), so nothing here knows about process groups.
+for each other is the caller's affair (`folder.Saver`), so nothing here knows about process groups.
+
+Killed at any moment (kill -9), a save leaves every earlier checkpoint as it was: all is written and synced in a folder of
+another name (`durable.write_synced`), and a checkpoint has its own name only once it is complete. What is left over is
+cleared away by the next save.
 """
 
 import json

@@ -224,7 +224,9 @@ class ShardedAdamW:
         return vector[1:], vector[0].sqrt().item()
 
     def _sum_partial(self, name: str) -> None:
-        """Sum gradients that are partial sums over an axis, in one message."""
+        """Sum gradients that are partial sums over an axis, in one message: over tp those of norms that saw a part of the
+        tokens, over `tied` those of the embedding that first and last stage both hold.
+        """
         axis = getattr(self.mesh, name)
         views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]
         if axis.size == 1 or not views:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of one rank, entry by entry: what it holds all the time, what a step adds at its fullest moment.
 
-The first entries are exact: they are what `optimizer/zero.py` allocates (tests compare). Activations are within 5 % of
-what autograd keeps. Workspaces, buffers and the allowance for fragmentation are estimates on the safe side.
+The first entries are exact: they are what `optimizer/zero.py` allocates (tests/planner/test_truth.py compares them
+with runs). Activations are within 5 % of what autograd keeps (tests/planner/test_activations.py).
+Workspaces, buffers and the allowance for fragmentation are estimates on the safe side.
 """
 
 from collections import Counter

@@ -8,7 +8,10 @@ wherever Megatron-LM has the setting. A bool that is true by default becomes `--
     >>> Model(num_layers=2, hidden_size=8, num_attention_heads=2).ffn_size
     32
 
-Nothing here imports torch, reads the command line or the environment: `flags.py` does.
+A new flag is a field here; a row of RULES in `rules.py` where it can be wrong; `python -m megatron.tools.flag_docs --output
+docs/flags.md`; and in tests/settings/test_every_setting.py the name of the test that shows its effect.
+
+Nothing here imports torch, reads the command line or the environment: `parse.py` does.
 """
 
 from collections.abc import Mapping

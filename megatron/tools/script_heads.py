@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each script of a model needs and expects, by the planner, written into its head.
+"""What each script of a model is made for, and what the planner predicts for it, written into its head.
 
     python -m megatron.tools.script_heads                        rewrite the heads of scripts/pretrain_*.sh and auto_*.sh
     python -m megatron.tools.script_heads --check                only say which are not up to date (exit code 1)
+
+Memory and speed are predictions, and the head says so, with what they assume; nothing in it was measured.
 
 A script is asked for its command (`PRINT=1 bash SCRIPT --dry-run`); nothing is started. No torch.
 """
@@ -28,7 +30,8 @@ from megatron.settings.schema import setting
 from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
-WRITTEN = re.compile(r"# (needs|memory|expects|layout)  +\S")
+WRITTEN = re.compile(r"# (needs|layout|predicted|assumed)  +\S")
+ASSUMED = "speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs"
 OWN_VARIABLES = ("DATA_PATH", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
 
 
@@ -116,13 +119,13 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
     rate = f"{took.tflops_per_rank(ranks):.0f} TFLOP/s a GPU" + (f", bubble {took.bubble:.1%}" if layout.pp > 1 else "")
     lines = [
         ("needs", f"{ranks} x {device.name}: {where}"),
-        ("memory", memory),
-        ("expects", pace),
-        ("expects", f"{rate} (by the planner; speeds are assumed)"),
+        ("predicted", memory),
+        ("predicted", f"{pace}, {rate}"),
+        ("assumed", ASSUMED),
     ]
     if found:
-        lines.insert(1, ("layout", f"{layout.short()}, micro-batch {layout.micro}, as found on these"))
-    return [f"# {name:8} {text}" for name, text in lines]
+        lines.insert(1, ("layout", f"{layout.short()}, micro-batch {layout.micro}: the planner's choice for these"))
+    return [f"# {name:9}  {text}" for name, text in lines]
 
 
 def with_head(text: str, lines: list[str]) -> str:

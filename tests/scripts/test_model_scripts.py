@@ -63,6 +63,16 @@ def test_the_head_is_what_the_planner_says(name):
     assert all(line.startswith("    ") for line in commands[2:]), "only flags"
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_figures_of_a_head_are_marked_as_predictions(name):
+    """Memory, times and speeds stand behind `predicted`, and a line says what they assume."""
+    lines = [line for line in SCRIPTS[name].read_text().splitlines() if line.startswith("# ")]
+    figures = [line for line in lines if re.search(r"\d (GB|m?s|min|tokens/s|TFLOP/s)\b", line)]
+    assert len(figures) == 2 and all(line.startswith("# predicted  ") for line in figures), figures
+    assumed = next(line for line in lines if line.startswith("# assumed "))
+    assert "not measured" in assumed and (FOLDER.parent / "docs" / "planning.md").exists()
+
+
 def test_the_head_that_the_guide_shows():
     shown = re.search(r"```\n(# needs.*?)```", GUIDE, re.S)[1]
     assert shown in SCRIPTS["pretrain_gpt_175B_tp8_pp16"].read_text()

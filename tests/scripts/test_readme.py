@@ -27,18 +27,50 @@ def test_the_two_commands(bash):
 
 
 SAID = [  # by each further block, in their order
-    ["dry run: nothing was found that cannot work", "checks passed", "iteration        3/       3"],
     ["iteration       20/      20", "validation results", "Return the"],
+    ["dry run: nothing was found that cannot work", "checks passed", "iteration        3/       3"],
     ["iteration       20/      20", "3 of 3 pass", "ended: finished", "iter_0000020", ": good", "done"],
 ]
 
 
-@pytest.mark.parametrize(
-    "block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["look", "own text", "many processes"]
-)
+@pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "layouts"])
 def test_commands_run_as_written(bash, quickstart, block, said):
     out = bash("-euc", block).stdout
     assert [words for words in said if words not in out] == []
+
+
+def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstart):
+    """What the README says of the command that it shows: with more --train-iters the bits are those of a longer run."""
+    lines = BLOCKS[2].replace("\\\n", " ").splitlines()
+    tokens = next(line for line in lines if "preprocess_data.py" in line).replace("runs/own", "runs/longer")
+    train = next(line for line in lines if "pretrain_gpt.py" in line).replace("runs/own", "runs/longer")
+    longer = train.replace("--train-iters 20", "--train-iters 40")
+    once = longer.replace("runs/longer/checkpoints", "runs/longer/at_once")
+    assert longer != train and once != longer and "--train-iters 40" in README
+    diff = "python -m megatron.tools.checkpoint diff runs/longer/checkpoints runs/longer/at_once"
+    out = bash("-euc", "\n".join(["source .venv/bin/activate", tokens, train, longer, once, diff])).stdout
+    assert "resuming at iteration 20" in out and "tensors are equal to the bit" in out
+
+
+def test_commands_for_gpus_are_possible_runs(bash, quickstart):
+    """The README's commands that need GPUs: their settings can work on the ranks that they start."""
+    block = re.search(r"```sh\n(.*?)```", README, re.S)[1].replace("\\\n", " ")
+    looked = []
+    for line in block.splitlines():
+        words = line.split()
+        if words and words[0] == "torchrun":
+            ranks = words[words.index("--nproc-per-node") + 1]
+            look = f"--dry-run --world-size {ranks} --local-world-size {ranks} --device-name A100-80GB"
+            looked.append(f"python {' '.join(words[words.index('pretrain_gpt.py') :])} {look}")
+        elif "bash" in words:
+            looked.append(f"{line} --dry-run")
+        elif "sbatch" in words:
+            assert words[words.index("sbatch") + 1 : -1] == ["--nodes", "4", "scripts/slurm/pretrain.sbatch"]
+            looked.append(f"bash {words[-1]} --dry-run")
+        elif words and words[0] != "#":
+            looked.append(line)
+    out = bash("-euc", "\n".join(looked)).stdout
+    assert out.count("dry run: nothing was found that cannot work") == 3
 
 
 GUIDES = [ROOT / "docs" / "parallelism.md", ROOT / "docs" / "survival.md"]
@@ -94,7 +126,7 @@ LINKS = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)
 
 def test_the_readme_links_to_every_guide():
     linked = {README_LINK.partition("#")[0] for page, README_LINK in LINKS if page.name == "README.md"}
-    guides = {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"}
+    guides = {f"docs/{page.name}" for page in PAGES if page.parent == ROOT / "docs"}
     assert guides - linked == set()
 
 
@@ -124,7 +156,8 @@ def test_flags_exist():
     sources += "".join(path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), *ROOT.glob("scripts/*.sh")))
     sources += (ROOT / "megatron" / "inference" / "sampling.py").read_text(encoding="utf-8")
     for flag in sorted(
-        set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--help", "--help-all", "--nproc-per-node"}
+        set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", README))
+        - {"--help", "--help-all", "--nproc-per-node", "--nodes"}
     ):
         spellings = rf"(?<![\w-])({flag}|{flag[2:].replace('-', '_')})(?![\w-])"
         assert re.search(spellings, known) or re.search(spellings, sources), flag
