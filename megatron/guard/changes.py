@@ -6,66 +6,18 @@ order. Those are refused unless `--override` names them. Others (the layout, the
 wanted at times, and told.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, fields
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, UsageError
-from megatron.settings.schema import Config
+from megatron.settings.schema import GROUPS, ON_RESUME, Config
 
-SHAPE = (  # another model altogether: also weights alone (--finetune) must agree on these
-    "model_type",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_query_groups",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "disable_bias_linear",
-    "untie_embeddings_and_output_weights",
-    "qk_layernorm",
-)
-DANGEROUS = dict(
-    model=(
-        *SHAPE,
-        "seq_length",
-        "max_position_embeddings",
-        "rotary_base",
-        "rotary_percent",
-        "norm_epsilon",
-        "bias_gelu_fusion",
-    ),
-    tokenizer=("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "tiktoken_pattern"),
-    data=(
-        "data_path",
-        "train_data_path",
-        "split",
-        "mock_data",
-        "dataloader_type",
-        "reset_position_ids",
-        "reset_attention_mask",
-        "eod_mask_loss",
-    ),
-    logging=("seed",),
-)
-TOLD = ("model", "data", "batch", "optimizer", "precision", "guard")  # groups whose other changes are told
-# What a recipe says of a setting of its own (`setting(..., on_resume=...)`); "refused" where it says nothing.
-ON_RESUME = ("another model", "refused", "told")
+# What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
+BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "told")
+MODEL, REFUSED, *_ = ON_RESUME
+DANGEROUS = (MODEL, REFUSED)
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
-IRRELEVANT = (
-    "override",
-    "heartbeat_dir",
-    "num_workers",
-    "data_cache_path",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "kill_switch_file",
-    "exit_signal_handler",
-)
 
 
 class Change(NamedTuple):
@@ -74,7 +26,11 @@ class Change(NamedTuple):
     name: str
     was: Any
     now: Any
-    dangerous: bool
+    what: str  # one of ON_RESUME
+
+    @property
+    def dangerous(self) -> bool:
+        return self.what in DANGEROUS
 
     def __str__(self) -> str:
         return f"{_flag(self.name)} was {self.was} in the checkpoint, is {self.now} now"
@@ -82,37 +38,33 @@ class Change(NamedTuple):
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     """All changes that may matter, dangerous ones first. Settings that either side does not know are no changes."""
-    found, now, own = [], asdict(config), own_settings(config)
-    for group in dict.fromkeys([*DANGEROUS, *TOLD]):
-        for name, value in saved.get(group, {}).items():
-            dangerous = name in DANGEROUS.get(group, ())
-            if name in now.get(group, {}) and name not in IRRELEVANT and (dangerous or group in TOLD):
-                if _plain(value) != _plain(now[group][name]):
-                    found.append(Change(name, value, now[group][name], dangerous))
-    for group, values in saved.get("extra", {}).items():
-        for name, value in values.items():
-            here = now["extra"].get(group, {})
-            if name in here and _plain(value) != _plain(here[name]):
-                found.append(Change(name, value, here[name], own[name] != "told"))
+    found, now = [], asdict(config)
+    before = {**saved, **saved.get("extra", {})}
+    here = {**now, **now["extra"]}
+    for group, name, what in meanings(config):
+        if what != "irrelevant" and name in before.get(group, {}):
+            was, value = before[group][name], here[group][name]
+            if _plain(was) != _plain(value):
+                found.append(Change(name, was, value, what))
     return sorted(found, key=lambda change: not change.dangerous)
 
 
-def own_settings(config: Config) -> dict[str, str]:
-    """The settings that a recipe adds -> one of ON_RESUME."""
-    found = {f.name: f.metadata.get("on_resume", "refused") for group in config.extra.values() for f in fields(group)}
-    assert set(found.values()) <= set(ON_RESUME), found
-    return found
+def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(group, setting, one of ON_RESUME) of every setting, those of the recipe's own groups with them."""
+    groups = {name: (getattr(config, name), BY_GROUP.get(name, "irrelevant")) for name in GROUPS}
+    groups |= {name: (group, "refused") for name, group in config.extra.items()}
+    for name, (group, default) in groups.items():
+        for field in fields(group):
+            what = field.metadata.get("on_resume", default)
+            assert what in ON_RESUME, f"{field.name}: on_resume {what}"
+            yield name, field.name, what
 
 
-def overridden(text: str | None, own: Mapping[str, str] = MappingProxyType({})) -> set[str]:
-    """The names in `--override`. Raises UsageError for one that nothing dangerous has. own: `own_settings`.
-
-    >>> sorted(overridden("--seed,data_path"))
-    ['data_path', 'seed']
-    """
-    names = {word.strip().lstrip("-").replace("-", "_") for word in (text or "").split(",")} - {""}
-    known = {name for group in DANGEROUS.values() for name in group} | {ORDER.replace("-", "_")}
-    known |= {name for name, what in own.items() if what != "told"}
+def overridden(config: Config) -> set[str]:
+    """The names in `--override`. Raises UsageError for one that nothing dangerous has."""
+    words = (config.guard.override or "").split(",")
+    names = {word.strip().lstrip("-").replace("-", "_") for word in words} - {""}
+    known = {name for _, name, what in meanings(config) if what in DANGEROUS} | {ORDER.replace("-", "_")}
     for name in sorted(names - known):
         raise UsageError(
             f"--override {name}: this setting needs none, or there is none of that name",
@@ -123,10 +75,8 @@ def overridden(text: str | None, own: Mapping[str, str] = MappingProxyType({})) 
 
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
-    own = own_settings(config)
-    shape = {*SHAPE, *(name for name, what in own.items() if what == "another model")}
-    allowed = overridden(config.guard.override, own)
-    found = [change for change in changes(config, saved) if change.name in shape and change.name not in allowed]
+    allowed = overridden(config)
+    found = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
     _refuse(
         found,
         "the checkpoint is of another model than the settings",
@@ -137,7 +87,7 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
 def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError for every dangerous change that `--override` does not name."""
     refuse_another_model(config, saved)
-    allowed = overridden(config.guard.override, own_settings(config))
+    allowed = overridden(config)
     found = [change for change in changes(config, saved) if change.dangerous and change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(found)])
     _refuse(
@@ -171,7 +121,7 @@ def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str
     what = (
         f"the samples that this run would have had are others than the checkpoint's (at {', '.join(map(str, wrong))})"
     )
-    if ORDER.replace("-", "_") in overridden(config.guard.override, own_settings(config)):
+    if ORDER.replace("-", "_") in overridden(config):
         return [f"{what} (--override)"]
     raise SettingsError(
         what,

@@ -16,7 +16,7 @@ parallelism what lies between layers is cut by tp.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -113,6 +113,25 @@ class Facts:
     def divisible_by_tp(self) -> dict[str, int]:
         """What tensor parallelism divides: words -> number."""
         return {"ffn": self.settings.ffn_size}
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether its settings describe a model at all: rules say what is wrong, and others need not divide by zero."""
+        return True
+
+    def shrunk(self, num_layers: int, tp: int) -> Model:
+        """Settings of the same kind of model, as small as can be, for `tp` tensor parallel ranks."""
+        m, s = self.settings, 8 * max(2, tp)
+        return replace(
+            m,
+            num_layers=num_layers,
+            hidden_size=8 * 2 * max(2, tp),
+            ffn_hidden_size=8 * 4 * max(2, tp) if m.ffn_hidden_size else None,
+            seq_length=s,
+            max_position_embeddings=s if m.max_position_embeddings else None,
+            make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
+            model_name_or_path=None,
+        )
 
     def describe(self, count: str) -> str:
         """The model in a line, for the log; count: its parameters in words."""

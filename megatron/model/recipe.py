@@ -7,8 +7,9 @@ MODEL_TYPES, or a module with a function `recipe()`.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
@@ -76,8 +77,15 @@ def command_of(model_type: str) -> str:
     return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
 
 
+def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:
+    """(the settings of a training of whatever --model-type says, a tool's own `options` beside them)."""
+    config = parse_any(argv, {"options": options}, description)
+    own = {name: group for name, group in config.extra.items() if name != "options"}
+    return replace(config, extra=own), config.extra["options"]
+
+
 def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({}), description: str = "") -> Config:
-    """The settings of a training of whatever --model-type says, for a tool with `groups` of its own beside them."""
+    """The settings of a training of whatever --model-type says, and further groups of settings in `Config.extra`."""
     model_type = given(argv, "model_type")
     recipe = named_recipe("GPT" if model_type is None else model_type)
     defaults = {"model_type": recipe.model_type, **recipe.defaults}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, Failure, SettingsError, numbered
+from megatron.model.recipe import facts_of
 from megatron.pipeline import stages
 from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
@@ -66,20 +67,21 @@ def _shapeless(config: schema.Config, world: int) -> bool:
     """Whether the settings do not even describe a layout whose memory could be told."""
     m, p, b = config.model, config.parallel, config.batch
     tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
-    if min(tp, ranks, m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, b.micro_batch_size) < 1:
+    if min(tp, ranks, m.num_layers, m.hidden_size, m.seq_length, b.micro_batch_size) < 1:
+        return True
+    facts = facts_of(config, vocab_size=1)
+    if not facts.has_shape:
         return True
     if world % ranks or p.context_parallel_size > 1:
         return True
     dp = world // ranks
-    widths = (m.num_attention_heads, m.query_groups, m.ffn_size)
     own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
     try:
         _ = config.recompute.exempt_layers
     except ValueError:
         return True
     shard = p.sharding_degree or 1
-    odd = m.kv_channels is None and m.hidden_size % m.num_attention_heads
-    return bool(own or dp % shard or any(width % tp for width in widths) or odd)
+    return bool(own or dp % shard or any(width % tp for width in facts.divisible_by_tp().values()))
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

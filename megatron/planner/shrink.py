@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Optional
 
+from megatron.model.recipe import facts_of
 from megatron.pipeline.stages import Pipeline
 from megatron.settings.batch import full_size, smallest
 from megatron.settings.schema import (
@@ -28,7 +29,6 @@ from megatron.settings.schema import (
     Data,
     Guard,
     Logging,
-    Model,
     Optimizer,
     Parallel,
     Planner,
@@ -40,7 +40,6 @@ from megatron.settings.schema import (
 from megatron.training.rules import layout_is_open, resolve
 
 RANKS = 8  # what a twin may have: four axes of two would be 16
-HEAD = 8  # width of a head
 VOCABULARY = 125  # odd, so that every tensor parallel size pads it
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 LEARNING_RATE = 1e-3  # at least: with less, a wrong gradient hardly moves a weight in a few steps
@@ -138,7 +137,7 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
     guard = config.guard
     return replace(
         config,
-        model=_model(config.model, sizes),
+        model=facts_of(config, VOCABULARY).shrunk(sizes.stages * sizes.layers, sizes.tp),
         batch=batch,
         optimizer=_optimizer(config.optimizer, batch, steps),
         recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
@@ -240,31 +239,6 @@ def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recomput
 
 
 # Model, batch and curves ----------------------------------------------------------------------------------------------
-
-
-def _model(m: Model, sizes: Sizes) -> Model:
-    tp, shared = sizes.tp, m.num_attention_heads // m.query_groups
-    groups = 1 if m.query_groups == 1 else 2 * max(2, tp) // (2 if shared > 1 else 1)
-    heads = max(2, tp) * 2 if shared > 1 else groups
-    wide = m.kv_channels is not None and m.kv_channels * m.num_attention_heads != m.hidden_size
-    head, s = (HEAD + 4 if wide else HEAD), 8 * max(2, tp)
-    rotary = int(head * m.rotary_percent)
-    learned = m.position_embedding_type == "learned_absolute"
-    return replace(
-        m,
-        num_layers=sizes.stages * sizes.layers,
-        hidden_size=HEAD * heads,
-        num_attention_heads=heads,
-        num_query_groups=groups if shared > 1 else None,
-        group_query_attention=shared > 1,
-        kv_channels=head if wide else None,
-        ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.swiglu else None,
-        seq_length=s,
-        max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
-        rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
-        make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
-        model_name_or_path=None,
-    )
 
 
 def _micros(micros: int, pipeline: Pipeline, pp: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron.errors import SettingsError, UsageError
-from megatron.settings.schema import Config, Model, Parallel, Recompute
+from megatron.settings.schema import ON_RESUME, Config, Model, Parallel, Recompute
 
 NOT_OF_A_LAYOUT = ("distributed_backend", "distributed_timeout_minutes", "print_topology", "pipeline_timeline")
 LAYOUT = frozenset(f.name for f in (*fields(Parallel), *fields(Recompute)) if f.name not in NOT_OF_A_LAYOUT) | {
@@ -21,6 +21,7 @@ LAYOUT = frozenset(f.name for f in (*fields(Parallel), *fields(Recompute)) if f.
     "nvme_offload_fraction",
     "param_cpu_offload",
 }
+DERIVED = dict(ffn_hidden_size="ffn_size", num_query_groups="query_groups", kv_channels="head_dim")  # may be left out
 WRITE = "python -m megatron.tools.plan with the flags of the training, --world-size N and --emit PLAN.json writes one"
 
 
@@ -41,21 +42,12 @@ def layout_settings(config: Config) -> dict[str, object]:
 
 def shape(model: Model) -> dict[str, object]:
     """What of a model a layout is made for."""
-    return _plain(model) | dict(
-        ffn_hidden_size=model.ffn_size, num_query_groups=model.query_groups, kv_channels=model.head_dim
-    )
+    return _plain(model) | {name: getattr(model, derived) for name, derived in DERIVED.items()}
 
 
 def _plain(model: Model) -> dict[str, object]:
-    names = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "seq_length",
-        "swiglu",
-        "untie_embeddings_and_output_weights",
-    )
-    return {name: getattr(model, name) for name in names}
+    names = (f.name for f in fields(model) if f.metadata.get("on_resume") == ON_RESUME[0] and f.name not in DERIVED)
+    return {name: getattr(model, name) for name in (*names, "seq_length")}
 
 
 def read_plan(path: str) -> GivenPlan:

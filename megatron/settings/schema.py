@@ -19,11 +19,16 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Literal, Optional
 
+# What happens when a run goes on from a checkpoint that had another value: it is another model, whose weights do not fit
+# (refused with --finetune, too); refused unless --override names it, because the run would go on as a different one
+# without a word; told; or irrelevant to the result.
+ON_RESUME = ("another model", "refused", "told", "irrelevant")
+
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
     """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
     `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value.
-    `on_resume`: of a recipe's own setting, what a change is to a run that goes on (`guard.changes.ON_RESUME`)."""
+    `on_resume`: one of ON_RESUME (default: as `guard/changes.py` says of the group)."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
 
@@ -31,38 +36,49 @@ def setting(help: str, default=MISSING, *alias: str, **metadata):
 class Model:
     """The shape and the arithmetic of the network."""
 
-    num_layers: int = setting("transformer layers")
-    hidden_size: int = setting("width of the residual stream")
-    num_attention_heads: int = setting("query heads of each layer")
-    seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")
+    num_layers: int = setting("transformer layers", on_resume="another model")
+    hidden_size: int = setting("width of the residual stream", on_resume="another model")
+    num_attention_heads: int = setting("query heads of each layer", on_resume="another model")
+    seq_length: int = setting(
+        "tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
+    )
     max_position_embeddings: Optional[int] = setting(
-        "longest position that can be learned (default: --seq-length)", None
+        "longest position that can be learned (default: --seq-length)", None, on_resume="refused"
     )
     ffn_hidden_size: Optional[int] = setting(
-        "width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None
+        "width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None, on_resume="another model"
     )
-    kv_channels: Optional[int] = setting("width of a head (default: hidden size / heads)", None)
+    kv_channels: Optional[int] = setting(
+        "width of a head (default: hidden size / heads)", None, on_resume="another model"
+    )
     group_query_attention: bool = setting("share keys and values between query heads (see --num-query-groups)", False)
     num_query_groups: Optional[int] = setting(
-        "key-value heads (default: one per query head)", None, "--num-key-value-heads"
+        "key-value heads (default: one per query head)", None, "--num-key-value-heads", on_resume="another model"
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting(
         "how positions enter",
         "learned_absolute",
         "--use-rotary-position-embeddings=rope",
         "--no-position-embedding~=none",
+        on_resume="another model",
     )
     rotary_base: float = setting(
-        "base of the rotary frequencies", 10000.0, "--rope-theta", "--rotary-position-embeddings-theta"
+        "base of the rotary frequencies",
+        10000.0,
+        "--rope-theta",
+        "--rotary-position-embeddings-theta",
+        on_resume="refused",
     )
-    rotary_percent: float = setting("share of each head that is rotated", 1.0)
-    normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm")
-    norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon")
-    qk_layernorm: bool = setting("normalise queries and keys of each head", False)
-    swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False)
-    bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True)
-    disable_bias_linear: bool = setting("linear layers without bias", False)
-    untie_embeddings_and_output_weights: bool = setting("output layer with a weight of its own", False)
+    rotary_percent: float = setting("share of each head that is rotated", 1.0, on_resume="refused")
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm", on_resume="another model")
+    norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon", on_resume="refused")
+    qk_layernorm: bool = setting("normalise queries and keys of each head", False, on_resume="another model")
+    swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
+    bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
+    disable_bias_linear: bool = setting("linear layers without bias", False, on_resume="another model")
+    untie_embeddings_and_output_weights: bool = setting(
+        "output layer with a weight of its own", False, on_resume="another model"
+    )
     apply_query_key_layer_scaling: bool = setting(
         "scale scores by 1/layer, softmax in fp32 (for fp16)",
         False,
@@ -77,7 +93,9 @@ class Model:
     make_vocab_size_divisible_by: int = setting(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
-    model_type: str = setting("which model: GPT, or a module that has a function recipe()", "GPT")
+    model_type: str = setting(
+        "which model: GPT, or a module that has a function recipe()", "GPT", on_resume="another model"
+    )
     model_name_or_path: Optional[str] = setting(
         "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
     )
@@ -169,13 +187,20 @@ class TokenizerSettings:
             "NullTokenizer",
         ]
     ] = setting(
-        "which kind of vocabulary (NullTokenizer: numbers, no text)", None, also=dict(GPTTokenizer="GPT2BPETokenizer")
+        "which kind of vocabulary (NullTokenizer: numbers, no text)",
+        None,
+        also=dict(GPTTokenizer="GPT2BPETokenizer"),
+        on_resume="refused",
     )
-    vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None)
-    merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None)
-    tokenizer_model: Optional[str] = setting("tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None)
-    vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None)
-    tiktoken_pattern: Optional[str] = setting("gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None)
+    vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None, on_resume="refused")
+    merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None, on_resume="refused")
+    tokenizer_model: Optional[str] = setting(
+        "tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None, on_resume="refused"
+    )
+    vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None, on_resume="refused")
+    tiktoken_pattern: Optional[str] = setting(
+        "gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None, on_resume="refused"
+    )
 
 
 @dataclass(frozen=True)
@@ -183,25 +208,28 @@ class Data:
     """Where tokens come from, and in what order."""
 
     data_path: Optional[list[str]] = setting(
-        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...", None
+        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...", None, on_resume="refused"
     )
-    train_data_path: Optional[list[str]] = setting("blend for training alone", None)
+    train_data_path: Optional[list[str]] = setting("blend for training alone", None, on_resume="refused")
     valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)
     test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
-    split: str = setting("parts of each dataset for train,valid,test", "969,30,1")
+    split: str = setting("parts of each dataset for train,valid,test", "969,30,1", on_resume="refused")
     data_cache_path: Optional[str] = setting(
         "folder for index maps (default: beside the data), and for what is fetched of data that lie in an object store",
         None,
+        on_resume="irrelevant",
     )
     verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
-    mock_data: bool = setting("deterministic synthetic samples, no files", False)
+    mock_data: bool = setting("deterministic synthetic samples, no files", False, on_resume="refused")
     dataloader_type: Literal["single", "cyclic"] = setting(
-        "single: in index order; cyclic: shuffled each epoch", "single"
+        "single: in index order; cyclic: shuffled each epoch", "single", on_resume="refused"
     )
-    num_workers: int = setting("threads that prepare batches ahead; 0 prepares them in the loop", 2)
-    reset_position_ids: bool = setting("positions start again after each end of document", False)
-    reset_attention_mask: bool = setting("no attention across documents", False)
-    eod_mask_loss: bool = setting("no loss where the input is end of document", False)
+    num_workers: int = setting(
+        "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
+    )
+    reset_position_ids: bool = setting("positions start again after each end of document", False, on_resume="refused")
+    reset_attention_mask: bool = setting("no attention across documents", False, on_resume="refused")
+    eod_mask_loss: bool = setting("no loss where the input is end of document", False, on_resume="refused")
 
 
 AUTO = -1  # --micro-batch-size auto, --save-interval auto
@@ -226,8 +254,10 @@ class Batch:
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_iters: int = setting("batches of an evaluation", 100)
-    exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None)
-    exit_duration_in_mins: Optional[float] = setting("save and stop after this many minutes", None)
+    exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None, on_resume="irrelevant")
+    exit_duration_in_mins: Optional[float] = setting(
+        "save and stop after this many minutes", None, on_resume="irrelevant"
+    )
 
 
 @dataclass(frozen=True)
@@ -364,10 +394,16 @@ class Guard:
         None,
         "--check-weight-hash-across-dp-replicas-interval",
     )
-    exit_signal_handler: bool = setting("on SIGTERM or SIGUSR1: save after this step and exit with code 9", False)
-    kill_switch_file: Optional[str] = setting("save and stop when this file appears", None, "--kill-switch-path")
+    exit_signal_handler: bool = setting(
+        "on SIGTERM or SIGUSR1: save after this step and exit with code 9", False, on_resume="irrelevant"
+    )
+    kill_switch_file: Optional[str] = setting(
+        "save and stop when this file appears", None, "--kill-switch-path", on_resume="irrelevant"
+    )
     heartbeat_dir: Optional[str] = setting(
-        "folder where each rank says what it is doing (megatron.tools.supervise sets and reads it)", None
+        "folder where each rank says what it is doing (megatron.tools.supervise sets and reads it)",
+        None,
+        on_resume="irrelevant",
     )
     on_nan: Literal["stop", "skip"] = setting(
         "at a loss or gradient that is not finite: stop before the update, or skip the step and count it",
@@ -388,6 +424,7 @@ class Guard:
     override: Optional[str] = setting(
         "settings (names with commas) that may differ from those of the checkpoint although results depend on them",
         None,
+        on_resume="irrelevant",
     )
 
 
@@ -516,7 +553,7 @@ class Logging:
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
     )
-    seed: int = setting("seed of weights, data order and dropout", 1234)
+    seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)
 
 

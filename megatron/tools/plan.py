@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
-from megatron.model.recipe import parse_any
+from megatron.model.recipe import parse_with_options
 from megatron.settings import schema
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
@@ -66,8 +66,7 @@ def main(argv: list[str]) -> None:
         return _without_model(groups["planner"], groups["plan"])
     if words & {"-h", "--help"}:
         parse(argv, schema.GROUPS | dict(plan=PlanOptions), prog=PROG, description=_what(), common=COMMON)
-    config = parse_any(argv, dict(plan=PlanOptions), description=_what())
-    asked: PlanOptions = config.extra["plan"]
+    config, asked = parse_with_options(argv, PlanOptions, _what())
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
     _check(asked)

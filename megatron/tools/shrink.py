@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import run_main
-from megatron.model.recipe import command_of, parse_any
+from megatron.model.recipe import command_of, parse_with_options
 from megatron.settings.schema import Checkpoint, Config, setting
 
 
@@ -26,8 +26,7 @@ class ShrunkRunOptions:
 
 def main(argv: list[str]) -> None:
     """Say what shrinks, then train. Raises what the training raises, and SettingsError where the original cannot work."""
-    config = parse_any(argv, dict(twin=ShrunkRunOptions), description=__doc__.splitlines()[0])
-    asked: ShrunkRunOptions = config.extra["twin"]
+    config, asked = parse_with_options(argv, ShrunkRunOptions, __doc__.splitlines()[0])
     from megatron.planner.command import training_flags
     from megatron.planner.shrink import original, reduced, twin_of
     from megatron.training.rules import resolve

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.model.recipe import parse_any
+from megatron.model.recipe import parse_with_options
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, setting
 from megatron.training.rules import layout_is_open, resolve
@@ -34,8 +34,7 @@ class VerifyLayoutOptions:
 
 def main(argv: list[str]) -> None:
     """Print a line per layout; exit with 1 if one differs by more than rounding."""
-    config = parse_any(argv, {"verify": VerifyLayoutOptions}, description=__doc__.splitlines()[0])
-    asked: VerifyLayoutOptions = config.extra["verify"]
+    config, asked = parse_with_options(argv, VerifyLayoutOptions, __doc__.splitlines()[0])
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
 

@@ -176,7 +176,7 @@ def test_other_samples_are_refused_and_unknown_overrides_too():
     assert changes.refuse_other_samples(_config(guard=dict(override="data-order")), [3])
     assert changes.refuse_other_samples(_config(), []) == []
     with pytest.raises(UsageError, match="--override lr"):
-        changes.overridden("lr")
+        changes.overridden(_config(guard=dict(override="lr")))
     assert changes.probe_places(0) == [] and changes.probe_places(1) == [0] and len(changes.probe_places(1000)) == 8
 
 

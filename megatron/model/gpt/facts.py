@@ -9,12 +9,15 @@ ranks send and published models count.
 Legend: n tokens of a micro-batch (s x b), d channels of a head, q queries of a key-value group, e bytes of an element.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from megatron.model.facts import Branch, Core, Facts, Share
 from megatron.model.weights import Table, attention, mlp, norm, under
 from megatron.settings.kernel_sizes import causal_pairs
 from megatron.settings.schema import Model
+
+HEAD = 8  # width of a head in a shrunk model
 
 
 class GPTFacts(Facts):
@@ -27,6 +30,38 @@ class GPTFacts(Facts):
 
     def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
         return _branches(self, share)
+
+    @property
+    def has_shape(self) -> bool:
+        m = self.settings
+        if m.num_attention_heads < 1 or (m.num_query_groups is not None and m.num_query_groups < 1):
+            return False
+        return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
+
+    def shrunk(self, num_layers: int, tp: int) -> Model:
+        """Heads and their groups, widths that differ and lengths that differ stay so."""
+        m, shared = self.settings, self.settings.num_attention_heads // self.settings.query_groups
+        groups = 1 if m.query_groups == 1 else 2 * max(2, tp) // (2 if shared > 1 else 1)
+        heads = max(2, tp) * 2 if shared > 1 else groups
+        wide = m.kv_channels is not None and m.kv_channels * m.num_attention_heads != m.hidden_size
+        head, s = (HEAD + 4 if wide else HEAD), 8 * max(2, tp)
+        rotary = int(head * m.rotary_percent)
+        learned = m.position_embedding_type == "learned_absolute"
+        return replace(
+            m,
+            num_layers=num_layers,
+            hidden_size=HEAD * heads,
+            num_attention_heads=heads,
+            num_query_groups=groups if shared > 1 else None,
+            group_query_attention=shared > 1,
+            kv_channels=head if wide else None,
+            ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.swiglu else None,
+            seq_length=s,
+            max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
+            rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
+            make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
+            model_name_or_path=None,
+        )
 
     def divisible_by_tp(self) -> dict[str, int]:
         m = self.settings
