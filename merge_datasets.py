@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     from megatron.data.merge import merge
 
     try:
-        merged = merge(settings.input, settings.output_prefix, say=lambda line: print(line, flush=True))
+        merged = merge(settings.input, settings.output_prefix, log=lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         sys.exit(130)

@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     print(f"Output prefix: {settings.output_prefix}", flush=True)
     reporter = Reporter(settings.log_interval)
     try:
-        totals = preprocess(settings, tokenizer, say=lambda line: print(line, flush=True), report=reporter)
+        totals = preprocess(settings, tokenizer, log=lambda line: print(line, flush=True), report=reporter)
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         sys.exit(130)

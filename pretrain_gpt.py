@@ -53,7 +53,7 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
     )
 
 
-def build_datasets(config, tokenizer, vocab_size, sizes, say):
+def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples of seq_length + 1 tokens each."""
     from megatron.data.gpt_dataset import build_datasets
 
@@ -64,7 +64,7 @@ def build_datasets(config, tokenizer, vocab_size, sizes, say):
         config.logging.seed,
         eod=tokenizer.eod if tokenizer else None,
         vocab_size=vocab_size,
-        say=say,
+        log=log,
     )
 
 

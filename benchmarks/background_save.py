@@ -69,7 +69,7 @@ def measure(
     said = {}
     keeper = Keeper(
         schema.Checkpoint(save=str(folder), async_save=way == "thread"),
-        say=lambda text: said.setdefault("saved" in text, time.perf_counter()),
+        log=lambda text: said.setdefault("saved" in text, time.perf_counter()),
     )
     keeper._snapshot = snapshot  # memory that is there, as for every save but the first
     start = time.perf_counter()

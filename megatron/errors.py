@@ -160,14 +160,14 @@ def run_main(main, argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         if _asks_for_debug(argv):
             raise
-        _say_once("interrupted\n")
+        _print_once("interrupted\n")
         sys.exit(130)  # as shells say it
     except Exception as error:
         failure = explain(error)
         if failure is None or getattr(error, "in_full", _asks_for_debug(argv)):
-            _say_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
+            _print_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
         else:
-            _say_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
+            _print_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
         _leave(failure.code if failure else 1)
 
 
@@ -191,7 +191,7 @@ def _asks_for_debug(argv: list[str]) -> bool:
     return False
 
 
-def _say_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:
+def _print_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:
     """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
 
     torchrun gives each rank a file for its last words, which it repeats in its own report, in a folder that the ranks

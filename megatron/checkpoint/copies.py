@@ -43,10 +43,10 @@ class Copies:
         *,
         keep_last: Optional[int] = None,
         retain_interval: Optional[int] = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         self.where, self.keep = where, (keep_last, retain_interval)
-        self.say = say
+        self.log = log
         # What is being copied: retention leaves it for so long, else a slow copy would never end.
         self.present: Optional[Place] = None
         self._waiting: queue.Queue[Optional[Place]] = queue.Queue()
@@ -66,7 +66,7 @@ class Copies:
             self._thread.join(BEAT)
         self._thread.join(patience)
         if self._thread.is_alive():
-            self.say("WARNING: the last copy of a checkpoint was not finished; the one before it is complete")
+            self.log("WARNING: the last copy of a checkpoint was not finished; the one before it is complete")
 
     def _work(self) -> None:
         while (checkpoint := self._waiting.get()) is not None:
@@ -76,9 +76,9 @@ class Copies:
                     continue  # retention was faster
                 (self._hand_over if PATH in self.where else self._copy)(checkpoint)
             except (Failure, OSError) as problem:
-                self.say(f"WARNING: {checkpoint} was not copied (--save-copy {self.where}): {problem}")
+                self.log(f"WARNING: {checkpoint} was not copied (--save-copy {self.where}): {problem}")
             else:
-                self.say(f"  copied {checkpoint.name} to {self.where} ({time.perf_counter() - started:.2f} s)")
+                self.log(f"  copied {checkpoint.name} to {self.where} ({time.perf_counter() - started:.2f} s)")
             finally:
                 self.present = None
         if self._lock:
@@ -94,7 +94,7 @@ class Copies:
     def _copy(self, checkpoint: Place) -> None:
         folder = location(self.where)
         with storage(folder):
-            self._lock = self._lock or storage_of(folder).claim(folder, self.say)
+            self._lock = self._lock or storage_of(folder).claim(folder, self.log)
             self._lock.check()
             clean(folder)
         (_upload if isinstance(folder, UrlPath) else _copy_folder)(checkpoint, folder)

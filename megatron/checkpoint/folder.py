@@ -227,7 +227,7 @@ class Saver:
         rank: int = 0,
         exchange: Exchange = alone,
         in_use: Callable[[], Optional[Place]] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ):
         """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
 
@@ -236,7 +236,7 @@ class Saver:
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
         self.folder, self.rank, self.exchange = location(folder), rank, exchange
-        self.keep_last, self.retain_interval, self.in_use, self.say = keep_last, retain_interval, in_use, say
+        self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = storage_of(self.folder), None
         _together(self._claim, exchange)
 
@@ -254,7 +254,7 @@ class Saver:
     def _claim(self) -> None:
         if self.rank == 0:
             with storage(self.folder):
-                self._lock = self._storage.claim(self.folder, self.say)
+                self._lock = self._storage.claim(self.folder, self.log)
 
     def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Place:
         """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.

@@ -54,19 +54,19 @@ class Keeper:
         *,
         rank: int = 0,
         exchange: Exchange = alone,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         """exchange: for a save in the background one that a thread may use beside training's collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
-        self.settings, self.rank, self.exchange, self.say = settings, rank, exchange, say
+        self.settings, self.rank, self.exchange, self.log = settings, rank, exchange, log
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
         self._saver = self._open(settings.save)
         if settings.save_copy and rank == 0:
             self._copies = Copies(
-                settings.save_copy, keep_last=settings.keep_last, retain_interval=settings.save_retain_interval, say=say
+                settings.save_copy, keep_last=settings.keep_last, retain_interval=settings.save_retain_interval, log=log
             )
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
@@ -100,7 +100,7 @@ class Keeper:
             try:
                 pieces = self._snapshot.take(pieces)
             except (MemoryError, RuntimeError) as problem:
-                self.say(
+                self.log(
                     f"WARNING: no memory to save in the background, training waits: {str(problem).splitlines()[0]}"
                 )
                 background = False
@@ -113,7 +113,7 @@ class Keeper:
             if not background:
                 self.wait()
                 return time.perf_counter() - started
-            self.say(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
+            self.log(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
             return stall
         self._work(iteration, pieces, state, False)
         self._judge()
@@ -129,7 +129,7 @@ class Keeper:
         if self._thread is not None:
             self._thread.join(patience)
             if self._thread.is_alive():
-                self.say("WARNING: the last checkpoint was not finished; the one before it is complete")
+                self.log("WARNING: the last checkpoint was not finished; the one before it is complete")
                 return
             self._thread = None
             self._judge()
@@ -147,7 +147,7 @@ class Keeper:
         except Failure as failure:
             if patience is None:
                 raise
-            self.say(f"WARNING: {failure}")
+            self.log(f"WARNING: {failure}")
         finally:
             for saver in (self._saver, self._mirror):
                 if saver:
@@ -170,7 +170,7 @@ class Keeper:
             rank=self.rank,
             exchange=self.exchange,
             in_use=lambda: self._copies.present if self._copies else None,
-            say=self.say,
+            log=self.log,
         )
 
     def _plan(self, iteration: int, stall: float) -> None:
@@ -185,7 +185,7 @@ class Keeper:
         steps = max(1, round(seconds / max(a_step, 1e-6)))
         self._due_at, self._trained_from = iteration + steps, (iteration, time.perf_counter())
         cost = lost_share(seconds, stall, hours * 3600)
-        self.say(
+        self.log(
             f"  next checkpoint in {steps} steps = {seconds:.0f} s: a save stalls {stall:.3f} s, an interruption "
             f"is expected every {hours:g} h, both together cost {cost:.2%}"
         )
@@ -208,7 +208,7 @@ class Keeper:
         self._writing = seconds if background else 0.0
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
-            self.say(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+            self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
             if self._copies:
                 self._copies.add(path)
 
@@ -222,7 +222,7 @@ class Keeper:
                 return self._saver.save(iteration, pieces, state), None
             except (StorageError, Damaged) as problem:
                 failure = problem
-                self.say(
+                self.log(
                     f"WARNING: checkpoint at iteration {iteration} was not saved (try {number} of {tries}): {problem}"
                 )
                 if number < tries:
@@ -233,7 +233,7 @@ class Keeper:
                 return self._mirror.save(iteration, pieces, state), None
             except (StorageError, Damaged, Locked) as problem:
                 failure = problem
-                self.say(f"WARNING: nor was it saved to --save-mirror: {problem}")
+                self.log(f"WARNING: nor was it saved to --save-mirror: {problem}")
         return None, failure
 
     def _judge(self) -> None:
@@ -249,7 +249,7 @@ class Keeper:
             return
         self._failures.append(outcome)
         count, limit = len(self._failures), self.settings.max_failed_saves
-        self.say(
+        self.log(
             f"WARNING: CHECKPOINT AT ITERATION {outcome.iteration} IS LOST: save {count} in a row that failed; "
             f"training ends at {limit} (--max-failed-saves)"
         )

@@ -52,10 +52,10 @@ class Storage(Protocol):
     def checkpoints(self, folder: Place) -> dict[int, Place]:
         """Iteration -> where it is, of every checkpoint that a reader may see, oldest first."""
 
-    def lock(self, folder: Place, say: Say) -> Any:
+    def lock(self, folder: Place, log: Say) -> Any:
         """The right to write into a folder that is there: `check()`, `release()`. Raises Locked."""
 
-    def claim(self, folder: Place, say: Say) -> Any:
+    def claim(self, folder: Place, log: Say) -> Any:
         """Make the folder, lock it, and remove what killed saves have left."""
 
     def begin(self, final: Place) -> Place:
@@ -100,10 +100,10 @@ class Local:
                     found[int(match[1] or match[3])] = path
         return dict(sorted(found.items()))
 
-    def lock(self, folder: Path, say: Say) -> WriterLock:
+    def lock(self, folder: Path, log: Say) -> WriterLock:
         return WriterLock(folder)
 
-    def claim(self, folder: Path, say: Say) -> WriterLock:
+    def claim(self, folder: Path, log: Say) -> WriterLock:
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         lock = WriterLock(folder)
@@ -170,11 +170,11 @@ class Objects:
         found = {int(match[1]): path for path in folder.glob("iter_*") if (match := _FINAL.fullmatch(path.name))}
         return {iteration: path for iteration, path in sorted(found.items()) if (path / INDEX).exists()}
 
-    def lock(self, folder: UrlPath, say: Say) -> Lease:
-        return Lease(folder, say)
+    def lock(self, folder: UrlPath, log: Say) -> Lease:
+        return Lease(folder, log)
 
-    def claim(self, folder: UrlPath, say: Say) -> Lease:
-        lease = Lease(folder, say)
+    def claim(self, folder: UrlPath, log: Say) -> Lease:
+        lease = Lease(folder, log)
         try:
             self.clean(folder)
         except BaseException:

@@ -47,12 +47,12 @@ def build_datasets(
     *,
     eod: Optional[int] = None,
     vocab_size: Optional[int] = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple:
     """(train, valid, test) with at least `sizes` samples each; None for a split of weight or size 0, or without a path.
 
     Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, unless it is a mock, `d.origin(i)`. Every rank calls
-    this; the index maps are built by whoever comes first. `say` is given a line when that, or waiting, takes time.
+    this; the index maps are built by whoever comes first. `log` is given a line when that, or waiting, takes time.
     Validation goes over one epoch, again and again if more is asked for, so its order does not change with
     --train-iters; training and test have as many epochs as they need, shuffled together, as in Megatron-LM.
 
@@ -65,7 +65,7 @@ def build_datasets(
         return tuple(mock if len(mock) else None for mock in mocks)
     blends, shares = _sources(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
-    request = Request(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, say)
+    request = Request(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log)
     return tuple(
         _build_split(blends[split], split, request) if wanted[split] else None for split in (TRAIN, VALID, TEST)
     )
@@ -97,19 +97,19 @@ class Request:
     cache: Optional[str]
     shares: list[Optional[Share]]
     sizes: list[int]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     files: dict[str, IndexedDataset] = field(default_factory=dict)  # opened so far
 
     def open(self, prefix: str) -> IndexedDataset:
         if prefix not in self.files:
-            self.files[prefix] = IndexedDataset(nearby(prefix, self.cache, self.say))
+            self.files[prefix] = IndexedDataset(nearby(prefix, self.cache, self.log))
         return self.files[prefix]
 
     def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Index maps of these names from the cache: `--data-cache-path`, or a folder beside the data."""
         folder = Path(self.cache) if self.cache else Path(beside).parent / "index_cache"
         key = dict(key, version=VERSION)
-        return cached_arrays(folder, name, key, build, say=self.say, required=bool(self.cache), names=names)
+        return cached_arrays(folder, name, key, build, log=self.log, required=bool(self.cache), names=names)
 
 
 class GPTDataset:
@@ -122,7 +122,7 @@ class GPTDataset:
         name = f"{Path(tokens.prefix).name}-{split}"
 
         def build():
-            request.say(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
+            request.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
             return build_index_maps(plan, lengths)._asdict()
 
         key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))
@@ -242,7 +242,7 @@ def _build_blend(
     weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
-        request.say(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
+        request.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
         return dict(zip(names, interleave(weights, size, limits)))
 
     key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)

@@ -42,7 +42,7 @@ def cached_arrays(
     key: dict,
     build: Callable[[], Arrays],
     *,
-    say: Say,
+    log: Say,
     required: bool = False,
     names: Collection[str] = (),
 ) -> Arrays:
@@ -59,14 +59,14 @@ def cached_arrays(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{entry}.lock", "a+") as lock:
-            return _build_or_wait(entry, key, names, build, lock, say)
+            return _build_or_wait(entry, key, names, build, lock, log)
     except OSError as error:
         if required:
             raise StorageError(
                 f"{folder}: cannot keep index maps here: {error.strerror or error}",
                 do="give a --data-cache-path that can be written",
             ) from error
-        say(f"index maps of {name} stay in memory: {folder}: {error.strerror or error} (--data-cache-path keeps them)")
+        log(f"index maps of {name} stay in memory: {folder}: {error.strerror or error} (--data-cache-path keeps them)")
         return build()
 
 
@@ -103,7 +103,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, say: Say) -> Arrays:
+def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, log: Say) -> Arrays:
     """Under the lock: build. While another process holds it: wait for what it builds, or for its death."""
     started, said, seen = time.monotonic(), 0.0, _stamp(entry)
     while not _try_lock(lock):
@@ -115,13 +115,13 @@ def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, 
         waited = time.monotonic() - started
         if waited - said >= SAY_EVERY:
             said = waited
-            say(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
+            log(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
         time.sleep(min(0.02 + waited / 10, 0.5))
     try:
         arrays, damage = load(entry, key, names)  # another process may have been quicker
         if arrays is None:
             if damage:
-                say(f"index maps {entry} are damaged and built again: {damage}")
+                log(f"index maps {entry} are damaged and built again: {damage}")
             _note_owner(lock)
             _store(entry, key, build())
             arrays, damage = load(entry, key, names)

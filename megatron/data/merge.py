@@ -28,7 +28,7 @@ class Merged:
     seconds: float
 
 
-def merge(inputs: list[str], output_prefix: str, say: Callable[[str], None] = lambda line: None) -> Merged:
+def merge(inputs: list[str], output_prefix: str, log: Callable[[str], None] = lambda line: None) -> Merged:
     """Write `<output_prefix>.bin` and `.idx` from the datasets that `inputs` name (folders, searched below, or prefixes).
 
     Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
@@ -41,7 +41,7 @@ def merge(inputs: list[str], output_prefix: str, say: Callable[[str], None] = la
     dtype, sizes = common_dtype(prefixes)
     try:
         with Workspace(output_prefix) as workspace:
-            _join_tokens(prefixes, workspace.path("merged.bin"), say)
+            _join_tokens(prefixes, workspace.path("merged.bin"), log)
             stream_index(
                 workspace.path("merged.idx"),
                 dtype,
@@ -115,12 +115,12 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
     return next(iter(dtypes)), sizes
 
 
-def _join_tokens(prefixes: list[str], path: str, say: Callable[[str], None]) -> None:
+def _join_tokens(prefixes: list[str], path: str, log: Callable[[str], None]) -> None:
     target = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
     try:
         for prefix in prefixes:
             size = append_file(target, f"{prefix}.bin")
-            say(f"{prefix}: {size / 1e6:.1f} MB")
+            log(f"{prefix}: {size / 1e6:.1f} MB")
         os.fsync(target)
     finally:
         os.close(target)

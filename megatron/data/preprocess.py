@@ -46,7 +46,7 @@ class Progress:
 def preprocess(
     settings,
     tokenizer: Tokenizer,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     report: Callable[[Progress], None] = lambda progress: None,
     block_size: int = BLOCK,
 ) -> Totals:
@@ -62,16 +62,16 @@ def preprocess(
     if settings.split_sentences:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
     blocks = divide(sources, settings.workers, block_size)
-    choose_engine(tokenizer, blocks, settings.json_keys, say)
+    choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = token_dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
     encoder = BlockEncoder(tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions)
     with Workspace(settings.output_prefix) as workspace:
         team = Team(settings, blocks, encoder, workspace, partitions)
-        say(f"Time to startup: {time.perf_counter() - started}")
+        log(f"Time to startup: {time.perf_counter() - started}")
         with team:
             team.work(report)
-        say("Done! Now finalizing.")
+        log("Done! Now finalizing.")
         written = Written(team.shared, partitions, workspace)
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 
@@ -91,7 +91,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], say) -> None:
+def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], log) -> None:
     """Use the fastest tokenizer library that agrees with the reference on documents of this input.
 
     A small input is through the reference before another library is loaded and checked.
@@ -103,7 +103,7 @@ def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: lis
         return
     else:
         places = read_places(blocks.sources)
-    tokenizer.use_fastest(sample_texts(places, keys, sample_size(size)), say)
+    tokenizer.use_fastest(sample_texts(places, keys, sample_size(size)), log)
 
 
 class Team:

@@ -39,7 +39,7 @@ _TRIES = 2  # of a copy that is not what the store says
 Say = Callable[[str], None]
 
 
-def nearby(prefix: str, cache: Optional[str], say: Say = lambda text: None) -> str:
+def nearby(prefix: str, cache: Optional[str], log: Say = lambda text: None) -> str:
     """The prefix of files on this machine that hold what `prefix` names: itself, or for a URL that of a copy in `cache`.
 
     Raises SettingsError without a cache, DataError for objects that are missing or damaged, StorageError when the store
@@ -60,9 +60,9 @@ def nearby(prefix: str, cache: Optional[str], say: Say = lambda text: None) -> s
     if not _is_copy(copy, source, there):
         with storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / ".lock", f"{source} to be fetched", say):
+        with _alone(folder / ".lock", f"{source} to be fetched", log):
             if not _is_copy(copy, source, there):
-                _fetch(copy, source, there, say)
+                _fetch(copy, source, there, log)
     return str(copy)
 
 
@@ -97,13 +97,13 @@ def _is_copy(copy: Path, source: UrlPath, there: dict[str, Stat]) -> bool:
         return False
 
 
-def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], say: Say) -> None:
+def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> None:
     """Fetch all objects aside, compare them, and let them appear; the receipt comes last."""
     size, started = sum(stat.st_size for stat in there.values()), time.monotonic()
     aside = copy.with_name(".fetching")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that died: the lock is ours
     require_space(copy.parent, size)
-    say(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
+    log(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
     with storage(copy, size):
         aside.mkdir()
         for number in range(1, _TRIES + 1):
@@ -124,7 +124,7 @@ def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], say: Say) -> Non
         sync_folder(copy.parent)
         replace_file(copy.with_name(RECEIPT), seal(_receipt(source, there))[1])
         shutil.rmtree(aside, ignore_errors=True)
-    say(f"fetched {source} in {time.monotonic() - started:.1f} s")
+    log(f"fetched {source} in {time.monotonic() - started:.1f} s")
 
 
 def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[str]:
@@ -142,7 +142,7 @@ def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[st
 
 
 @contextlib.contextmanager
-def _alone(path: Path, what: str, say: Say) -> Iterator[None]:
+def _alone(path: Path, what: str, log: Say) -> Iterator[None]:
     """One process of this machine at a time; the kernel lets the next one in when its holder dies."""
     with storage(path), open(path, "a+") as lock:
         started, said = time.monotonic(), 0.0
@@ -158,6 +158,6 @@ def _alone(path: Path, what: str, say: Say) -> Iterator[None]:
             waited = time.monotonic() - started
             if waited - said >= _SAY_EVERY:
                 said = waited
-                say(f"waiting for {what} by another process ({waited:.0f} s so far)")
+                log(f"waiting for {what} by another process ({waited:.0f} s so far)")
             time.sleep(min(0.02 + waited / 10, 0.5))
         yield

@@ -92,7 +92,7 @@ class Heartbeat:
         if self.file is not None:
             threading.Thread(target=self._answer, name="heartbeat", daemon=True).start()
 
-    def say_place(self, place: dict[str, int]) -> None:
+    def note_place(self, place: dict[str, int]) -> None:
         """Coordinates of the rank, for whoever reads its heartbeat."""
         if self.file is not None:
             words = " ".join(f"{axis} {place[axis]}" for axis in ("dp", "pp", "cp", "tp") if axis in place)

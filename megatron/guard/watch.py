@@ -37,7 +37,7 @@ class Watch:
     """A rank's guards during training.
 
     heart:     the rank's heartbeat
-    say:       prints a line, on the rank that speaks
+    log:       prints a line, on the rank that speaks
     exchange:  value -> [value of every rank]
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
     """
@@ -49,12 +49,12 @@ class Watch:
         minutes: Optional[float] = None,
         heart: Optional[Heartbeat] = None,
         rank: int = 0,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         exchange: Callable[[Any], list] = lambda value: [value],
         counts: bool = True,
     ):
         self.settings, self.heart, self.rank = settings, heart or Heartbeat(), rank
-        self.say, self.exchange, self.counts = say, exchange, counts
+        self.log, self.exchange, self.counts = log, exchange, counts
         self.requests = StopRequests(
             signals=settings.exit_signal_handler,
             kill_switch=settings.kill_switch_file,
@@ -105,7 +105,7 @@ class Watch:
         self.spike = recent.spike(loss, norm, self.settings.spike_threshold)
         if self.spike is None or self.settings.on_spike == "continue":
             if self.spike:
-                self.say(f"warning: iteration {step}: {self.spike}")
+                self.log(f"warning: iteration {step}: {self.spike}")
             self.in_a_row = 0
             return StepVerdict.UPDATE
         if self.settings.on_spike == "skip":
@@ -133,7 +133,7 @@ class Watch:
 
     def _count_skip(self, step: int, why: str) -> None:
         self.in_a_row += 1
-        self.say(f"warning: iteration {step} is skipped: {why}")
+        self.log(f"warning: iteration {step} is skipped: {why}")
         if self.in_a_row >= IN_A_ROW:
             raise NumericsError(
                 f"iteration {step}: {IN_A_ROW} steps in a row had to be skipped",

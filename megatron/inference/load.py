@@ -74,7 +74,7 @@ def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     return record
 
 
-def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, say=lambda text: None):
+def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, log=lambda text: None):
     """The tokenizer of the training run, with `given` flags on top where its files have moved.
 
     Raises SettingsError when the run had none (mock data) or the vocabulary is too large for the model, DataError when
@@ -95,7 +95,7 @@ def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = N
             )
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
-    tokenizer = build_tokenizer(settings, say)
+    tokenizer = build_tokenizer(settings, log)
     if tokenizer.vocab_size > loaded.vocab_size:
         raise SettingsError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",

@@ -29,7 +29,7 @@ class Recipe:
     build_model:    (config, mesh, vocab_size, layers=, first=, last=, dtype=, device=) -> module of some of the layers,
                     whose forward takes (what the stage before sent, MicroBatch) and returns what goes to the next stage,
                     or (that, {name: sum}) where it has sums: the last one its losses and "tokens", those that count
-    build_datasets: (config, tokenizer, vocab_size, sizes, say) -> (train, valid, test), each a dataset or None
+    build_datasets: (config, tokenizer, vocab_size, sizes, log) -> (train, valid, test), each a dataset or None
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)

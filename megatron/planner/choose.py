@@ -173,30 +173,30 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
     return rules.check(settings, cluster.world_size)
 
 
-def automatic(config: schema.Config, say) -> tuple[schema.Config, list[Plan], SearchResult]:
+def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], SearchResult]:
     """(settings with what they leave open chosen, the best plans, the search). Says why.
 
     --auto-parallel leaves the layout open, --micro-batch-size auto the micro-batch alone.
     """
     if not config.planner.auto_parallel:
-        return _micro_batch(config, say)
+        return _micro_batch(config, log)
     outcome = find(config)
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
         raise nothing_fits(outcome)
     best = found.plans[0]
-    say(
+    log(
         f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
         f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
         f"in {outcome.seconds:.1f} s"
     )
-    say(plans(found, cluster, 5))
-    say(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}")
-    say(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
+    log(plans(found, cluster, 5))
+    log(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}")
+    log(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
 
 
-def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan], SearchResult]:
+def _micro_batch(config: schema.Config, log) -> tuple[schema.Config, list[Plan], SearchResult]:
     outcome = find_micro_batch(config)
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
@@ -204,13 +204,13 @@ def _micro_batch(config: schema.Config, say) -> tuple[schema.Config, list[Plan],
         [sentence] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
         raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {sentence}")
     best = found.plans[0]
-    say(
+    log(
         f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest, "
         f"{best.step.tokens_per_second(best.job):,.0f} tokens/s, of what divides {best.job.global_batch // best.layout.dp} "
         f"samples a rank and fits {best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, "
         f"{outcome.source})"
     )
-    say(f"  {sizes(found)}")
+    log(f"  {sizes(found)}")
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
 
 
@@ -227,7 +227,7 @@ def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> st
     return " ".join([*words, "--global-batch-size", str(global_batch)])
 
 
-def settled(config: schema.Config, say) -> tuple[schema.Config, list[str]]:
+def settled(config: schema.Config, log) -> tuple[schema.Config, list[str]]:
     """For a look at settings: (with what they leave open chosen, what keeps it from being chosen).
 
     A micro-batch that cannot be chosen is 1: the look will say why, together with everything else that is wrong.
@@ -235,8 +235,8 @@ def settled(config: schema.Config, say) -> tuple[schema.Config, list[str]]:
     if not rules.layout_is_open(config):
         return config, []
     try:
-        found = automatic(config, say)[0]
-        say("")
+        found = automatic(config, log)[0]
+        log("")
         return found, []
     except SettingsError as error:
         if config.planner.auto_parallel:

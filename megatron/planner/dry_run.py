@@ -20,19 +20,19 @@ from megatron.settings.spelling import settings_of
 from megatron.training import rules
 
 
-def dry_run(config: schema.Config, say=print) -> None:
+def dry_run(config: schema.Config, log=print) -> None:
     """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
-    config, unsettled = settled(config, say)
+    config, unsettled = settled(config, log)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
     if found.resolved:
         for section in _sections(found.resolved, found.job, found.layout, cluster, [source, found.remark]):
-            say(section + "\n")
+            log(section + "\n")
         for remark in [*rules.remarks(config, cluster.world_size), *_far(found.layout, cluster)]:
-            say(f"note: {remark}")
+            log(f"note: {remark}")
     if unsettled or found.problems:
         raise refusal(unsettled + found.problems)
-    say("dry run: nothing was found that cannot work")
+    log("dry run: nothing was found that cannot work")
 
 
 def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[str]) -> Iterator[str]:

@@ -310,7 +310,7 @@ def _optimizer(o: Optimizer, batch: Batch, steps: int) -> Optimizer:
 # The original ---------------------------------------------------------------------------------------------------------
 
 
-def original(config: Config, say) -> tuple[Config, int]:
+def original(config: Config, log) -> tuple[Config, int]:
     """(the command that a twin is of, its ranks): with the layout that --auto-parallel finds, and without need of files.
 
     Raises SettingsError with everything that cannot work.
@@ -321,7 +321,7 @@ def original(config: Config, say) -> tuple[Config, int]:
         from megatron.planner.choose import automatic
 
         planner = replace(config.planner, world_size=world_size)
-        config, _, _ = automatic(replace(config, planner=planner), say)
+        config, _, _ = automatic(replace(config, planner=planner), log)
     resolve(config, world_size)
     return config, world_size
 

@@ -38,26 +38,26 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
         config.kernels,
     )
 
-    def say(words: str) -> None:
+    def log(words: str) -> None:
         if context.first:
             print(words, flush=True)
 
     # Every rank could search by itself, but what a rank sees of its node's memory is its own.
-    layouts = _told_to_all(_search(config, say) if context.first else None, context)
+    layouts = _told_to_all(_search(config, log) if context.first else None, context)
     if isinstance(layouts, Exception):
         initialize.leave_job(context)
         raise layouts
     if config.planner.tune_steps and len(layouts) > 1:
-        layouts = _timed(config, recipe, layouts, context, say)
+        layouts = _timed(config, recipe, layouts, context, log)
     layout, batch = layouts[0]
     yield in_layout(config, layout, batch)
     initialize.leave_job(context)
 
 
-def _search(config: schema.Config, say):
+def _search(config: schema.Config, log):
     """The best layouts with their global batches; or the error, for all ranks to end with."""
     try:
-        _, plans, _ = automatic(config, say)
+        _, plans, _ = automatic(config, log)
     except Exception as error:
         return error
     return [(replace(plan.layout, parallel=None), plan.job.global_batch) for plan in plans[:TRIED]]
@@ -68,15 +68,15 @@ def _told_to_all(answer, context: initialize.RankContext):
 
 
 def _timed(
-    config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: initialize.RankContext, say
+    config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: initialize.RankContext, log
 ):
     """The layouts from the one that really is the fastest for a sample on."""
-    say(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
+    log(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
     found, world_size = [], context.mesh.world_size
     for layout, batch in layouts:
         settings = _lasting(resolve(_quiet(in_layout(config, layout, batch)), world_size))
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
-        say(
+        log(
             f"  {layout.short()}, micro-batch {layout.micro}, recompute "
             f"{layout.recompute.recompute_granularity or 'nothing'}: {text.duration(seconds)} a step, "
             f"{text.duration(seconds / batch)} a sample"
@@ -84,7 +84,7 @@ def _timed(
         found.append((seconds / batch, len(found), (layout, batch)))
     found.sort(key=lambda entry: entry[:2])
     layout, batch = found[0][-1]
-    say(f"chosen on {world_size} ranks: {chosen_flags(config, layout, batch)}")
+    log(f"chosen on {world_size} ranks: {chosen_flags(config, layout, batch)}")
     return [entry[-1] for entry in found]
 
 

@@ -25,13 +25,13 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     open_size = _open_size(settings)
     found, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
     s = record(settings, world_size)
-    return found + open_size + [rule.say(s) for rule in (*RULES, *NOT_YET, *rules) if rule.broken(s)], s
+    return found + open_size + [rule.message(s) for rule in (*RULES, *NOT_YET, *rules) if rule.broken(s)], s
 
 
 def remarks(settings: schema.Config, world_size: int, rules: Iterable["Rule"] = ()) -> list[str]:
     """What works and is probably not meant, one sentence each."""
     s = record(settings, world_size)
-    return [rule.say(s) for rule in (*rules, *REMARKS) if rule.broken(s)]
+    return [rule.message(s) for rule in (*rules, *REMARKS) if rule.broken(s)]
 
 
 def tokenizer_type(t: schema.TokenizerSettings, mock_data: bool) -> str | None:
@@ -124,10 +124,10 @@ def out_of_range(group) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken(s)` is true where the settings cannot work; `say(s)` tells so, with values that do."""
+    """`broken(s)` is true where the settings cannot work; `message(s)` tells so, with values that do."""
 
     broken: Callable[[SimpleNamespace], object]
-    say: Callable[[SimpleNamespace], str]
+    message: Callable[[SimpleNamespace], str]
 
 
 def record(settings: schema.Config, world: int) -> SimpleNamespace:

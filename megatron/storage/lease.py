@@ -30,7 +30,7 @@ LASTS, RENEWED, LOOKED, SETTLE = 60.0, 15.0, 1.0, 1.0  # seconds
 class Lease:
     """The right to write below a URL, for as long as this object is open and this process can reach the store."""
 
-    def __init__(self, folder: UrlPath, say: Callable[[str], None] = lambda text: None):
+    def __init__(self, folder: UrlPath, log: Callable[[str], None] = lambda text: None):
         """say: told when there is a wait for the lease of a job that may have ended.
 
         Raises Locked when another job holds it and is alive.
@@ -39,7 +39,7 @@ class Lease:
         self._token, self._renewals = secrets.token_hex(8), 0
         self._end = threading.Event()
         while not self._path.create(self._content()):
-            self._outlive(say)
+            self._outlive(log)
         self.check()  # a store that knows no If-None-Match lets the last writer win
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Lease:
             except Failure:
                 continue  # the store is away: once more in a while
 
-    def _outlive(self, say: Callable[[str], None]) -> None:
+    def _outlive(self, log: Callable[[str], None]) -> None:
         """Return when the lease that is there is gone. Raises Locked when its holder is alive."""
         found, since, told = _read(self._path), time.monotonic(), False
         while found is not None and not _has_ended(found):
@@ -97,7 +97,7 @@ class Lease:
                 break
             if not told:
                 told = True
-                say(
+                log(
                     f"{self.folder} was being written by {_holder(found)}: waiting up to {LASTS:.0f} s whether it still is"
                 )
             time.sleep(LOOKED)

@@ -173,7 +173,7 @@ class Metrics:
             + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
             for name, value in losses.items()
         )
-        self.say("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
+        self.log("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
             | losses
@@ -202,7 +202,7 @@ class Metrics:
     def _tell_startup(self, iteration: int, seconds: float) -> None:
         spent, self._startup = {**self._startup, "first step": round(seconds, 3)}, None
         total = round(sum(spent.values()), 3)
-        self.say(
+        self.log(
             f" > the first step was done {total:.1f} s after the start: "
             + ", ".join(f"{name} {value:.1f}" for name, value in spent.items())
         )
@@ -237,7 +237,7 @@ class Metrics:
 
     # -- output ------------------------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line without breaking the live progress line."""
         if not self.active:
             return
@@ -250,7 +250,7 @@ class Metrics:
     def _log(self, step: StepMetrics, times: dict[str, list[float]]) -> None:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
-        self.say(console_line(step, interval, self.run, rates))
+        self.log(console_line(step, interval, self.run, rates))
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
         self._track(tags, step.iteration, step.consumed_samples)
         self._tell_times(times, interval.steps, step.iteration, step.consumed_samples)
@@ -260,7 +260,7 @@ class Metrics:
         if not times:
             return
         means = {name: [seconds / steps for seconds in ranks] for name, ranks in times.items()}
-        self.say(table(means, self.settings.timing_log_option))
+        self.log(table(means, self.settings.timing_log_option))
         ends = {name: dict(min=round(least, 7), max=round(most, 7)) for name, (least, most) in spans(means).items()}
         if self.settings.timing_log_option == "all":
             ends = {name: both | dict(ranks=[round(one, 7) for one in means[name]]) for name, both in ends.items()}
@@ -273,7 +273,7 @@ class Metrics:
             try:
                 self.json.write(record)
             except OSError as error:  # a full disk must not end a training run for the sake of its log
-                self.say(f"warning: {self.json.file.name} is no longer written: {error}")
+                self.log(f"warning: {self.json.file.name} is no longer written: {error}")
                 self.json = None
 
     def _track(self, tags: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -281,7 +281,7 @@ class Metrics:
             try:
                 tracker.scalars(tags, iteration, consumed_samples)
             except OSError as error:
-                self.say(f"warning: {type(tracker).__name__} is no longer written: {error}")
+                self.log(f"warning: {type(tracker).__name__} is no longer written: {error}")
                 self.trackers.remove(tracker)
 
     def end(self, iteration: int, code: int, why: str) -> None:

@@ -28,11 +28,11 @@ ROWS, PRINTED, WIDTH = 40, 10, 60  # of a table in the file; of one in the log; 
 class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
-    say: prints a line of the log, once for all ranks.
+    log: prints a line of the log, once for all ranks.
     """
 
-    def __init__(self, config: schema.Config, rank: int, device: torch.device, say: Callable[[str], None]):
-        self.settings, self.rank, self.device, self.say = config.profiling, rank, device, say
+    def __init__(self, config: schema.Config, rank: int, device: torch.device, log: Callable[[str], None]):
+        self.settings, self.rank, self.device, self.log = config.profiling, rank, device, log
         self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
         self.chosen = self.settings.profile and self.rank in (self.settings.profile_ranks or [0])
         self.under_way: Optional[profile] = None
@@ -71,9 +71,9 @@ class Profiler:
             )
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
-        self.say(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
-        self.say(found)
-        self.say(_table(_without_phases(averages), self._sort(), PRINTED))
+        self.log(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
+        self.log(found)
+        self.log(_table(_without_phases(averages), self._sort(), PRINTED))
 
     def _sort(self) -> str:
         return "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"

@@ -29,7 +29,7 @@ SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products:
 SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured
 
 
-def measure(say, ranks: int = 1) -> Device:
+def measure(log, ranks: int = 1) -> Device:
     """Figures of one rank's device: the GPU, or this machine's cores divided by `ranks`."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     found = target.installed_gpu() if kind == "cuda" else None
@@ -40,21 +40,21 @@ def measure(say, ranks: int = 1) -> Device:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)))
         keep_memory()  # as training does
         figures |= dict(inner=links["bandwidth"], outer=links["bandwidth"], latency=links["latency"])
-        say(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")
+        log(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")
     figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
-    say(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
+    log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):
         best, rows = _products(kind, DTYPES[precision])
         figures["flops"][precision], figures["rows"] = best, rows
         figures["attention"][precision] = _attention(kind, DTYPES[precision])
-        say(
+        log(
             f"{precision}: products {best / 1e9:,.0f} GFLOP/s (half of it at {rows:.0f} rows), attention "
             f"{figures['attention'][precision] / 1e9:,.0f} GFLOP/s"
         )
     figures["flops"]["fp16"] = figures["flops"]["bf16"] if kind == "cuda" else figures["flops"]["fp32"] / 90
     figures["attention"]["fp16"] = figures["attention"]["bf16"]
     figures |= _ops(kind, figures)
-    say(
+    log(
         f"ops: {1e6 * figures['launch']:.1f} us each, elementwise work {figures['unfused']:.2f} x that of fused kernels"
     )
     return Device(**figures)

@@ -62,7 +62,7 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
         step=which.ckpt_step,
         vocab_size=how.vocab_size,
         heads=how.num_attention_heads,
-        say=lambda text: print(text, file=sys.stderr),
+        log=lambda text: print(text, file=sys.stderr),
     )
     print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
 

@@ -99,8 +99,8 @@ def _dataset(dump: DumpOptions, data: Data, vocab_size: Optional[int], eod: Opti
     which = SPLITS.index(dump.dataset)
     sizes = [0, 0, 0]
     sizes[which] = (dump.train_samples, dump.valid_samples, dump.test_samples)[which]
-    say = lambda text: print(text, file=sys.stderr, flush=True)
-    built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, say=say)
+    log = lambda text: print(text, file=sys.stderr, flush=True)
+    built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=log)
     dataset = built[which]
     if dataset is None:
         raise DataError(f"there is no {dump.dataset} data", do="check --split and the data paths")

@@ -126,9 +126,9 @@ class Supervisor:
         processes.adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
-        say(f"watching {self.beats}, logs in {self.logs}")
+        log(f"watching {self.beats}, logs in {self.logs}")
         if self.save is None:
-            say("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
+            log("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
         try:
             while True:
                 verdict = self.attempt()
@@ -172,7 +172,7 @@ class Supervisor:
     def requeue(self) -> bool:
         number = slurm.job()
         if number is None:
-            say("--on-preempt requeue: this is no SLURM job")
+            log("--on-preempt requeue: this is no SLURM job")
         return number is not None and slurm.requeue(number)
 
     def shrink(self) -> bool:
@@ -180,10 +180,10 @@ class Supervisor:
         try:
             fewer, command = fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
         except Failure as failure:
-            say(f"no fewer ranks: {failure}")
+            log(f"no fewer ranks: {failure}")
             return False
         then = commands.config_of(command).parallel
-        say(
+        log(
             f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
             f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}"
         )
@@ -197,7 +197,7 @@ class Supervisor:
         if attempt.wall > FRESH_START or attempt.last_step > attempt.first_step > 0:
             self.delay = self.settings.backoff
         start = time.monotonic()
-        say(f"restart {len(self.attempts)} of {self.settings.max_restarts} in {self.delay:.0f} s")
+        log(f"restart {len(self.attempts)} of {self.settings.max_restarts} in {self.delay:.0f} s")
         while time.monotonic() - start < self.delay and not self.asked_to_stop:
             time.sleep(min(0.1, self.delay))
         attempt.waited = time.monotonic() - start
@@ -216,7 +216,7 @@ class Supervisor:
             where = f"account: {path}"
         except OSError as error:  # the job's own end counts
             where = f"the account could not be written: {error}"
-        say(f"{found.text()}\n  {where}")
+        log(f"{found.text()}\n  {where}")
         return code
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
@@ -232,11 +232,11 @@ class Supervisor:
         self.attempts.append(attempt)
         self.log, self.log_at = unused(self.logs, number), 0
         at = commands.newest_checkpoint(self.save)
-        say(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
-        with self.log.open("wb") as log:
+        log(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
+        with self.log.open("wb") as output:
             job = subprocess.Popen(
                 words,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -267,7 +267,7 @@ class Supervisor:
                 self.pass_on(job, beats)
             if asked is not None:
                 if now - asked > self.settings.grace:
-                    say(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
+                    log(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
                     return False
                 continue
             if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
@@ -295,25 +295,25 @@ class Supervisor:
     def tell_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
         """Say which rank does what, culprits first."""
         if not beats:
-            say("no rank has come to life (--start-timeout)")
+            log("no rank has come to life (--start-timeout)")
             return
         numbers = ", ".join(str(beat.rank) for beat in over)
-        say(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
+        log(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
         for line in explain(standstills(beats, self.beats, silent)):
-            say(f"  {line}")
+            log(f"  {line}")
 
     def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
         """Ask the ranks themselves to save and stop: a launcher would give them little time."""
         name = signal.Signals(self.asked_to_stop).name
         near = [beat for beat in beats if processes.alive_here(beat)]
         if any(beat.step and beat.ended is None for beat in beats):
-            say(f"{name}: the job is asked to save and stop")
+            log(f"{name}: the job is asked to save and stop")
             for beat in near:  # one of them is enough: ranks agree
                 processes.send(beat.pid, signal.SIGTERM)
             if not near:
                 ask(self.beats, STOP)
         else:
-            say(f"{name}: the job had not begun to train")
+            log(f"{name}: the job had not begun to train")
             processes.send(job.pid, signal.SIGTERM)
 
     def end(self, job: subprocess.Popen, beats: list[Beat]) -> None:
@@ -321,7 +321,7 @@ class Supervisor:
         start = time.monotonic()
         for step in sorted({beat.slurm_step for beat in beats if beat.slurm_step and beat.ended is None}):
             if not slurm.kill_step(step):
-                say(f"SLURM does not end the step {step}")
+                log(f"SLURM does not end the step {step}")
         if job.poll() is None:
             processes.send(job.pid, signal.SIGTERM)
         left = processes.end_descendants(os.getpid(), waited_for=job.pid)
@@ -330,15 +330,15 @@ class Supervisor:
             if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
                 time.sleep(0.05)
                 left += [beat.pid] * processes.alive_here(beat)
-        say(
+        log(
             f"the job's processes were ended in {time.monotonic() - start:.1f} s"
             + (f"; these would not go: {left}" if left else "")
         )
 
     def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> JobVerdict:
         """What became of an attempt."""
-        log = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
-        codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(log)
+        output = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
+        codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(output)
         if returned == 0 and not (codes and all(codes)):  # a script may end with 0 all the same: torchrun ... | tee log
             codes = [0]
         if hung:
@@ -352,14 +352,14 @@ class Supervisor:
             attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
             attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
         why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
-        say(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
+        log(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
         return verdict
 
     def copy_log(self) -> None:
         """What the job has said since the last time, on our own output."""
-        with self.log.open("rb") as log:
-            log.seek(self.log_at)
-            new = log.read()
+        with self.log.open("rb") as output:
+            output.seek(self.log_at)
+            new = output.read()
         self.log_at += len(new)
         if new:
             put_out(new)
@@ -434,7 +434,7 @@ def heartbeat_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{born(own)}.", dir=where))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of the supervisor among those of the job."""
     put_out(f"[supervise {time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
 

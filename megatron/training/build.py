@@ -59,12 +59,12 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     heart.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
     config = replace(config, precision=replace(config.precision, precision=precision))
-    say = _speaker(context)
+    log = _logger(context)
     if context.device.type == "cpu":
         keep_memory()
-    tokenizer, vocab_size = build_vocabulary(config, say)
-    saver = open_saver(config.checkpoint, context, say)  # before the work: a locked or read-only folder is told at once
-    refuse_other_vocabulary(all_paths(config.data, say), tokenizer)
+    tokenizer, vocab_size = build_vocabulary(config, log)
+    saver = open_saver(config.checkpoint, context, log)  # before the work: a locked or read-only folder is told at once
+    refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
@@ -87,24 +87,24 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
     heart.beat("index")
     if config.data.verify_data:
-        verify_data(config.data, context, say)
+        verify_data(config.data, context, log)
     datasets = recipe.build_datasets(
-        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), say
+        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), log
     )
     if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     train, valid, test = build_batches(config, context, datasets, tokenizer)
     lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
-    say(summary(config, context, facts, state))
+    log(summary(config, context, facts, state))
     if len(pipeline.stages) > 1 and context.first:
-        say(f" > {pipeline.describe(micros_of(config, context))}")
+        log(f" > {pipeline.describe(micros_of(config, context))}")
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
-        say(resumed(config, record, state, lengths, context.mesh.sizes))
+        log(resumed(config, record, state, lengths, context.mesh.sizes))
         if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
             notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
-        say(f"note: {notice}")
+        log(f"note: {notice}")
     return Run(
         config=config,
         context=context,
@@ -122,8 +122,8 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         metrics=build_metrics(config, context, facts, state),
         watch=watch,
         state=state,
-        recorder=recorder_of(config, context, pipeline, state.iteration, say),
-        profiler=Profiler(config, context.mesh.rank, context.device, say),
+        recorder=recorder_of(config, context, pipeline, state.iteration, log),
+        profiler=Profiler(config, context.mesh.rank, context.device, log),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
     )
 
@@ -131,24 +131,24 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
 def build_watch(config: schema.Config, context: RankContext, heart: Heartbeat) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
-    heart.say_place(mesh.place)
+    heart.note_place(mesh.place)
     return Watch(
         config.guard,
         minutes=config.batch.exit_duration_in_mins,
         heart=heart,
         rank=mesh.rank,
-        say=_speaker(context),
+        log=_logger(context),
         exchange=exchange_over(context),
         counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
     )
 
 
-def _speaker(context: RankContext):
-    def say(text: str) -> None:
+def _logger(context: RankContext):
+    def log(text: str) -> None:
         if context.first:
             print(text, flush=True)
 
-    return say
+    return log
 
 
 def exchange_over(context: RankContext):
@@ -159,12 +159,12 @@ def exchange_over(context: RankContext):
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
+def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """(tokenizer or None, size of the vocabulary without padding)."""
     settings = config.tokenizer
     if settings.tokenizer_type is None and config.data.mock_data and settings.vocab_size:
         return None, settings.vocab_size
-    tokenizer = build_tokenizer(settings, say)
+    tokenizer = build_tokenizer(settings, log)
     if (
         settings.vocab_size
         and settings.vocab_size < tokenizer.vocab_size
@@ -177,13 +177,13 @@ def build_vocabulary(config: schema.Config, say) -> tuple[Optional[Any], int]:
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 
-def all_paths(data: schema.Data, say) -> list[str]:
+def all_paths(data: schema.Data, log) -> list[str]:
     """Every prefix that is read, on this machine, weights between them."""
     lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return [nearby(word, data.data_cache_path, say) for words in lists for word in words or ()]
+    return [nearby(word, data.data_cache_path, log) for words in lists for word in words or ()]
 
 
-def verify_data(data: schema.Data, context: RankContext, say) -> None:
+def verify_data(data: schema.Data, context: RankContext, log) -> None:
     """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
     given = {
         f"--{name.replace('_', '-')}": getattr(data, name)
@@ -195,7 +195,7 @@ def verify_data(data: schema.Data, context: RankContext, say) -> None:
     try:
         for prefix in prefixes:
             problems += manifest.verify(
-                nearby(prefix, data.data_cache_path, say), context.mesh.rank, context.mesh.world_size
+                nearby(prefix, data.data_cache_path, log), context.mesh.rank, context.mesh.world_size
             )
     except DataError as missing:
         problems.append(str(missing))
@@ -204,7 +204,7 @@ def verify_data(data: schema.Data, context: RankContext, say) -> None:
         raise DataError(
             "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
         )
-    say(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
+    log(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
 
 
 def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
@@ -245,7 +245,7 @@ def build_batches(config: schema.Config, context: RankContext, datasets, tokeniz
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def open_saver(settings: schema.Checkpoint, context: RankContext, say) -> Optional[Keeper]:
+def open_saver(settings: schema.Checkpoint, context: RankContext, log) -> Optional[Keeper]:
     """The right to write into `--save`; None without it."""
     if settings.save is None:
         return None
@@ -254,7 +254,7 @@ def open_saver(settings: schema.Checkpoint, context: RankContext, say) -> Option
     if settings.async_save and mesh.world_size > 1:
         store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
         exchange = exchange_through(store, mesh.rank, mesh.world_size, patience=SLOWEST_WRITER)
-    return Keeper(settings, rank=mesh.rank, exchange=exchange, say=say)
+    return Keeper(settings, rank=mesh.rank, exchange=exchange, log=log)
 
 
 SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
@@ -387,7 +387,7 @@ def wire_of(config: schema.Config, context: RankContext, dtype: torch.dtype, pip
     return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
-def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline, done: int, say) -> Optional[Recorder]:
+def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline, done: int, log) -> Optional[Recorder]:
     """What records a step for `--pipeline-timeline`; None without it. done: steps before this start."""
     path = config.parallel.pipeline_timeline
     if path is None:
@@ -395,7 +395,7 @@ def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline,
     if context.first and not Path(path).absolute().parent.is_dir():
         raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
     if total_iterations(config.batch, context.mesh.dp.size) - done < STEP:
-        say(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
+        log(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
     return Recorder(path, pipeline, context.mesh)
 
 

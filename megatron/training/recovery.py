@@ -17,7 +17,7 @@ from megatron.training.state import Run
 def pass_over(run: Run, size: int) -> StepMetrics:
     """A step whose samples are not trained on."""
     state = run.state
-    run.metrics.say(
+    run.metrics.log(
         f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
         f"{state.consumed_samples + size - 1}"
     )
@@ -48,7 +48,7 @@ def rewind(run: Run) -> None:
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
     run.metrics.rewind(back.iteration)
-    run.metrics.say(
+    run.metrics.log(
         f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
         f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
         f"{max(first, target + 1)} to {spike} will be left out"
@@ -74,7 +74,7 @@ def stopped(run: Run, stop: Stop) -> None:
     if run.saver:
         run.saver.wait()  # until the checkpoint is durable
     saved = f"saved in {run.config.checkpoint.save}" if run.saver else "nothing is saved: there is no --save"
-    run.metrics.say(f"stopping at iteration {run.state.iteration}: {stop.why}")
+    run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         raise Preempted(
             f"stopped at iteration {run.state.iteration}: {stop.why}",

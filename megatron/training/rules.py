@@ -64,7 +64,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 def idle(settings: schema.Config, world_size: int) -> list[str]:
     """Those of the remarks that tell of settings without effect: harmless, and a sign that another one was forgotten."""
     s = rules.record(settings, world_size)
-    return [rule.say(s) for rule in idle_of(settings) if rule.broken(s)]
+    return [rule.message(s) for rule in idle_of(settings) if rule.broken(s)]
 
 
 def layout_is_open(settings: schema.Config) -> bool:

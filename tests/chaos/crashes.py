@@ -242,10 +242,10 @@ def token_scene(prepare, work, earlier: bool) -> Scene:
 # ---- index caches ----------------------------------------------------------------------------------------------------
 
 
-def build_cache(folder: Path, say=lambda text: None) -> dict[str, np.ndarray]:
+def build_cache(folder: Path, log=lambda text: None) -> dict[str, np.ndarray]:
     """An entry of two arrays, as with --data-cache-path."""
     made = dict(squares=np.arange(900) ** 2, pairs=np.arange(60).reshape(30, 2))
-    return cached_arrays(folder / "cache", "maps", dict(n=900), lambda: made, say=say, required=True)
+    return cached_arrays(folder / "cache", "maps", dict(n=900), lambda: made, log=log, required=True)
 
 
 def check_cache(folder: Path, ended: bool) -> Optional[str]:

@@ -199,7 +199,7 @@ class Tokens(Subject):
         """Samples of it, as training has them."""
         said: list[str] = []
         data = Data(data_path=[self.prefix], split="8,2,0", data_cache_path=str(self.folder / "cache"))
-        train, valid, _ = build_datasets(data, 16, (300, 30, 0), 7, vocab_size=99, say=said.append)
+        train, valid, _ = build_datasets(data, 16, (300, 30, 0), 7, vocab_size=99, log=said.append)
         self.said = said
         return [split[i].tobytes() for split in (train, valid) for i in range(0, len(split), 7)]
 

@@ -106,7 +106,7 @@ def of_megatron(folder: Path) -> list[Place]:
     theirs.parent.mkdir(parents=True)
     tracker = folder / "theirs" / TRACKER
     tracker.write_text("300")
-    convert = partial(megatron_lm.convert, folder / "theirs", folder / "out", {}, say=lambda text: None)
+    convert = partial(megatron_lm.convert, folder / "theirs", folder / "out", {}, log=lambda text: None)
     return [Place(theirs, convert), Place(tracker, convert)]
 
 

@@ -88,7 +88,7 @@ def one_cache(folder: Path, seed: int) -> Got:
 
         def job(who: int, number=number, build=build) -> None:
             arrays = cached_arrays(
-                folder / "cache", "squares", dict(n=number), build, say=lambda text: None, required=True
+                folder / "cache", "squares", dict(n=number), build, log=lambda text: None, required=True
             )
             assert arrays["squares"][31] == 961
 

@@ -34,7 +34,7 @@ def run(tmp_path):
     def save(where, steps, **more):
         said = []
         settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
-        keeper = Keeper(settings, say=said.append)
+        keeper = Keeper(settings, log=said.append)
         for step in steps:
             keeper.save(step, pieces(step), {})
             if step != steps[-1] and keeper._copies:  # so that retention finds both places alike
@@ -115,7 +115,7 @@ def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_copy_synced", slow)
     said = []
     settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(tmp_path / "copy"), keep_last=1)
-    keeper = Keeper(settings, say=said.append)
+    keeper = Keeper(settings, log=said.append)
     keeper.save(1, pieces(1), {})
     assert begun.wait(60)
     keeper.save(2, pieces(2), {})
@@ -129,7 +129,7 @@ def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):
 
 def test_one_that_retention_has_taken_is_passed_over(tmp_path):
     said = []
-    copies = Copies(str(tmp_path / "copy"), say=said.append)
+    copies = Copies(str(tmp_path / "copy"), log=said.append)
     copies.add(tmp_path / "iter_0000009")
     copies.close()
     assert said == []

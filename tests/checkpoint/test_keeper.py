@@ -75,7 +75,7 @@ def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkey
     go, said = threading.Event(), []
     write = store.write_shard
     monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(200), write(*args))[1])
-    keeper = Keeper(settings(tmp_path, async_save=True), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=True), log=said.append)
     pieces = pieces_of(1)
     stall = keeper.save(1, pieces, {})
     assert not checkpoints(tmp_path) and "requested checkpoint at iteration" in said[0] and stall < 100
@@ -100,7 +100,7 @@ def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
         return size
 
     monkeypatch.setattr(state, "write_shard", slow)
-    keeper = Keeper(settings(tmp_path, async_save=True), say=lambda text: None)
+    keeper = Keeper(settings(tmp_path, async_save=True), log=lambda text: None)
     for iteration in (1, 2, 3):
         keeper.save(iteration, pieces_of(iteration), {})
     keeper.close()
@@ -108,7 +108,7 @@ def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
 
 
 def test_an_error_of_the_writer_reaches_training(tmp_path):
-    keeper = Keeper(settings(tmp_path, async_save=True), say=lambda text: None)
+    keeper = Keeper(settings(tmp_path, async_save=True), log=lambda text: None)
     keeper.save(1, [piece._replace(shape=(5, 3)) for piece in pieces_of(1)], {})  # a hole of three elements
     with pytest.raises(CheckpointError, match="do not make the tensor"):
         keeper.save(2, pieces_of(2), {})
@@ -123,7 +123,7 @@ def test_without_memory_training_waits_for_the_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Snapshot, "take", none)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=True), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=True), log=said.append)
     keeper.save(1, pieces_of(1), {})
     assert value_of(tmp_path, 1) == {1.0} and "no memory to save in the background" in said[0]
     keeper.close()
@@ -136,7 +136,7 @@ def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_p
         seen = []
         keeper = Keeper(
             settings(tmp_path / name, async_save=True, save_interval=schema.AUTO),
-            say=lambda text: None,
+            log=lambda text: None,
             exchange=lambda value: seen.append(type(value[0])) or [value],
         )
         for iteration in (1, 2):
@@ -175,7 +175,7 @@ def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
 @pytest.mark.parametrize("background", [False, True])
 def test_a_failed_save_is_tried_again(tmp_path, monkeypatch, background):
     tried, said = fail(monkeypatch, 2), []
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=2), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=2), log=said.append)
     keeper.save(1, pieces_of(1), {})
     keeper.close()
     assert len(tried) == 3 and value_of(tmp_path, 1) == {1.0}
@@ -187,7 +187,7 @@ def test_a_failed_save_is_tried_again(tmp_path, monkeypatch, background):
 def test_training_ends_at_max_failed_saves_in_a_row(tmp_path, monkeypatch, background):
     fail(monkeypatch, 5)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=0, max_failed_saves=3), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=0, max_failed_saves=3), log=said.append)
 
     def saved(iteration):
         keeper.save(iteration, pieces_of(iteration), {})
@@ -208,17 +208,17 @@ def test_training_ends_at_max_failed_saves_in_a_row(tmp_path, monkeypatch, backg
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch, background):
     fail(monkeypatch, 9)
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=1), say=lambda text: None)
+    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=1), log=lambda text: None)
     keeper.save(1, pieces_of(1), {})
     with pytest.raises(StorageError, match="disk full"):
         keeper.close()
-    Keeper(settings(tmp_path), say=lambda text: None).close()  # the lock is free
+    Keeper(settings(tmp_path), log=lambda text: None).close()  # the lock is free
 
 
 def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
     fail(monkeypatch, 9)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
     keeper.save(1, pieces_of(1), {})
     keeper.close(patience=200)
     assert any("IS LOST" in line for line in said)
@@ -227,7 +227,7 @@ def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
 def test_a_writer_that_waits_for_a_lost_rank_is_given_up(tmp_path, monkeypatch):
     hold, said = threading.Event(), []
     monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(200))
-    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), say=said.append)
+    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
     keeper.save(1, pieces_of(1), {})
     keeper.close(patience=0.05)
     hold.set()
@@ -238,7 +238,7 @@ def test_the_mirror_takes_what_the_folder_does_not(tmp_path, monkeypatch):
     home, mirror = tmp_path / "home", tmp_path / "mirror"
     fail(monkeypatch, 99, only=lambda folder: home in folder.parents)
     said = []
-    keeper = Keeper(settings(home, save_mirror=str(mirror), save_retries=1, max_failed_saves=1), say=said.append)
+    keeper = Keeper(settings(home, save_mirror=str(mirror), save_retries=1, max_failed_saves=1), log=said.append)
     keeper.save(1, pieces_of(1), {})
     keeper.save(2, pieces_of(2), {})
     keeper.close()
@@ -250,7 +250,7 @@ def test_when_the_mirror_fails_too_the_save_failed(tmp_path, monkeypatch):
     fail(monkeypatch, 99)
     keeper = Keeper(
         settings(tmp_path / "a", save_mirror=str(tmp_path / "b"), save_retries=0, max_failed_saves=1),
-        say=lambda text: None,
+        log=lambda text: None,
     )
     with pytest.raises(StorageError, match="disk full"):
         keeper.save(1, pieces_of(1), {})
@@ -260,7 +260,7 @@ def test_when_the_mirror_fails_too_the_save_failed(tmp_path, monkeypatch):
 
 
 def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch):
-    keeper = Keeper(settings(tmp_path, keep_last=1, save_retries=0, max_failed_saves=1), say=lambda text: None)
+    keeper = Keeper(settings(tmp_path, keep_last=1, save_retries=0, max_failed_saves=1), log=lambda text: None)
     keeper.save(1, pieces_of(1), {})
     write = store.write_shard
 
@@ -292,7 +292,7 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
     ],
 )
 def test_what_is_kept(tmp_path, keep_last, every, left):
-    keeper = Keeper(settings(tmp_path, keep_last=keep_last, save_retain_interval=every), say=lambda text: None)
+    keeper = Keeper(settings(tmp_path, keep_last=keep_last, save_retain_interval=every), log=lambda text: None)
     for iteration in range(1, 8):
         keeper.save(iteration, pieces_of(iteration), {})
     keeper.close()
@@ -349,7 +349,7 @@ def test_ranks_save_in_the_background_and_agree_on_failures(run_ranks, tmp_path)
             settings(tmp_path, async_save=True, save_retries=0, max_failed_saves=2),
             rank=rank,
             exchange=exchange_of(rank, 2),
-            say=said.append,
+            log=said.append,
         )
         stopped = None
         for iteration in range(1, 6):
@@ -382,7 +382,7 @@ def test_dalys_interval_loses_the_least_time():
 def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background, monkeypatch):
     clock, said = itertools.count(0, 0.001), []  # a step takes no longer than to look at the clock
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
-    keeper = Keeper(settings(tmp_path, save_interval=schema.AUTO, async_save=background), say=said.append)
+    keeper = Keeper(settings(tmp_path, save_interval=schema.AUTO, async_save=background), log=said.append)
     steps = [step for step in range(3, 60) if keeper.due(step) and keeper.save(step, pieces_of(step), {}) is not None]
     keeper.close()
     assert steps == [3 + module.FIRST_AUTO]
@@ -440,7 +440,7 @@ def test_kill_9_while_the_thread_writes(memory_folder):
         child = os.fork()
         if child == 0:
             try:
-                keeper = Keeper(settings(folder, async_save=True, keep_last=2), say=lambda text: None)
+                keeper = Keeper(settings(folder, async_save=True, keep_last=2), log=lambda text: None)
                 for iteration in itertools.count(1):
                     keeper.save(iteration, pieces_of(iteration), {})
             finally:

@@ -529,7 +529,7 @@ def test_the_lease_of_another_machine_lapses_and_its_holder_cannot_commit(bucket
     path = location(bucket) / lease.NAME
     path.write_bytes(json.dumps({**json.loads(path.read_bytes()), "machine": "another one"}).encode())
     told, started = [], time.monotonic()
-    second = Saver(bucket, say=told.append)
+    second = Saver(bucket, log=told.append)
     assert time.monotonic() - started > lease.LASTS and "waiting up to" in told[0]
     with pytest.raises(Locked, match="taken over") as caught:
         first.save(2, pieces_of(-2), {})
@@ -657,7 +657,7 @@ def test_copies_go_from_and_to_a_store(source, target, bucket, tmp_path):
     places = dict(here=[str(tmp_path / "a"), str(tmp_path / "b")], there=[f"{bucket}/a", f"{bucket}/b"])
     start, end = places[source][0], places[target][1]
     told = []
-    copies = Copies(end, keep_last=1, say=told.append)
+    copies = Copies(end, keep_last=1, log=told.append)
     for iteration in (1, 2):
         copies.add(save(start, iteration))
     copies.add(save(start, 2, value=22))
@@ -675,7 +675,7 @@ def test_a_copy_in_which_a_byte_differs_does_not_appear(bucket, tmp_path, monkey
     real = urls.filesystem(bucket.partition(":")[0], os.getpid())
     bad = Bad(real, _flipped, ("iter_0000001", "shard"), 10**6)
     monkeypatch.setattr(urls, "filesystem", lambda protocol, process: bad)
-    copies = Copies(bucket, say=told.append)
+    copies = Copies(bucket, log=told.append)
     copies.add(path)
     copies.close()
     assert "is not what was copied" in told[0] and not checkpoints(location(bucket))

@@ -170,7 +170,7 @@ def test_cache_is_used_and_repaired(tmp_path):
     prefix = write_tokens(tmp_path / "a", [7] * 40)
     cache, said = tmp_path / "cache", []
     data = Data(data_path=[prefix], split="1,0,0", data_cache_path=str(cache))
-    build = lambda seed=1, size=60: build_datasets(data, 4, (size, 0, 0), seed, say=said.append)[0]
+    build = lambda seed=1, size=60: build_datasets(data, 4, (size, 0, 0), seed, log=said.append)[0]
     first = build()
     assert len(said) == 1 and isinstance(first.shuffle_index.base, np.memmap)
     build(), build(size=65)  # 65 samples take the same epochs
@@ -210,7 +210,7 @@ def test_cache_folder_that_cannot_be_written(tmp_path):
     prefix = write_tokens(tmp_path / "a", [7] * 40)
     (tmp_path / "index_cache").write_text("a file where the folder should be")
     said = []
-    train = build_datasets(Data(data_path=[prefix]), 4, (60, 0, 0), 1, say=said.append)[0]
+    train = build_datasets(Data(data_path=[prefix]), 4, (60, 0, 0), 1, log=said.append)[0]
     assert len(train) >= 60 and any("--data-cache-path" in line for line in said)
     data = Data(data_path=[prefix], data_cache_path=str(tmp_path / "index_cache"))
     with pytest.raises(StorageError, match="index_cache"):

@@ -34,7 +34,7 @@ def ask(folder, log, seconds=0.0, die_at=None, say=quiet):
             os.kill(os.getpid(), signal.SIGKILL)
         return dict(squares=np.arange(1000) ** 2)
 
-    arrays = cached_arrays(folder, "squares", dict(n=1000), build, say=say)
+    arrays = cached_arrays(folder, "squares", dict(n=1000), build, log=say)
     assert arrays["squares"][31] == 961
     return arrays
 
@@ -106,7 +106,7 @@ def test_without_locks_what_a_quicker_builder_made_stays(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks available")
 
     def slow():
-        cached_arrays(tmp_path, "squares", {}, quick, say=quiet)  # as on another node
+        cached_arrays(tmp_path, "squares", {}, quick, log=quiet)  # as on another node
         made.append(next(tmp_path.glob("squares-*/index.json")).stat().st_ino)
         return quick()
 
@@ -115,7 +115,7 @@ def test_without_locks_what_a_quicker_builder_made_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     made = []
-    assert cached_arrays(tmp_path, "squares", {}, slow, say=quiet)["squares"][3] == 9
+    assert cached_arrays(tmp_path, "squares", {}, slow, log=quiet)["squares"][3] == 9
     assert [path.stat().st_ino for path in tmp_path.glob("squares-*/index.json")] == made
     assert not list(tmp_path.glob("*.building-*"))
 
@@ -125,7 +125,7 @@ def test_a_failing_build_leaves_nothing(tmp_path):
         raise ValueError("no memory")
 
     with pytest.raises(ValueError, match="no memory"):
-        cached_arrays(tmp_path, "x", {}, fail, say=quiet)
+        cached_arrays(tmp_path, "x", {}, fail, log=quiet)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -138,4 +138,4 @@ def test_a_full_disk(tmp_path, monkeypatch):
     ask(tmp_path, tmp_path / "log", say=said.append)
     assert "stay in memory" in said[0] and "No space left" in said[0]
     with pytest.raises(index_cache.StorageError, match="No space left"):
-        cached_arrays(tmp_path, "x", {}, lambda: dict(a=np.zeros(3)), say=quiet, required=True)
+        cached_arrays(tmp_path, "x", {}, lambda: dict(a=np.zeros(3)), log=quiet, required=True)

@@ -203,7 +203,7 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(stage, tmp_path):
     for number, (saving, loading) in enumerate((({}, where), (where, {}), (where, where))):
         model, optimizer = build(stage=stage, dtype=torch.bfloat16, **saving)
         train(model, optimizer, steps=2)
-        keeper = Keeper(schema.Checkpoint(save=str(tmp_path / f"{number}")), say=lambda text: None)
+        keeper = Keeper(schema.Checkpoint(save=str(tmp_path / f"{number}")), log=lambda text: None)
         keeper.save(2, optimizer.pieces(counted=True), {})
         keeper.close()
         train(model, optimizer, steps=2, first=2)

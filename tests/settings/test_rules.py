@@ -264,7 +264,7 @@ def test_every_rule_speaks_in_flags():
     assert len(rules) > len(RULES) > 0
     for rule in rules:
         assert not rule.broken(s)
-        said = rule.say(s)  # "" where it lists what is wrong, and nothing is
+        said = rule.message(s)  # "" where it lists what is wrong, and nothing is
         assert flags_of(said) <= FLAGS and (flags_of(said) or not said), said
 
 

@@ -118,7 +118,7 @@ def test_silent_ranks_print_and_open_nothing(tmp_path, clock, capsys):
     with Metrics(logging, RunSizes(2, 16), active=False) as metrics:
         take(metrics, clock, 1.0, step(1))
         metrics.record_eval(1, 8, {"lm loss": 1.0})
-        metrics.say("nothing")
+        metrics.log("nothing")
     assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
 
 

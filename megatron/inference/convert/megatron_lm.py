@@ -96,7 +96,7 @@ def convert(
     step: Optional[int] = None,
     vocab_size: Optional[int] = None,
     heads: Optional[int] = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> list[str]:
     """Write the weights of a checkpoint as a folder of checkpoints; returns what the user should hear.
 
@@ -114,7 +114,7 @@ def convert(
     def shards() -> Iterator[list[Piece]]:
         seen: set[str] = set()
         for part in parts:
-            say(f"reading {part.path}")
+            log(f"reading {part.path}")
             with _facts_and_tensors(part) as (facts, shapes, get):
                 pieces = list(_pieces(part, facts, shapes, get, model, wanted, sizes))
                 seen |= {piece.name for piece in pieces}

@@ -21,14 +21,14 @@ from megatron.training import rules
 STEPS = 4  # of the twin: the first one warms up
 
 
-def preflight(config: schema.Config, recipe: Recipe, say=print, env: Mapping[str, str] = os.environ) -> None:
+def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str, str] = os.environ) -> None:
     """Check everything. Raises SettingsError on every rank if anything failed.
 
     recipe: what is trained; env: says which rank of how many this is, as torchrun sets it
     """
     here = rank_env.ranks(env)
-    report = PreflightReport(say if here.rank == 0 else lambda text: None)
-    config, unsettled = settled(config, report.say)
+    report = PreflightReport(log if here.rank == 0 else lambda text: None)
+    config, unsettled = settled(config, report.log)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
     found = replace(found, settings=unsettled + found.settings)

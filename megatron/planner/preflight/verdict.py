@@ -31,13 +31,13 @@ class Check(NamedTuple):
 class PreflightReport:
     """Says every check as it comes and remembers those that failed."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say, self.checks = say, []
+    def __init__(self, log: Callable[[str], None]):
+        self.log, self.checks = log, []
 
     def add(self, *checks: Check) -> None:
         for check in checks:
             self.checks.append(check)
-            self.say(check.line)
+            self.log(check.line)
 
     @property
     def failed(self) -> list[Check]:
@@ -47,7 +47,7 @@ class PreflightReport:
         """Raise SettingsError with everything that failed, or say that nothing did."""
         if self.failed:
             raise refusal(self.failed, len(self.checks))
-        self.say(f"preflight: all {len(self.checks)} checks passed")
+        self.log(f"preflight: all {len(self.checks)} checks passed")
 
 
 def refusal(failed: list[Check], number: int) -> SettingsError:
