@@ -39,11 +39,17 @@ def test_commands_run_as_written(bash, quickstart, block, said):
     assert [words for words in said if words not in out] == []
 
 
+def line_of_own_text(script: str) -> str:
+    """The README's command with one's own text that starts a script."""
+    lines = BLOCKS[2].replace("\\\n", " ").splitlines()
+    return next(line for line in lines if f"{script}.py" in line)
+
+
 def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstart):
     """What the README says of the command that it shows: with more --train-iters the bits are those of a longer run."""
-    lines = BLOCKS[2].replace("\\\n", " ").splitlines()
-    tokens = next(line for line in lines if "preprocess_data.py" in line).replace("runs/own", "runs/longer")
-    train = next(line for line in lines if "pretrain_gpt.py" in line).replace("runs/own", "runs/longer")
+    tokens, train = (
+        line_of_own_text(name).replace("runs/own", "runs/longer") for name in ("preprocess_data", "pretrain_gpt")
+    )
     longer = train.replace("--train-iters 20", "--train-iters 40")
     once = longer.replace("runs/longer/checkpoints", "runs/longer/at_once")
     assert longer != train and once != longer and "--train-iters 40" in README
@@ -55,7 +61,7 @@ def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstar
 def test_commands_for_gpus_are_possible_runs(bash, quickstart):
     """The README's commands that need GPUs: their settings can work on the ranks that they start."""
     block = re.search(r"```sh\n(.*?)```", README, re.S)[1].replace("\\\n", " ")
-    looked = []
+    looked = ["source .venv/bin/activate", line_of_own_text("preprocess_data")]
     for line in block.splitlines():
         words = line.split()
         if words and words[0] == "torchrun":
