@@ -32,7 +32,7 @@ CHECKPOINT = re.compile(r"iter_(\d{7,})")
 
 
 def script_at(words: list[str]) -> int:
-    """Where the training script stands in the command; behind it are its own flags."""
+    """Where the training script, or the module behind -m, stands in the command; behind it are its own flags."""
     for number, word in enumerate(words):
         name = Path(word).name
         if (
@@ -40,10 +40,10 @@ def script_at(words: list[str]) -> int:
             and word.endswith(".py")
             or name.startswith(("pretrain", "auto_"))
             and (word.endswith(".sh"))
-            or number
-            and words[number - 1] == "-m"
-            and word != "torch.distributed.run"
         ):
+            return number
+    for number in range(1, len(words)):
+        if words[number - 1] == "-m" and "." in words[number] and not words[number].startswith("torch."):
             return number
     raise SettingsError(
         f"no training script (pretrain_*.py, scripts/pretrain_*.sh, -m a.module) in: {' '.join(words)}",

@@ -132,9 +132,8 @@ def recipe() -> Recipe:
         build_model,
         pretrain_gpt.build_datasets,
         groups={"mlp": MLPSettings},
-        defaults=dict(
-            num_attention_heads=64, kv_channels=1, position_embedding_type="none", attention_dropout=0.0
-        ),  # there are none: numbers that fit any layout
+        # There are no heads: numbers that fit any layout.
+        defaults=dict(num_attention_heads=64, kv_channels=1, position_embedding_type="none", attention_dropout=0.0),
         sums={"lm loss": 1.0, "activity": 0.0},
     )
 

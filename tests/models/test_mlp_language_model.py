@@ -20,7 +20,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import SettingsError, UsageError
-from megatron.guard import changes
+from megatron.guard import changes, command
 from megatron.model.recipe import facts_of, named_recipe, parse_any
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
@@ -409,6 +409,16 @@ def test_kept_activations_are_planned_within_5_percent(tp, sp, flags, granularit
     planned.pop("output layer and loss")
     found = measured(0) if tp == 1 else run_ranks(tp, measured)[0]
     assert sum(planned.values()) == pytest.approx(found, rel=0.05)
+
+
+def test_a_supervised_command_of_a_module_is_understood():
+    words = f"torchrun --nproc-per-node 2 -m {TYPE} {SIZES} --save somewhere".split()
+    assert command.flags_of(words)[0] == "--num-layers" and command.ranks_of(words) == 2
+    config = command.config_of(words)
+    assert config.checkpoint.save == "somewhere" and config.extra["mlp"].mlp_window == WINDOW
+    assert command.config_of(["python", "-m", "torch.distributed.run", *words[1:]]) == config
+    script = "python -m torch.distributed.launch pretrain_gpt.py --save a".split()
+    assert command.flags_of(script) == ["--save", "a"] == command.flags_of(["srun", "-m", "cyclic.block", *script])
 
 
 def test_a_model_type_that_is_none_is_told():

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/extending.md is true: its Python is that of the files it names, its patches fit, its commands run as they stand."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+SAID = {
+    "A model": [
+        r"nothing was found that cannot work",
+        r"2 of 2 pass",
+        r"activity: \d",
+        r"saved checkpoint at iteration +4",
+    ],
+    "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],
+    "A flag": [r"--embedding-scale X +what embeddings are multiplied with", r"iteration +1/ +1"],
+    "A learning-rate schedule": [
+        r"iteration +2/.*learning rate: 5.625000E-01",
+        r"iteration +4/.*learning rate: 6.250000E-02",
+    ],
+    "A kernel": [r"the formula", r"iteration +1/ +1"],
+    "A dataset": [r"iteration +4/ +4"],
+}
+
+
+def blocks(section: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", SECTIONS[section], re.S | re.M)
+
+
+def test_every_section_is_run():
+    assert set(SAID) == set(SECTIONS)
+    assert all(blocks(section, "bash") for section in SECTIONS)
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if blocks(name, "python")])
+def test_python_is_that_of_the_files(section):
+    named = [ROOT / name for name in re.findall(r"`(tests/models/(?!test)\w+\.py)`", SECTIONS[section])]
+    sources = [path.read_text(encoding="utf-8") for path in named]
+    assert sources and all(any(block in source for source in sources) for block in blocks(section, "python"))
+
+
+def apply(patch: str, folder: Path) -> None:
+    """Each part between @@ is in its file once, and becomes what the patch says."""
+    for name, parts in re.findall(r"^--- a/[^\n]*\n\+\+\+ b/([^\n]*)\n(.*?)(?=^--- a/|\Z)", patch, re.S | re.M):
+        path = folder / name
+        for part in parts.split("@@\n")[1:]:
+            lines = part.splitlines(keepends=True)
+            old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+            text = path.read_text(encoding="utf-8")
+            assert text.count(old) == 1, (name, old)
+            path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_patches_fit_and_commands_run(section, tmp_path):
+    folder = tmp_path / "tree"
+    for name in ("megatron", "tests/models", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt.py", folder)
+    for patch in blocks(section, "diff"):
+        apply(patch, folder)
+    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join(blocks(section, "bash"))],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=inherited | dict(PATH=path, OMP_NUM_THREADS="1", PYTHONPATH=str(folder)),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [words for words in SAID[section] if not re.search(words, done.stdout)] == []
