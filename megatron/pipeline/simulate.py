@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from megatron.pipeline.schedule import Op, Stages, looped, make_schedule, needs
-from megatron.pipeline.sharding import Lanes, Sharding
+from megatron.pipeline.sharding import COMMUNICATION, Lanes, Sharding
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
@@ -164,19 +164,25 @@ class Report:
     waiting: int  # most messages that lie unread in one channel: buffers that the wire must have
 
 
-def report(plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0) -> Report:
+def report(
+    plan: Plan,
+    stages: Optional[Stages] = None,
+    cost: Optional[Cost] = None,
+    wire: float = 0.0,
+    sharding: Optional[Sharding] = None,
+) -> Report:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, wire)
+    times = simulate(plan, stages, cost, wire, sharding)
     span = max((end for _, end in times.values()), default=0.0)
     live = tuple(map(live_activations, plan))
     return Report(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
 
 
 def bubble_of(times: Times, ranks: int) -> float:
-    """Share of the time from the first op to the last in which ranks wait, over all ranks."""
+    """Share of the time from the first op to the last in which ranks compute nothing, over all ranks."""
     span = max((end for _, end in times.values()), default=0.0)
-    busy = sum(end - start for start, end in times.values())
+    busy = sum(end - start for (_, op), (start, end) in times.items() if op.kind not in COMMUNICATION)
     return 1 - busy / (span * ranks) if span else 0.0
 
 

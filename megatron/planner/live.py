@@ -128,17 +128,17 @@ def sharded_span(
     ratio, split = (b / f, i / b) if exact else (round(4 * b / f) / 4, round(8 * i / b) / 8)
     units = span(schedule, pp, micros, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
     length = max(micros * chunks * (f + b), units * (f + b) / (1 + ratio))
-    return _before(sharding, chunks, pp, forward) + length + _behind(sharding, chunks, last)
+    return _before(sharding, chunks, forward) + length + _behind(sharding, chunks, last)
 
 
-def _before(sharding: Sharding, chunks: int, pp: int, forward: float) -> float:
+def _before(sharding: Sharding, chunks: int, forward: float) -> float:
     """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
     if sharding.zero not in (1, 2):
         return 0.0
     if not sharding.gather_beside:
         return chunks * sharding.gather
     held = max((1 - sharding.gather_beside) * sharding.gather, sharding.gather - forward)
-    return held + (chunks - 1) * max(0.0, sharding.gather - (pp > 1) * forward)
+    return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
 def _behind(sharding: Sharding, chunks: int, backward: float) -> float:

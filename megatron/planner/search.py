@@ -253,7 +253,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what a step has besides passes)."""
+    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what else a step has)."""
     key = replace(base, micro=base.micros(job), recompute=Recompute())  # what these figures depend on
     return _options_of(key, replace(job, global_batch=key.micro * key.micro * base.dp), cluster, space, ranks)
 
