@@ -4,9 +4,9 @@
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# layout     dp16-zero2/8, micro-batch 8: the planner's choice for these
-# predicted  71.4 of 85.9 GB on the fullest rank
-# predicted  12.29 s a step of 1,048,576 tokens, 85,329 tokens/s, 221 TFLOP/s a GPU
+# layout     dp16-zero2, micro-batch 8: the planner's choice for these
+# predicted  64.6 of 85.9 GB on the fullest rank
+# predicted  12.37 s a step of 1,048,576 tokens, 84,749 tokens/s, 220 TFLOP/s a GPU
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

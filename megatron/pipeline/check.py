@@ -3,6 +3,7 @@
 
 python -m megatron.pipeline.check --pp 4 --micro 8
 python -m megatron.pipeline.check --pp 4 --micro 8 --schedule zb-v --svg zb-v.svg
+python -m megatron.pipeline.check --pp 4 --micro 8 --schedule 1f1b --zero 3 --gather 0.3 --reduce 0.3 --overlap 0.7
 python -m megatron.pipeline.check --schedule my_own.txt
 python -m megatron.pipeline.check --timeline step.json --svg step.svg
 """
@@ -12,12 +13,13 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import TRAINING, Stages, default_chunks, problems, stage_map
+from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import COST, Plan, Times, bubble_of, make_plan, report, simulate, verify
 from megatron.pipeline.timeline import read_timeline
 from megatron.settings.schema import setting
@@ -40,6 +42,13 @@ class CheckOptions:
     )
     cost: str = setting("time of F,B,I,W", ",".join(f"{COST[kind]:g}" for kind in "FBIW"))
     wire: float = setting("time of a message, in forward passes of a chunk", 0.0)
+    zero: Optional[Literal[0, 1, 2, 3]] = setting(
+        "simulate the gatherings and reductions of this ZeRO stage, too", None
+    )
+    gather: float = setting("time of gathering a chunk's parameters", 0.5)
+    reduce: float = setting("time of reducing a chunk's gradients", 0.5)
+    update: float = setting("time of the optimizer's update", 0.0)
+    overlap: float = setting("share of a gathering or reduction that may run beside its pass; 0: no overlap", 0.0)
     timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to be laid over its simulation", None)
     svg: Optional[str] = setting("file for a picture", None)
     no_diagram: bool = setting("numbers alone", False)
@@ -71,14 +80,28 @@ def _compared(asked: CheckOptions) -> dict[str, Times]:
     cost, panels = _cost(asked.cost), {}
     ranks, micros = _size(next(iter(plans.values()))[0])
     print(f"{ranks} ranks, {micros} micro-batches; time unit: forward pass of a rank's layers")
+    sharding = _sharding(asked)
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
     for name, (plan, stages) in plans.items():
         verify(plan, micros, stages)
-        found, chunks = report(plan, stages, cost, asked.wire), len(stages) // len(plan)
+        found, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
         live = " ".join(f"{held / chunks:g}" for held in found.live)
         print(f"{name:>14}{chunks:8d}{found.span / chunks / cost['F']:9.1f}{found.bubble:9.1%}   {live}")
-        panels[name] = simulate(plan, stages, cost, asked.wire)
+        panels[name] = simulate(plan, stages, cost, asked.wire, sharding)
     return panels
+
+
+def _sharding(asked: CheckOptions) -> Optional[Sharding]:
+    """The gatherings and reductions that are asked for; None: passes alone."""
+    if asked.zero is None:
+        return None
+    wrong = [name for name in ("gather", "reduce", "update") if not 0 <= getattr(asked, name) < math.inf]
+    if wrong or not 0 <= asked.overlap <= 1:
+        raise SettingsError(
+            "; ".join([f"--{name} {getattr(asked, name):g} must be a time of at least 0" for name in wrong])
+            or f"--overlap {asked.overlap:g} must be a share, from 0 to 1"
+        )
+    return Sharding(asked.zero, asked.gather, asked.reduce, asked.overlap, asked.overlap, asked.update)
 
 
 def _plans(asked: CheckOptions) -> dict[str, tuple[Plan, Stages]]:

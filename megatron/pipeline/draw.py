@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as pictures: for the terminal, and as SVG. Both draw times, simulated or measured."""
 
+from collections.abc import Iterator
 from html import escape
 
 from megatron.pipeline.schedule import Op
+from megatron.pipeline.sharding import COMMUNICATION
 from megatron.pipeline.simulate import Times
 
-ANSI = dict(F="44;97", B="42;30", I="46;30", W="43;30")  # background;foreground
+ANSI = dict(
+    F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", GB="45;97", R="41;97", U="47;30"
+)  # background;foreground
 FILL = dict(F=("#4c78a8", "#85aad1"), B=("#54a24b", "#8fca88"), I=("#72b7b2", "#a9d8d4"), W=("#eeca3b", "#f5e08e"))
-PADDING = dict(F="-", B="=", I="-", W="~")
+FILL |= dict(G=("#b279a2", "#d6a5c9"), GB=("#b279a2", "#d6a5c9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
+PADDING = dict(F="-", B="=", I="-", W="~", G=">", GB=">", R="<", U="+")
 
 
 def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool = False) -> str:
-    """One line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
+    """One line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1). Under the line of a
+    rank that gathers and reduces stands its communication lane.
 
     Without colour a block reads F3---- (forward of micro-batch 3). Lines are cut at `width`; `whole`: labels are.
     """
@@ -21,26 +27,32 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
     span = max(end for _, end in times.values())
     columns = (width - 9) / span
     if not whole:  # every label fits
-        unit = min(end - start for start, end in times.values())
+        unit = min(end - start for start, end in times.values() if end > start)
         label = max(len(str(op)) for _, op in times) + (not colour)
         columns = max(label, min(2 * label, int(columns * unit))) / unit
     lines = []
-    for rank in sorted({rank for rank, _ in times}):
+    for rank, name, row in _rows(times):
         line, column = "", 0
-        for op, start, end in _row(times, rank):
+        for op, start, end in row:
             start, end = round(start * columns), round(end * columns)
             if end > width - 9:
                 line += " " * max(0, min(start, width - 12) - column) + "..."
                 break
             line += " " * (start - column) + _block(op, end - start, colour)
             column = end
-        lines.append(f"rank {rank:2d} |{line}")
+        lines.append(f"{name} |{line}" if name else f"rank {rank:2d} |{line}")
     return "\n".join(lines)
 
 
-def _row(times: Times, rank: int) -> list[tuple[Op, float, float]]:
-    own = [(op, start, end) for (where, op), (start, end) in times.items() if where == rank]
-    return sorted(own, key=lambda entry: entry[1:])
+def _rows(times: Times) -> Iterator[tuple[int, str, list[tuple[Op, float, float]]]]:
+    """(rank, name of its lane, ops of the lane): the compute lane has no name; another one only where it has ops."""
+    for rank in sorted({rank for rank, _ in times}):
+        own = [(op, start, end) for (where, op), (start, end) in times.items() if where == rank]
+        own.sort(key=lambda entry: entry[1:])
+        yield rank, "", [entry for entry in own if entry[0].kind not in COMMUNICATION]
+        sent = [entry for entry in own if entry[0].kind in COMMUNICATION and entry[2] > entry[1]]
+        if sent:
+            yield rank, "   comm", sent
 
 
 def _block(op: Op, length: int, colour: bool) -> str:
@@ -60,14 +72,13 @@ def svg(panels: dict[str, Times]) -> str:
     scale, y, parts = (WIDTH - LEFT - 20) / span, 30, []
     for title, times in panels.items():
         parts.append(f'<text x="{LEFT}" y="{y - 8}" class="title">{escape(title)}</text>')
-        for rank in sorted({rank for rank, _ in times}):
-            parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-            parts += [
-                _rectangle(op, LEFT + start * scale, y, (end - start) * scale) for op, start, end in _row(times, rank)
-            ]
+        for rank, name, row in _rows(times):
+            parts.append(f'<text x="8" y="{y + 17}">{name.strip() or f"rank {rank}"}</text>')
+            parts += [_rectangle(op, LEFT + start * scale, y, (end - start) * scale) for op, start, end in row]
             y += ROW
         y += 36
-    legend = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights")
+    legend = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights", U="update")
+    legend |= dict(G="gather parameters", GB="gather them again", R="reduce gradients")
     kinds = [kind for kind in FILL if any(op.kind == kind for times in panels.values() for _, op in times)]
     for number, kind in enumerate(kinds):
         x = LEFT + 190 * number

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from megatron.pipeline.schedule import Op, Stages, looped, make_schedule, needs
+from megatron.pipeline.sharding import COMMUNICATION, Lanes, Sharding
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
@@ -42,33 +43,46 @@ def make_plan(name: str, pp: int, micros: int, chunks: Optional[int] = None) -> 
 # -- simulate --------------------------------------------------------------------------------------------------------
 
 
-def simulate(plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0) -> Times:
+def simulate(
+    plan: Plan,
+    stages: Optional[Stages] = None,
+    cost: Optional[Cost] = None,
+    wire: float = 0.0,
+    sharding: Optional[Sharding] = None,
+) -> Times:
     """Run the plan on a clock: (rank, op) -> (start, end).
 
-    stages: where each stage lies (default `looped`). cost: time of an op. wire: time of a message.
+    stages: where each stage lies (default `looped`). cost: time of an op. wire: time of a message. sharding: gatherings
+    and reductions of ZeRO and the update are simulated, too, as ops of kinds G, GB, R and U (`pipeline/sharding.py`).
     Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it waits for on each.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
     waits = [[needs(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
     times: Times = {}
+    done = times if sharding is None else {}  # of a pass: (start, when others may go on with what it made)
+    lanes = [Lanes(rank, ops, sharding, times) for rank, ops in enumerate(plan)] if sharding else None
     clock, at = [0.0] * len(plan), [0] * len(plan)
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(plan):
-            while at[rank] < len(ops) and all(need in times for need in waits[rank][at[rank]]):
-                arrivals = [times[need][1] + wire * (need[0] != rank) for need in waits[rank][at[rank]]]
+            while at[rank] < len(ops) and all(need in done for need in waits[rank][at[rank]]):
+                arrivals = [done[need][1] + wire * (need[0] != rank) for need in waits[rank][at[rank]]]
                 start = max([clock[rank], *arrivals])
                 op = ops[at[rank]]
-                clock[rank] = start + time_of(rank, op)
-                times[rank, op] = (start, clock[rank])
+                took = time_of(rank, op)
+                clock[rank] = lanes[rank].run(op, start, took) if lanes else start + took
+                done[rank, op] = (start, clock[rank])
                 at[rank] += 1
                 moved = True
     stuck = [rank for rank, ops in enumerate(plan) if at[rank] < len(ops)]
     if stuck:
-        told = "; ".join(_stuck_on(rank, plan, at, waits, times) for rank in stuck)
+        told = "; ".join(_stuck_on(rank, plan, at, waits, done) for rank in stuck)
         raise BrokenSchedule(f"deadlock: {told}", stuck[0])
+    if sharding and sharding.update:
+        last = max((end for _, end in times.values()), default=0.0)
+        times |= {(rank, Op("U", 0)): (last, last + sharding.update) for rank in range(len(plan))}
     return times
 
 
@@ -151,20 +165,24 @@ class ScheduleReport:
 
 
 def report(
-    plan: Plan, stages: Optional[Stages] = None, cost: Optional[Cost] = None, wire: float = 0.0
+    plan: Plan,
+    stages: Optional[Stages] = None,
+    cost: Optional[Cost] = None,
+    wire: float = 0.0,
+    sharding: Optional[Sharding] = None,
 ) -> ScheduleReport:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, wire)
+    times = simulate(plan, stages, cost, wire, sharding)
     span = max((end for _, end in times.values()), default=0.0)
     live = tuple(map(live_activations, plan))
     return ScheduleReport(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
 
 
 def bubble_of(times: Times, ranks: int) -> float:
-    """Share of the time from the first op to the last in which ranks wait, over all ranks."""
+    """Share of the time from the first op to the last in which ranks compute nothing, over all ranks."""
     span = max((end for _, end in times.values()), default=0.0)
-    busy = sum(end - start for start, end in times.values())
+    busy = sum(end - start for (_, op), (start, end) in times.items() if op.kind not in COMMUNICATION)
     return 1 - busy / (span * ranks) if span else 0.0
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
+from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_plan, simulate
 
 LARGE = 16  # ranks of a V; what more of them hold is read off so many
@@ -98,6 +99,59 @@ def span(
     near = 2 * pp + micros % pp
     short, longer = (_span(schedule, pp, m, chunks, backward, split) for m in (near, near + pp))
     return short + (longer - short) * (micros - near) / pp
+
+
+def sharded_span(
+    schedule: str,
+    pp: int,
+    micros: int,
+    chunks: int,
+    *,
+    forward: float,
+    backward: float,
+    sharding: Sharding,
+    exact: bool = False,
+) -> float:
+    """Time from the first op of a step to the last reduction, as `simulate` has it with this `sharding`; no update.
+
+    A rank of ZeRO 2 and 3 talks during its passes, which take longer for it: the span is that of longer passes. What comes
+    before the first pass and behind the last is the same for any number of micro-batches. Of several chunks, messages that
+    are longer than passes are counted as if their passes followed each other at once, which is a little pessimistic.
+    exact: for these times and so many ranks, not for rounded ones and fewer.
+    """
+    f, stretched = sharding.stretched("F", forward), sharding.stretched
+    if is_split(schedule):
+        i, w = stretched("I", backward / 2), stretched("W", backward / 2)
+    else:
+        i, w = stretched("B", backward), 0.0
+    b, last = i + w, backward / 2 if w else backward
+    ratio, split = (b / f, i / b) if exact else (round(4 * b / f) / 4, round(8 * i / b) / 8)
+    units = span(schedule, pp, micros, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
+    length = max(micros * chunks * (f + b), units * (f + b) / (1 + ratio))
+    return _before(sharding, chunks, forward) + length + _behind(sharding, chunks, last)
+
+
+def _before(sharding: Sharding, chunks: int, forward: float) -> float:
+    """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
+    if sharding.zero not in (1, 2):
+        return 0.0
+    if not sharding.gather_beside:
+        return chunks * sharding.gather
+    held = max((1 - sharding.gather_beside) * sharding.gather, sharding.gather - forward)
+    return held + (chunks - 1) * max(0.0, sharding.gather - forward)
+
+
+def _behind(sharding: Sharding, chunks: int, backward: float) -> float:
+    """By how much reductions of ZeRO 0 and 1 end later than the last passes of the chunks. backward: one of these."""
+    if sharding.zero > 1:
+        return 0.0
+    if not sharding.reduce_beside:
+        return chunks * sharding.reduce
+    free = 0.0
+    for chunk in range(chunks):
+        end = max((chunk + 1) * backward, max(free, chunk * backward) + sharding.reduce_beside * sharding.reduce)
+        free = end + (1 - sharding.reduce_beside) * sharding.reduce
+    return free - chunks * backward
 
 
 SMALL = 6  # ranks that a search simulates instead of more

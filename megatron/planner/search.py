@@ -231,9 +231,8 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
     """The base with each way to share or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
     room = [device.usable_bytes - sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
-    length, _, bubble = speed.passes(job, base, cluster)
-    useful, micros = length * (1 - bubble), base.micros(job)
-    for (zero, shard, offload), held, host, ends in _options(base, job, cluster, space, tuple(ranks)):
+    work, micros = speed.passes(job, base, cluster), base.micros(job)
+    for (zero, shard, offload), held, host, once in _options(base, job, cluster, space, tuple(ranks)):
         found.looked_at += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
         away = host - space.host_bytes if space.host_bytes else 0
@@ -244,13 +243,15 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
                     max(over, away), _shared(base, zero, shard, offload, device), max(over, away), rank, away > over
                 )
             continue
-        cost = (length + sum(speed.behind(ends, zero, useful, micros).values())) / job.global_batch
+        if (work.length + once.later) / job.global_batch >= good.limit:  # without any message it would be too slow
+            continue
+        cost = speed.seconds(work, base, micros, once) / job.global_batch
         if cost < good.limit:
             good.offer(cost, _shared(base, zero, shard, offload, device), job, over + device.usable_bytes, rank)
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what comes behind the passes)."""
+    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what else a step has)."""
     key = replace(base, micro=base.micros(job), recompute=Recompute())  # what these figures depend on
     return _options_of(key, replace(job, global_batch=key.micro * key.micro * base.dp), cluster, space, ranks)
 

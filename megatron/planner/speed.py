@@ -3,20 +3,22 @@
 
 A pass of one layer is the sum of its matrix products (at a speed that falls with the smallest dim), its attention core,
 its elementwise work (bytes over bandwidth), the starts of its ops, and its tensor parallel collectives. Stages put passes
-together; the schedule (simulated) puts stages together; data parallel communication and the update come behind it.
+together; the schedule, simulated with the gatherings and reductions of data parallelism as its ops, puts stages together;
+the update comes behind it.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.model.facts import Branch, Core, Facts, Share
+from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import span
+from megatron.planner.live import sharded_span
 from megatron.planner.parameters import rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.settings.schema import Recompute
@@ -83,12 +85,38 @@ class Pass:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True)
+class Work:
+    """The passes of a step: seconds of one of a chunk, with its message to the next stage, and of all of them."""
+
+    forward: float
+    backward: float
+    length: float
+    parts: dict[str, float]
+    bubble: float  # share of `length` in which ranks wait
+
+
 def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of one iteration."""
-    length, parts, bubble = passes(job, layout, cluster)
-    late = behind(once(job, layout, cluster), layout.zero, length * (1 - bubble), layout.micros(job))
-    parts = {name: value for name, value in (parts | late).items() if value > 1e-9}
-    return StepTime(length + sum(late.values()), parts, bubble, useful_flops(job))
+    work, own = passes(job, layout, cluster), once(job, layout, cluster)
+    total = seconds(work, layout, layout.micros(job), own)
+    late = {"data parallel": total - work.length - own.sharding.update, "update": own.sharding.update}
+    parts = {name: value for name, value in (work.parts | late).items() if value > 1e-9}
+    return StepTime(total, parts, work.bubble, useful_flops(job))
+
+
+def seconds(work: Work, layout: Layout, micros: int, own: "Once") -> float:
+    """Of a step with these passes and these messages, as their simulation has it (`live.sharded_span`)."""
+    span = sharded_span(
+        layout.schedule,
+        layout.pp,
+        micros,
+        layout.chunks,
+        forward=work.forward,
+        backward=work.backward,
+        sharding=own.sharding,
+    )
+    return max(work.length, span) + own.later
 
 
 def useful_flops(job: Job) -> float:
@@ -102,8 +130,8 @@ def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last:
     return _stage(job, layout.share(job), (layer,), first, last, cluster).both
 
 
-def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str, float], float]:
-    """(seconds of all passes of a step, their parts, share of them in which ranks wait).
+def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
+    """All passes of a step, as if they were all that ranks do.
 
     A schedule of even stages as long as the slowest is a little pessimistic.
     """
@@ -111,17 +139,17 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, dict[str,
     slow = _slowest(job, layout, cluster)
     message = _message(job, layout, cluster)
     forward, backward = slow.forward + message, slow.backward + message
-    units = span(layout.schedule, layout.pp, micros, layout.chunks, backward=round(4 * backward / forward) / 4)
+    length = sharded_span(
+        layout.schedule, layout.pp, micros, layout.chunks, forward=forward, backward=backward, sharding=Sharding(0)
+    )
     useful = micros * layout.chunks * (forward + backward)
-    units *= (forward + backward) / (forward * (1 + round(4 * backward / forward) / 4))
-    length = max(useful, units * forward)
     parts = {
         "compute": micros * layout.chunks * (slow.both - slow.waiting),
         "tensor parallel": micros * layout.chunks * slow.waiting,
         "pipeline messages": 2 * micros * layout.chunks * message,
         "bubble": length - useful,
     }
-    return length, parts, 1 - useful / length
+    return Work(forward, backward, length, parts, 1 - useful / length)
 
 
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
@@ -240,35 +268,61 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
 # Once a step ----------------------------------------------------------------------------------------------------------
 
 
-HIDDEN = 0.7  # of messages that run beside passes, where these are long enough
-
-End = tuple[float, float, float]  # seconds of data parallel messages, what of them can be hidden, seconds of the update
+HIDDEN = 0.7  # of messages that may run beside passes, where these are long enough
 
 
-def once(job: Job, layout: Layout, cluster: Cluster) -> tuple[End, ...]:
-    """What a step has beside its passes, of the first and of the last pipeline rank."""
-    return tuple(_end(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
+class Once(NamedTuple):
+    """What a step of a pipeline rank has besides its passes."""
+
+    sharding: Sharding  # gatherings and reductions of a chunk, and the update
+    later: float  # seconds behind the last reduction: the update, and sums that wait for all gradients
 
 
-def behind(ends: tuple[End, ...], zero: int, passes: float, micros: int) -> dict[str, float]:
-    """Seconds that come behind the passes: messages that found no room beside them, and the update, on the slower rank.
-
-    ZeRO 2 and 3 talk beside every micro-batch; otherwise the first forward pass has the weights beside it and the last
-    backward pass the gradients. No message is hidden beside less work than it takes.
-    """
-    room = passes if zero >= 2 else passes / micros
-    late = ((moving - min(hidden, room), update) for moving, hidden, update in ends)
-    return dict(zip(("data parallel", "update"), max(late, key=sum)))
+def once(job: Job, layout: Layout, cluster: Cluster) -> Once:
+    """Of the first or the last pipeline rank: the one that has more."""
+    micros = layout.micros(job)
+    found = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
+    return max(found, key=lambda own: own.later + layout.chunks * _sent(own.sharding, micros))
 
 
-def _end(job: Job, layout: Layout, cluster: Cluster, rank: int) -> End:
+def _sent(sharding: Sharding, micros: int) -> float:
+    """Seconds of a chunk's gatherings and reductions in a step."""
+    gathers = {0: 0, 3: 2 * micros}.get(sharding.zero, 1)
+    return sharding.gather * gathers + sharding.reduce * (micros if sharding.zero >= 2 else 1)
+
+
+def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> Once:
+    sums = dict.fromkeys(("gather", "reduce", "later"), 0.0)
+    for transfer in once_a_step(job, layout, rank):
+        sums[_place(transfer, layout)] += _seconds(transfer, layout, cluster)
+    gathers = layout.chunks * (2 * layout.micros(job) if layout.zero == 3 else 1)
+    reductions = layout.chunks * (layout.micros(job) if layout.zero >= 2 else 1)
+    gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
+    update = _update(job, layout, cluster, rank)
+    sharding = Sharding(
+        layout.zero,
+        sums["gather"] / gathers,
+        sums["reduce"] / reductions,
+        HIDDEN * gather_ahead,
+        HIDDEN * layout.overlap,
+        update,
+    )
+    return Once(sharding, sums["later"] + update)
+
+
+def _place(transfer: Transfer, layout: Layout) -> str:
+    """Whether a message gathers parameters or reduces gradients, unit by unit; or comes when all of these are done."""
+    if transfer.axis == "shard":
+        return "gather" if transfer.op == "all_gather" else "reduce"
+    return "reduce" if transfer.axis == "replicate" and layout.shard == 1 else "later"
+
+
+def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
-    moving = sum(_seconds(t, layout, cluster) for t in once_a_step(job, layout, rank))
     own = units.padded(layout.shard) // layout.shard
     update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
     update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
-    update += 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
-    return moving, HIDDEN * moving * layout.overlap, update
+    return update + 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:

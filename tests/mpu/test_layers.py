@@ -9,6 +9,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.fused_kernels import reference
 from megatron.model import weights
 from megatron.mpu import collectives, layers
+from megatron.mpu.deferred_wgrad import WeightGradients, deliver
 from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WeightProduct, linear
 from megatron.mpu.mesh import Mesh
 
@@ -219,3 +220,15 @@ def test_row_layers_take_part():
     layers.attach([layer], lambda weight: taken.append)
     layer(drawn(S, B, H, seed=7).requires_grad_()).sum().backward()
     assert layer.weight.grad is None and len(taken) == 1
+
+
+@pytest.mark.parametrize("accumulate", [None, lambda weight: pytest.fail], ids=["", "and accumulated otherwise"])
+def test_a_product_that_is_deferred_comes_in_pass_w_by_autograd(accumulate):
+    deferred, weight = WeightGradients(), WEIGHT.clone().requires_grad_()
+    options = LinearOptions(deferred=deferred, accumulate=accumulate)
+    y = linear(INPUT.clone().requires_grad_(), weight, None, options)
+    with deferred.collect() as products:
+        y.backward(UPSTREAM)
+    assert weight.grad is None and len(products) == 1
+    deliver(products)
+    torch.testing.assert_close(weight.grad, whole()[2])
