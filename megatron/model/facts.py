@@ -110,6 +110,11 @@ class Facts:
         """Layers of one kind are alike."""
         return "layer"
 
+    @property
+    def layer_kinds(self) -> frozenset[str]:
+        """The kinds of its layers."""
+        return _kinds(self)
+
     def divisible_by_tp(self) -> dict[str, int]:
         """What tensor parallelism divides: words -> number."""
         return {"ffn": self.settings.ffn_size}
@@ -326,6 +331,11 @@ class Facts:
         """Bytes of what a dropout of hidden states keeps."""
         whole = self._between(share, self._tokens(share)) * self.settings.hidden_size
         return whole if self.settings.hidden_dropout > 0 else 0
+
+
+@lru_cache(maxsize=1024)
+def _kinds(facts: Facts) -> frozenset[str]:
+    return frozenset(map(facts.layer_kind, range(facts.num_layers)))
 
 
 @lru_cache(maxsize=1024)
