@@ -55,10 +55,10 @@ def recipe_of(config: Config) -> Recipe:
 
 def named_recipe(model_type: str) -> Recipe:
     """The recipe of a model type. Raises SettingsError where there is none."""
-    module = MODEL_TYPES.get(model_type, model_type)
+    module = MODEL_TYPES.get(str(model_type), str(model_type))  # a damaged checkpoint may say anything
     try:
         return importlib.import_module(module).recipe()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(
             f"--model-type {model_type}: there is no such model",
             f"{module}: {error}",

@@ -422,6 +422,6 @@ def test_a_supervised_command_of_a_module_is_understood():
 
 
 def test_a_model_type_that_is_none_is_told():
-    for name in ("tests.models.nothing", "json"):
-        with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model"):
+    for name in ("tests.models.nothing", "json", "", ".x", 5, ["GPT"]):
+        with pytest.raises(SettingsError, match=f"--model-type {re.escape(str(name))}: there is no such model"):
             named_recipe(name)
