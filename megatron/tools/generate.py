@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import DataError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
@@ -70,6 +70,11 @@ def main(argv: list[str]) -> None:
 
     device = pick_device(settings.device, 0)
     loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
+    if not hasattr(loaded.model, "logits"):
+        raise SettingsError(
+            f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
+            "its module has no method logits, as a GPT has",
+        )
     tokenizer = open_tokenizer(loaded, groups["tokenizer"])
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)

@@ -33,7 +33,7 @@ from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
 from megatron.settings.schema import setting
 from megatron.tools import checkpoint as checkpoint_tool
-from megatron.tools import evaluate, plan, verify_layout
+from megatron.tools import evaluate, generate, plan, verify_layout
 from megatron.tools import shrink as shrink_tool
 from megatron.tools.pretrain import start
 from megatron.training.rules import resolve
@@ -245,6 +245,8 @@ def test_evaluate_is_the_plain_loss_of_all_tokens(tmp_path, capsys):
     tokens.astype(np.uint16).tofile(tmp_path / "held_out.bin")
     write_index(tmp_path / "held_out.idx", np.uint16, np.array([75], np.int32), np.array([0, 1], np.int64))
     evaluate.main(["--load", str(tmp_path), "--data-path", str(tmp_path / "held_out"), "--device", "cpu"])
+    with pytest.raises(SettingsError, match=f"a model of type {TYPE}, which generates nothing"):
+        generate.main(["--load", str(tmp_path), "--prompt", "1 2", "--device", "cpu"])
     [found] = re.findall(r"avg loss: (\S+) .* tokens: 74", capsys.readouterr().out)
     total, weights = 0.0, plain()[1]
     for first in range(0, 74, LENGTH):
