@@ -2,10 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Llama-like model of 70B parameters on 16 nodes, in the shape of Llama 3 70B (arXiv:2407.21783, table 3).
 #
-# memory   50.2 of 85.9 GB on the fullest rank
-# expects  37.84 s a step of 4,194,304 tokens, 110,838 tokens/s
-# expects  417 TFLOP/s a GPU, bubble 2.3% (by the planner; speeds are assumed)
-#
 # needs      128 x H100-80GB: 16 nodes of 8
 # predicted  50.2 of 85.9 GB on the fullest rank
 # predicted  37.84 s a step of 4,194,304 tokens, 110,838 tokens/s, 417 TFLOP/s a GPU, bubble 2.3%

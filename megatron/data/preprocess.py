@@ -50,7 +50,7 @@ def preprocess(
     report: Callable[[Progress], None] = lambda progress: None,
     block_size: int = BLOCK,
 ) -> Totals:
-    """Run the whole job. `settings` is `preprocess_data.Preprocess`; `report` is called a few times a second.
+    """Run the whole job. `settings` is `preprocess_data.PreprocessOptions`; `report` is called a few times a second.
 
     Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.
     """

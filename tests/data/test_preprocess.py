@@ -71,7 +71,7 @@ def run(vocab, input, prefix, *more):
 
 def settings(input, prefix, **more):
     more = dict(json_keys=["text"], workers=2) | more
-    return preprocess_data.Preprocess(input=[input], output_prefix=str(prefix), **more)
+    return preprocess_data.PreprocessOptions(input=[input], output_prefix=str(prefix), **more)
 
 
 def slow_twin(vocab, documents, key, append_eod, split=lambda text: [text]) -> tuple[bytes, bytes]:

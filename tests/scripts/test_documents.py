@@ -52,7 +52,7 @@ def test_named_paths_exist(page):
     everywhere = {path.name for home in ("megatron", "tests", "benchmarks") for path in (ROOT / home).rglob("*.py")}
     missing = []
     for word in sorted(set(re.findall(r"(?<![\w./$-])[\w.*-]+(?:/[\w.*-]+)*", text))):
-        name = word.rstrip(".-")
+        name = re.sub(r"^[ab]/(?=megatron/)", "", word.rstrip(".-"))  # as a patch has it
         inside = re.match(rf"({FOLDERS})/\w", name)
         if not inside and not name.endswith(".py") or name in OF_THE_READER:
             continue
