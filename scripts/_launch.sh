@@ -4,7 +4,7 @@
 # what its flags are made for. Words of the command line stand behind the flags and --then, and win over them.
 #
 #   bash scripts/X.sh --dry-run          what would happen; also --preflight, --print-config, --help: in one process
-#   SHRINK=1 bash scripts/X.sh           a tiny twin with the same parallel features trains on CPU
+#   SHRINK=1 bash scripts/X.sh           a shrunk job with the same parallel features trains on CPU
 #   PRINT=1 bash scripts/X.sh            say the command and do nothing
 #   bash scripts/X.sh                    train: under torchrun or SLURM, on a cluster that numbers nodes, or here
 #

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of the ops that have several implementations, what each needs, and how one is picked.
 
-`reference.py` defines every op in plain PyTorch. The table lists its faster twins, best first; `choose` takes the first
-one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
+`reference.py` defines every op in plain PyTorch. The table lists faster implementations, best first; `choose` takes the
+first one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
 
     >>> choose("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256, causal=True)).name
     'block-causal'
@@ -57,7 +57,7 @@ EVERYTHING = frozenset("causal cached bidirectional cross masked dropout grouped
 class Implementation:
     """One way to compute an op.
 
-    run:      the function; its twin in `reference` documents the arguments
+    run:      the function; its counterpart in `reference` documents the arguments
     worth:    what it brings, for `doctor`
     suits:    whether it runs, and is worth running, on a device, in a format and at a size
     lacking:  why it cannot run on this machine ("" where it can)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast twins of `reference.attention`; the table in `__init__.py` says which cases each of them covers.
+"""Fast implementations of `reference.attention`; the table in `__init__.py` says which cases each of them covers.
 
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast twins of the norms. n: tokens, h: width."""
+"""Fast implementations of the norms. n: tokens, h: width."""
 
 import torch
 

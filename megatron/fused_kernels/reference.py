@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op that has fast twins, in plain PyTorch: these functions define what the twins compute.
+"""Every op that has fast implementations, in plain PyTorch: these functions define what those compute.
 
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twin of a training: the same command with every parallel feature still on, small enough for one CPU.
+"""The shrunk job of a training: the same command with every parallel feature still on, small enough for one CPU.
 
     175 B on 128 ranks, tp 8 pp 16, 96 layers x 12288   ->   16 thousand parameters on 4 ranks, tp 2 pp 2, 4 layers x 32
 
@@ -9,8 +9,8 @@ keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic
 
     >>> config = Config(**{name: group() for name, group in GROUPS.items() if name != "model"}, model=Model(96, 12288, 96))
     >>> config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=8))
-    >>> twin = twin_of(config, world_size=16)
-    >>> twin.world_size, twin.config.model.num_layers, twin.config.model.hidden_size
+    >>> shrunk = shrunk_job_of(config, world_size=16)
+    >>> shrunk.world_size, shrunk.config.model.num_layers, shrunk.config.model.hidden_size
     (4, 2, 32)
 """
 
@@ -39,15 +39,15 @@ from megatron.settings.schema import (
 )
 from megatron.training.rules import layout_is_open, resolve
 
-RANKS = 8  # what a twin may have: four axes of two would be 16
+RANKS = 8  # what a shrunk job may have: four axes of two would be 16
 VOCABULARY = 125  # odd, so that every tensor parallel size pads it
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 LEARNING_RATE = 1e-3  # at least: with less, a wrong gradient hardly moves a weight in a few steps
 
 
 @dataclass(frozen=True)
-class Twin:
-    """A twin, as unresolved settings and ranks, and which features of the original it could not keep, in words."""
+class ShrunkJob:
+    """A shrunk job, as unresolved settings and ranks, and which features of the original it could not keep, in words."""
 
     config: Config
     world_size: int
@@ -56,7 +56,7 @@ class Twin:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a twin must be divisible by: ranks of each axis, stages of the pipeline, layers of the fullest stage."""
+    """What a shrunk job must be divisible by: ranks of each axis, stages of the pipeline, layers of the fullest stage."""
 
     tp: int = 1
     pp: int = 1
@@ -65,8 +65,8 @@ class Sizes:
     layers: int = 2
 
 
-def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS) -> Twin:
-    """The twin of a job of `world_size` ranks in whose settings nothing is wrong (`rules.check`), resolved or not."""
+def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS) -> ShrunkJob:
+    """The shrunk job of a job of `world_size` ranks in whose settings nothing is wrong (`rules.check`), resolved or not."""
     p, lost = config.parallel, []
     pipeline = Pipeline.of(p, config.model.num_layers)
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
@@ -79,7 +79,7 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
         few["pp"] = pp
     elif pipeline.own:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
-        lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the twin runs {schedule}")
+        lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the shrunk job runs {schedule}")
     for axis, words in (
         (
             "replicate",
@@ -92,7 +92,7 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
     ):
         if math.prod(few.values()) > limit and few[axis] > 1:
             few[axis] = 1
-            lost.append(f"{words}: the twin would need more than {limit} ranks")
+            lost.append(f"{words}: the shrunk job would need more than {limit} ranks")
     chunks = pipeline.chunks if pipeline.own else min(pipeline.chunks, 2)
     sizes = Sizes(
         few["tp"],
@@ -116,19 +116,19 @@ def twin_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS)
     small = narrowed(config, sizes, micros=_micros(micros, pipeline, sizes.pp), steps=steps)
     model = replace(small.model, num_layers=num_layers)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
-    return Twin(
+    return ShrunkJob(
         replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
     )
 
 
-def twins_of(config: Config, world_size: int, steps: int = 3) -> list[Twin]:
-    """The twin; and where it cannot have all axes, one without tensor parallelism, which has the others."""
-    twin, p = twin_of(config, world_size, steps), config.parallel
+def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[ShrunkJob]:
+    """The shrunk job; and where it cannot have all axes, one without tensor parallelism, which has the others."""
+    shrunk, p = shrunk_job_of(config, world_size, steps), config.parallel
     tp = p.tensor_model_parallel_size
-    if not twin.lost or tp == 1:
-        return [twin]
+    if not shrunk.lost or tp == 1:
+        return [shrunk]
     others = replace(p, tensor_model_parallel_size=1, sequence_parallel=False, data_parallel_size=None)
-    return [replace(twin, lost=()), twin_of(replace(config, parallel=others), world_size // tp, steps)]
+    return [replace(shrunk, lost=()), shrunk_job_of(replace(config, parallel=others), world_size // tp, steps)]
 
 
 def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: int = 10) -> Config:
@@ -167,7 +167,7 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
 
 
 def reduced(before: Config, after: Config) -> list[str]:
-    """What a twin changed, a line for each group of settings: `model: num_layers 96 -> 4, ...`."""
+    """What a shrunk job changed, a line for each group of settings: `model: num_layers 96 -> 4, ...`."""
     lines = []
     for group, kind in GROUPS.items():
         pairs = [
@@ -230,7 +230,7 @@ def _like(counts: list[int], number: int) -> list[int]:
 
 
 def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recompute:
-    """stage: layers of the original's fullest stage; num_layers, each: the twin's layers, in all and of a stage."""
+    """stage: layers of the original's fullest stage; num_layers, each: the shrunk job's layers, in all and of a stage."""
     size, exempt = r.recompute_num_layers, r.exempt_layers
     if size:
         size = (each if size >= stage else max(1, each - 1)) if r.recompute_method == "block" else min(size, each)
@@ -311,7 +311,7 @@ def _optimizer(o: Optimizer, batch: Batch, steps: int) -> Optimizer:
 
 
 def original(config: Config, log) -> tuple[Config, int]:
-    """(the command that a twin is of, its ranks): with the layout that --auto-parallel finds, and without need of files.
+    """(the command that is to be shrunk, its ranks): with the layout that --auto-parallel finds, and without need of files.
 
     Raises SettingsError with everything that cannot work.
     """
@@ -335,7 +335,7 @@ def asked_ranks(config: Config) -> int:
 
 
 def without_files(config: Config) -> Config:
-    """The same settings with synthetic data and numbers for text where they name none: a twin needs no files."""
+    """The same settings with synthetic data and numbers for text where they name none: a shrunk job needs no files."""
     data, t, batch = config.data, config.tokenizer, config.batch
     if not (data.mock_data or any(getattr(data, name) for name in PATHS)):
         data = replace(data, mock_data=True)

@@ -507,7 +507,7 @@ class Planner:
     )
     dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
     preflight: bool = setting(
-        "check settings, every rank's shapes, a small twin of the job and the machines; train nothing", False
+        "check settings, every rank's shapes, a shrunk job of the job and the machines; train nothing", False
     )
     world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
     local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the twin of a command: all its parallel features on, so small that a few steps take seconds on this CPU.
+"""Train the shrunk job of a command: all its parallel features on, so small that a few steps take seconds on this CPU.
 
-    python -m megatron.tools.shrink <flags of the training> --world-size 128 [--steps 3] [--twin-dir DIR]
+    python -m megatron.tools.shrink <flags of the training> --world-size 128 [--steps 3] [--shrunk-dir DIR]
 
 It is what `SHRINK=1 bash scripts/...` runs. Ranks are processes of this machine that talk through gloo. Says what was made
 smaller, then what any training says; the exit code is that of the training.
@@ -18,35 +18,35 @@ from megatron.settings.schema import Checkpoint, Config, setting
 
 @dataclass(frozen=True)
 class ShrunkRunOptions:
-    """How the twin is trained."""
+    """How the shrunk job is trained."""
 
     steps: int = setting("optimizer steps to train", 3)
-    twin_dir: Optional[str] = setting("folder to save into and go on from (default: nothing is saved)", None)
+    shrunk_dir: Optional[str] = setting("folder to save into and go on from (default: nothing is saved)", None)
 
 
 def main(argv: list[str]) -> None:
     """Say what shrinks, then train. Raises what the training raises, and SettingsError where the original cannot work."""
     config, asked = parse_with_options(argv, ShrunkRunOptions, __doc__.splitlines()[0])
     from megatron.planner.command import training_flags
-    from megatron.planner.shrink import original, reduced, twin_of
+    from megatron.planner.shrink import original, reduced, shrunk_job_of
     from megatron.training.rules import resolve
 
     config, world_size = original(config, print)
-    twin = twin_of(config, world_size, max(1, asked.steps))
-    small = with_checkpoints(twin.config, config.checkpoint, asked.twin_dir)
-    resolved = resolve(small, twin.world_size)
-    print(f"the twin of {world_size} ranks, on {twin.world_size}:")
+    shrunk = shrunk_job_of(config, world_size, max(1, asked.steps))
+    small = with_checkpoints(shrunk.config, config.checkpoint, asked.shrunk_dir)
+    resolved = resolve(small, shrunk.world_size)
+    print(f"the shrunk job of {world_size} ranks, on {shrunk.world_size}:")
     for line in reduced(config, small):
         print(f"  {line}")
-    for words in twin.lost:
-        print(f"note: not part of the twin: {words}")
+    for words in shrunk.lost:
+        print(f"note: not part of the shrunk job: {words}")
     command = f"{command_of(small.model.model_type)} {' '.join(training_flags(small))}"
-    print(f"torchrun --nproc-per-node {twin.world_size} {command}", flush=True)
-    train(resolved, twin.world_size)
+    print(f"torchrun --nproc-per-node {shrunk.world_size} {command}", flush=True)
+    train(resolved, shrunk.world_size)
 
 
 def with_checkpoints(config: Config, real: Checkpoint, folder: Optional[str]) -> Config:
-    """Checkpoints in a folder of the twin's own, in the way of the real ones."""
+    """Checkpoints in a folder of the shrunk job's own, in the way of the real ones."""
     if folder is None:
         return config
     interval = max(1, (config.batch.train_iters or 2) - 1)

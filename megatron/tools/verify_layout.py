@@ -29,7 +29,7 @@ class VerifyLayoutOptions:
         "layouts to check, such as tp2,pp2vp2,tp2sp-dp2-zero1 (default: that of the flags)", None
     )
     steps: int = setting("optimizer steps to train", 10)
-    shrink: bool = setting("compare in a small twin of the training that has all its features", False)
+    shrink: bool = setting("compare in a shrunk job of the training that has all its features", False)
 
 
 def main(argv: list[str]) -> None:
@@ -117,13 +117,13 @@ def trained(config: Config, world_size: int, steps: int):
 def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
     """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
     from megatron.planner.parity import layout_of, one_batch, parse_layout
-    from megatron.planner.shrink import asked_ranks, narrowed, original, twin_of
+    from megatron.planner.shrink import asked_ranks, narrowed, original, shrunk_job_of
 
     if not asked.layouts and asked.shrink:
-        twin = twin_of(*original(config, print), asked.steps)
-        for words in twin.lost:
-            print(f"note: not part of the twin: {words}")
-        return twin.config, [layout_of(twin.config, twin.world_size)]
+        shrunk = shrunk_job_of(*original(config, print), asked.steps)
+        for words in shrunk.lost:
+            print(f"note: not part of the shrunk job: {words}")
+        return shrunk.config, [layout_of(shrunk.config, shrunk.world_size)]
     if not asked.layouts:
         if layout_is_open(config):
             config, ranks = original(config, print)

@@ -38,14 +38,14 @@ class Subject:
     """Files that belong together, and somebody who loads them.
 
     files:    name -> content as it should be, for the files that get damaged
-    twins:    name -> other files of the same kind: of another rank, another iteration, another dataset
+    siblings: name -> other files of the same kind: of another rank, another iteration, another dataset
     older:    name -> what it was at an earlier time
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.files: dict[str, bytes] = {}
-        self.twins: dict[str, list[str]] = {}
+        self.siblings: dict[str, list[str]] = {}
         self.older: dict[str, bytes] = {}
 
     def remember(self, names: list[str]) -> dict[str, bytes]:
@@ -89,9 +89,9 @@ def damages(subject: Subject, name: str, seed: int, part: int) -> Iterator[tuple
         yield "deleted", {name: None}
         if name in subject.older:
             yield "stale", {name: subject.older[name]}
-        for twin in subject.twins.get(name, ()):
-            yield f"copied from {twin}", {name: subject.files[twin]}
-            yield f"swapped with {twin}", {name: subject.files[twin], twin: raw}
+        for sibling in subject.siblings.get(name, ()):
+            yield f"copied from {sibling}", {name: subject.files[sibling]}
+            yield f"swapped with {sibling}", {name: subject.files[sibling], sibling: raw}
 
 
 def damage(make: Callable[[Path], Subject], file: str, part: int, folder: Path, seed: int) -> Got:
@@ -139,9 +139,9 @@ class Checkpoint(Subject):
                 self.older = self.remember([f"{path.name}/{name}" for name in names])
         self.files = self.remember([TRACKER, *(f"iter_000000{i}/{name}" for i in (2, 1) for name in names)])
         for name in names:
-            self.twins[f"iter_0000002/{name}"] = [f"iter_0000001/{name}"]
-        self.twins[f"iter_0000002/{names[2]}"].append(f"iter_0000002/{names[3]}")
-        self.twins[f"iter_0000002/{names[0]}"].append(f"iter_0000002/{names[1]}")
+            self.siblings[f"iter_0000002/{name}"] = [f"iter_0000001/{name}"]
+        self.siblings[f"iter_0000002/{names[2]}"].append(f"iter_0000002/{names[3]}")
+        self.siblings[f"iter_0000002/{names[0]}"].append(f"iter_0000002/{names[1]}")
         self.older[TRACKER] = b"1"
 
     def use(self, name: str) -> Optional[str]:
@@ -179,7 +179,7 @@ class Tokens(Subject):
         token_files(folder / "a", seed=1)
         token_files(folder / "b", seed=2)
         self.files = self.remember([*names, *(name.replace("a", "b", 1) for name in names)])
-        self.twins = {name: [name.replace("a", "b", 1)] for name in names}
+        self.siblings = {name: [name.replace("a", "b", 1)] for name in names}
         self.truth = self.content()
 
     def content(self) -> list[bytes]:
@@ -218,9 +218,9 @@ class IndexCache(Tokens):
         self.files = self.remember(train + [name for name in names if name not in train])
         for name in train:
             file = name.rpartition("/")[2]
-            self.twins[name] = [other for other in names if other not in train and other.endswith(file)]
-        self.twins[train[0]].append(train[2])
-        self.twins[train[2]].append(train[3])
+            self.siblings[name] = [other for other in names if other not in train and other.endswith(file)]
+        self.siblings[train[0]].append(train[2])
+        self.siblings[train[2]].append(train[3])
 
     def use(self, name: str) -> Optional[str]:
         """As training does: a damaged cache is built again, and said."""

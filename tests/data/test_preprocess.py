@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""preprocess_data.py: its bytes against a slow twin, bad lines, and every way in which a run can end early."""
+"""preprocess_data.py: its bytes against a slow definition, bad lines, and every way in which a run can end early."""
 
 import gzip
 import json
@@ -74,7 +74,7 @@ def settings(input, prefix, **more):
     return preprocess_data.PreprocessOptions(input=[input], output_prefix=str(prefix), **more)
 
 
-def slow_twin(vocab, documents, key, append_eod, split=lambda text: [text]) -> tuple[bytes, bytes]:
+def slow_definition(vocab, documents, key, append_eod, split=lambda text: [text]) -> tuple[bytes, bytes]:
     """The bytes of .bin and .idx, from the documented format with nothing but `tokenizers` and `struct`."""
     from tokenizers import ByteLevelBPETokenizer
 
@@ -101,10 +101,10 @@ def written(prefix) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
-def test_equals_the_slow_twin(vocab, corpus, tmp_path, append_eod):
+def test_equals_the_slow_definition(vocab, corpus, tmp_path, append_eod):
     run(vocab, corpus, tmp_path / "out", "--json-keys", "text", "title", *["--append-eod"] * append_eod)
     for key in ("text", "title"):
-        assert written(tmp_path / f"out_{key}_document") == slow_twin(vocab, DOCUMENTS, key, append_eod)
+        assert written(tmp_path / f"out_{key}_document") == slow_definition(vocab, DOCUMENTS, key, append_eod)
     leftovers = {path.name for path in tmp_path.iterdir()} - {"corpus.jsonl"}
     assert leftovers == {
         f"out_{key}_document{end}" for key in ("text", "title") for end in (".bin", ".idx", ".stats.json", ".sums.json")
@@ -115,7 +115,7 @@ def test_equals_the_slow_twin(vocab, corpus, tmp_path, append_eod):
 def test_workers_and_blocks_change_nothing(vocab, corpus, tmp_path, workers, block_size):
     tokenizer = build_tokenizer(vocab)
     preprocess(settings(corpus, tmp_path / "out", workers=workers, append_eod=True), tokenizer, block_size=block_size)
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", True)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
@@ -127,7 +127,7 @@ def test_compressed_files_fed_or_shared_out(vocab, tmp_path, pack, files, worker
     tokenizer = build_tokenizer(vocab)
     options = settings(str(tmp_path / "in" / "*.packed"), tmp_path / "out", workers=workers, append_eod=True)
     preprocess(options, tokenizer, block_size=600)
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", True)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])  # a worker reads the file, or the parent does
@@ -144,7 +144,7 @@ def test_named_pipe(vocab, corpus, tmp_path):
     writer = subprocess.Popen(["sh", "-c", f"cat {corpus} > {tmp_path}/pipe"])
     run(vocab, str(tmp_path / "pipe"), tmp_path / "out")
     writer.wait(100)
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -158,9 +158,9 @@ def test_partitions_deal_lines_out(vocab, corpus, tmp_path, compressed):
     options = settings(corpus, tmp_path / "out", partitions=3, json_keys=["text", "title"])
     preprocess(options, build_tokenizer(vocab), block_size=500)
     for key in ("text", "title"):
-        assert written(tmp_path / f"out_{key}_document") == slow_twin(vocab, dealt, key, False)
+        assert written(tmp_path / f"out_{key}_document") == slow_definition(vocab, dealt, key, False)
     preprocess(settings(corpus, tmp_path / "out", partitions=3, keep_sequential_samples=True), build_tokenizer(vocab))
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
 def test_sentences(vocab, tmp_path):
@@ -170,14 +170,14 @@ def test_sentences(vocab, tmp_path):
     path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
     run(vocab, str(path), tmp_path / "out", "--split-sentences", "--append-eod")
     expected = [["Mr. Smith came.", "He left!", "Why?", "Nobody knows."], [], ["One."]]
-    twin = slow_twin(vocab, [dict(text=sentences) for sentences in expected], "text", True)
-    assert written(tmp_path / "out_text_sentence") == twin
+    shrunk = slow_definition(vocab, [dict(text=sentences) for sentences in expected], "text", True)
+    assert written(tmp_path / "out_text_sentence") == shrunk
 
 
 def test_stdin_of_a_pipe(vocab, tmp_path, root):
     command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, "-", tmp_path / "out", "--workers", "2")]
     subprocess.run(command, input="\n".join(LINES).encode(), check=True, capture_output=True)
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
 def test_what_it_prints(vocab, corpus, tmp_path, capsys):
@@ -220,7 +220,7 @@ def test_bad_lines_are_set_aside(vocab, tmp_path, workers, block_size):
     totals = preprocess(
         settings(folder, tmp_path / "out", workers=workers), build_tokenizer(vocab), block_size=block_size
     )
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS * 2, "text", False)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS * 2, "text", False)
     rejected = [json.loads(line) for line in open(tmp_path / "out.rejected.jsonl")]
     assert [(record["file"], record["line"]) for record in rejected] == places
     assert all(record["reason"] for record in rejected) and totals.rejected == len(places)
@@ -266,7 +266,7 @@ def test_old_output_survives_a_failure_and_is_replaced_by_success(vocab, corpus,
         run(vocab, str(tmp_path / "bad.jsonl"), tmp_path / "out")
     assert written(tmp_path / "out_text_document") == before
     run(vocab, corpus, tmp_path / "out", "--append-eod")
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", True)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", True)
 
 
 @pytest.mark.parametrize("number, words", [(28, "No space left"), (30, "Read-only"), (5, "Input/output error")])
@@ -313,7 +313,7 @@ def test_ended_by_a_signal(vocab, tmp_path, root, number, code):
         time.sleep(0.01)
     (tmp_path / "corpus.jsonl").write_text("\n".join(LINES))
     run(vocab, str(tmp_path / "corpus.jsonl"), tmp_path / "out")
-    assert written(tmp_path / "out_text_document") == slow_twin(vocab, DOCUMENTS, "text", False)
+    assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
 @pytest.mark.parametrize(

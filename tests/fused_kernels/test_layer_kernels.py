@@ -73,14 +73,14 @@ def test_norms(device, dtype, op, formula, epsilon, size):
 
 
 @pytest.mark.parametrize(
-    "twin, formula, parameters", [(norms.rms_norm, rms_norm, 1), (norms.exact_layer_norm, layer_norm, 2)]
+    "kernel, formula, parameters", [(norms.rms_norm, rms_norm, 1), (norms.exact_layer_norm, layer_norm, 2)]
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
-def test_sums_over_many_tokens_keep_their_digits(twin, formula, parameters, dtype, tolerance):
+def test_sums_over_many_tokens_keep_their_digits(kernel, formula, parameters, dtype, tolerance):
     """On CPUs torch's own kernel adds up the gradients of a bf16 weight in bf16, and loses 7 % over 4096 tokens."""
     inputs = [drawn(2048, 2, 32, device="cpu", dtype=dtype)]
     inputs += [torch.rand(32, generator=torch.Generator().manual_seed(n)).add(0.5).to(dtype) for n in range(parameters)]
-    assert_equal_results(lambda *y: twin(*y, 1e-5), lambda *y: formula(*y, 1e-5), inputs, tolerance)
+    assert_equal_results(lambda *y: kernel(*y, 1e-5), lambda *y: formula(*y, 1e-5), inputs, tolerance)
 
 
 def test_norms_numerically():

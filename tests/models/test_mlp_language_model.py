@@ -342,7 +342,7 @@ def test_dry_run_preflight_verify_layout_and_the_search():
     said = said_by(mlp.main, f"{FLAGS} --dry-run --world-size 4 {TP} {PP}")
     assert "nothing was found that cannot work" in said and f"mlp: mlp_window={WINDOW}" in said
     said = said_by(mlp.main, f"{FLAGS} --preflight --world-size 4 {TP} {SP} {PP}")
-    assert "FAIL" not in said and "PASS" in said and "twin" in said and "shapes" in said
+    assert "FAIL" not in said and "PASS" in said and "shrunk" in said and "shapes" in said
     said = said_by(verify_layout.main, f"--model-type {TYPE} {FLAGS} --steps 3 --layouts tp2,pp2-zbh1,dp2-zero3")
     assert said.count("PASS") == 3
     said = said_by(plan.main, f"--model-type {TYPE} {FLAGS} --world-size 4")
@@ -368,7 +368,7 @@ def test_flags_written_out_are_read_back_as_the_same_settings():
         assert again == config and again.extra == config.extra
 
 
-def test_the_twin_trains_and_says_how_to_train_it(capfd):
+def test_the_shrunk_job_trains_and_says_how_to_train_it(capfd):
     shrink_tool.main(f"--model-type {TYPE} {FLAGS} {TP} --world-size 2 --steps 2".split())
     said = capfd.readouterr().out
     assert re.search(rf"torchrun --nproc-per-node 2 -m {TYPE} .*--mlp-window {WINDOW}", said) and "lm loss" in said

@@ -362,7 +362,7 @@ def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "22.074 B" in told and " 39 " in told and "174.616 B" in told and "measured: this_machine.json" in told
     blocks = [
-        block for block in text.split("```")[1::2] if block.startswith("\n") and not re.search("PASS|twin", block)
+        block for block in text.split("```")[1::2] if block.startswith("\n") and not re.search("PASS|shrunk", block)
     ]
     shown = [line for block in blocks for line in block.splitlines()]
     shown = [line for line in shown if not re.search(r"\.\.\.|looked at in", line)]  # cut, or a time

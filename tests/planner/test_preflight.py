@@ -21,7 +21,7 @@ from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.preflight import machines, ranks, run
 from megatron.planner.preflight.ranks import Design, check_ranks
-from megatron.planner.preflight.shrunk_job import check_twin
+from megatron.planner.preflight.shrunk_job import check_shrunk_job
 from megatron.planner.problems import inspect
 from megatron.planner.target import cluster_of
 from megatron.settings.parse import parse_pretrain
@@ -50,8 +50,8 @@ def test_175b_passes_in_seconds(capsys, root):
         "parameters",
         "shards",
         "shapes",
-        "twin",
-        "twin",
+        "shrunk",
+        "shrunk",
     ]
     assert all(line.startswith("PASS  ") for line in lines[:-1])
     told = "\n".join(lines)
@@ -215,11 +215,11 @@ def test_a_wrong_shape_is_found(monkeypatch):
     assert checks()["shapes"].fault.startswith("rank 0: ")
 
 
-def test_a_broken_twin_is_found(monkeypatch):
+def test_a_broken_shrunk_job_is_found(monkeypatch):
     monkeypatch.setattr(ShardedAdamW, "_sum_partial", lambda self, axis: None)  # gradients of norms stay partial sums
     config = resolve(parse_pretrain(f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1".split()), 2)
-    [check] = check_twin(config, 2, pretrain_gpt.recipe(), 3)
-    assert check.line.startswith("FAIL  twin fp32   tp2-sp-zero1 on 2 rank(s)") and "worst: " in check.fault
+    [check] = check_shrunk_job(config, 2, pretrain_gpt.recipe(), 3)
+    assert check.line.startswith("FAIL  shrunk fp32 tp2-sp-zero1 on 2 rank(s)") and "worst: " in check.fault
 
 
 # ---- the machines ----------------------------------------------------------------------------------------------------

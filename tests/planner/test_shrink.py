@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twin of a training: small, valid, and with every parallel feature of the original; and it trains."""
+"""The shrunk job of a training: small, valid, and with every parallel feature of the original; and it trains."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError, run_main
 from megatron.pipeline.stages import Pipeline
-from megatron.planner.shrink import RANKS, original, reduced, twin_of, twins_of
+from megatron.planner.shrink import RANKS, original, reduced, shrunk_job_of, shrunk_jobs_of
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.tools import shrink as tool
@@ -22,15 +22,15 @@ BIG = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-leng
 
 
 def made(line: str, world: int, steps: int = 3):
-    """(original, twin) of BIG with more flags; the twin is proved valid."""
+    """(original, shrunk job) of BIG with more flags; the shrunk job is proved valid."""
     config, ranks = original(parse_pretrain(f"{BIG} --world-size {world} {line}".split()), print)
-    found = twin_of(config, ranks, steps)
+    found = shrunk_job_of(config, ranks, steps)
     assert check(found.config, found.world_size) == []
     assert found.world_size <= RANKS
     return config, found
 
 
-KEPT = [  # flags, ranks, ranks of the twin, what of the twin is as it should be
+KEPT = [  # flags, ranks, ranks of the shrunk job, what of the shrunk job is as it should be
     (
         "--tp 8 --pp 16 --sequence-parallel",
         128,
@@ -142,9 +142,9 @@ KEPT = [  # flags, ranks, ranks of the twin, what of the twin is as it should be
 
 @pytest.mark.parametrize("flags, world, ranks, kept", KEPT)
 def test_features_stay_and_sizes_go(flags, world, ranks, kept):
-    config, twin = made(flags, world)
-    small = twin.config
-    assert twin.world_size == ranks
+    config, shrunk = made(flags, world)
+    small = shrunk.config
+    assert shrunk.world_size == ranks
     assert kept(small.parallel, small)
     assert (small.model.hidden_size, small.model.seq_length, small.batch.train_iters) == (32, 16, 3)
     assert (small.checkpoint.save, small.data.mock_data, small.kernels.device) == (None, True, "cpu")
@@ -158,17 +158,17 @@ def test_features_stay_and_sizes_go(flags, world, ranks, kept):
     assert all(f"{name} " in told for name in changed) and "hidden_size 12288 -> 32" in told
 
 
-def test_what_a_twin_cannot_keep_is_said():
-    config, twin = made("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32)
-    assert twin.lost == (
-        "copies of sets of shards (--sharding-degree below the data parallel size): the twin would need "
+def test_what_a_shrunk_job_cannot_keep_is_said():
+    config, shrunk = made("--tp 2 --pp 2 --sharding-stage 2 --sharding-degree 4", 32)
+    assert shrunk.lost == (
+        "copies of sets of shards (--sharding-degree below the data parallel size): the shrunk job would need "
         "more than 8 ranks",
     )
-    one, other = twins_of(config, 32)
+    one, other = shrunk_jobs_of(config, 32)
     p = other.config.parallel
-    assert one.config == twin.config and not (one.lost or other.lost) and check(other.config, other.world_size) == []
+    assert one.config == shrunk.config and not (one.lost or other.lost) and check(other.config, other.world_size) == []
     assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.sharding_degree) == (1, 2, 2)
-    assert other.world_size == 8 and len(twins_of(made("--tp 2", 4)[0], 4)) == 1
+    assert other.world_size == 8 and len(shrunk_jobs_of(made("--tp 2", 4)[0], 4)) == 1
 
 
 def test_a_ramp_and_samples_stay():
@@ -176,28 +176,28 @@ def test_a_ramp_and_samples_stay():
         BIG.replace("--train-iters 1000", "--train-samples 100000") + " --rampup-batch-size 32 32 10000 --world-size 8"
     )
     config, world = original(parse_pretrain(line.split()), print)
-    twin = twin_of(config, world, steps=4)
-    batch = resolve(twin.config, twin.world_size).batch
+    shrunk = shrunk_job_of(config, world, steps=4)
+    batch = resolve(shrunk.config, shrunk.world_size).batch
     assert (batch.rampup_batch_size, batch.global_batch_size, batch.train_samples) == ([2, 2, 2], 4, 14)
 
 
 def test_what_counts_ranks_or_their_batch_goes():
-    _, twin = made("--tp 2 --local-batch-size 24 --gradient-accumulation-steps 24 --profile --profile-ranks 63", 128)
-    assert check(twin.config, twin.world_size) == []
+    _, shrunk = made("--tp 2 --local-batch-size 24 --gradient-accumulation-steps 24 --profile --profile-ranks 63", 128)
+    assert check(shrunk.config, shrunk.world_size) == []
 
 
 def test_an_own_schedule_keeps_its_ranks_and_micro_batches(tmp_path):
     path = tmp_path / "own.txt"
     lines = ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
     path.write_text("\n".join(lines) + "\n")
-    _, twin = made(f"--pp 3 --pipeline-schedule {path} --global-batch-size 3", 3)
-    assert (twin.world_size, twin.config.batch.global_batch_size, twin.config.model.num_layers) == (3, 3, 6)
+    _, shrunk = made(f"--pp 3 --pipeline-schedule {path} --global-batch-size 3", 3)
+    assert (shrunk.world_size, shrunk.config.batch.global_batch_size, shrunk.config.model.num_layers) == (3, 3, 6)
 
 
-def test_resolved_settings_have_the_same_twin():
+def test_resolved_settings_have_the_same_shrunk_job():
     flags = "--tp 4 --pp 4 --num-query-groups 8 --swiglu --sharding-stage 2 --lr-warmup-iters 10"
-    config, twin = made(flags, 64)
-    assert twin_of(resolve(config, 64), 64) == twin
+    config, shrunk = made(flags, 64)
+    assert shrunk_job_of(resolve(config, 64), 64) == shrunk
 
 
 CHOICES = dict(
@@ -217,16 +217,16 @@ CHOICES = dict(
 
 @settings(max_examples=60, deadline=None)
 @given(**CHOICES)
-def test_whatever_can_run_has_a_twin_that_can(tp, pp, dp, zero, schedule, recompute, batch, micro, sp):
+def test_whatever_can_run_has_a_shrunk_job_that_can(tp, pp, dp, zero, schedule, recompute, batch, micro, sp):
     line = f"--tp {tp} --pp {pp} {zero} --global-batch-size {batch} --micro-batch-size {micro}"
     line += f" --pipeline-schedule {schedule if pp > 1 else '1f1b'}" + " --sequence-parallel" * sp
     line += " --num-virtual-stages-per-pipeline-rank 2" * (schedule == "interleaved" and pp > 1)
     line += f" --recompute-granularity {recompute}" * bool(recompute)
     try:
-        _, twin = made(line, tp * pp * dp)
+        _, shrunk = made(line, tp * pp * dp)
     except SettingsError:
         return
-    assert twin.config.parallel.sharding_stage == (int(zero.split()[1]) if zero else 0)
+    assert shrunk.config.parallel.sharding_stage == (int(zero.split()[1]) if zero else 0)
 
 
 # ---- it trains -------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_the_tool_trains_with_everything_on(capfd):
     tool.main(f"{MANY} --data-path /nowhere/text --steps 2".replace("--mock-data", "").split())
     told = capfd.readouterr().out
     for words in (
-        "the twin of 384 ranks, on 8:",
+        "the shrunk job of 384 ranks, on 8:",
         "num_layers 96 -> 8",
         "tensor_model_parallel_size 8 -> 2",
         "data_path /nowhere/text -> none",
@@ -257,11 +257,11 @@ def test_the_command_of_the_guide_runs(capfd, root):
     [words] = [text.replace("\\\n", " ").split() for text in commands if "megatron.tools.shrink" in text]
     tool.main(words[3:])
     told = capfd.readouterr().out
-    assert "the twin of 128 ranks, on 4:" in told and "iteration        3/       3" in told
+    assert "the shrunk job of 128 ranks, on 4:" in told and "iteration        3/       3" in told
 
 
 def test_checkpoints_of_its_own_are_gone_on_from(capfd, tmp_path):
-    line = f"{BIG} --save /nowhere/real --save-interval 7 --eval-iters 0 --twin-dir {tmp_path}"
+    line = f"{BIG} --save /nowhere/real --save-interval 7 --eval-iters 0 --shrunk-dir {tmp_path}"
     tool.main(f"{line} --steps 2".split())
     tool.main(f"{line} --steps 3".split())
     told = capfd.readouterr().out
@@ -274,7 +274,7 @@ def test_checkpoints_of_its_own_are_gone_on_from(capfd, tmp_path):
     "line, code, words",
     [
         ("--num-attention-heads 90", 3, "--hidden-size 12288 is not a multiple of --num-attention-heads 90"),
-        ("--twin-dir {file} --steps 1", 6, "file: cannot be written"),
+        ("--shrunk-dir {file} --steps 1", 6, "file: cannot be written"),
     ],
 )
 def test_it_ends_as_a_training_does(line, code, words, tmp_path, capfd):

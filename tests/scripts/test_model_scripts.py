@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every script of a model: its head, its dry run, its pre-flight and its twin; and what the launcher makes of the world."""
+"""Every script of a model: its head, dry run, pre-flight and shrunk job; and what the launcher makes of the world."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, UsageError
-from megatron.planner.shrink import original, twins_of
+from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse_pretrain
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
@@ -92,15 +92,15 @@ def configured(name):
 
 @pytest.fixture(scope="session")
 def first_with():
-    """`first_with(kind, name)`: the script whose twins are the same and were met first: nothing is run twice."""
+    """`first_with(kind, name)`: the script whose shrunk jobs are the same and were met first: nothing is run twice."""
     seen = {}
 
     def find(kind, name):
         config, world_size = original(configured(name), lambda text: None)
-        model = replace(config.model, init_method_std=0.02)  # neither this nor learning rates make another twin
+        model = replace(config.model, init_method_std=0.02)  # neither this nor learning rates make another shrunk job
         alike = [
             (found.world_size, replace(found.config, optimizer=None, planner=None))
-            for found in twins_of(replace(config, model=model), world_size)
+            for found in shrunk_jobs_of(replace(config, model=model), world_size)
         ]
         return seen.setdefault((kind, repr(alike)), name)
 
@@ -109,35 +109,35 @@ def first_with():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_preflight(name, first_with, monkeypatch):
-    """With twins in fp32; those in bf16 train below."""
+    """With shrunk jobs in fp32; those in bf16 train below."""
     if f"bash scripts/{name}.sh --preflight" in GUIDE:
         pytest.skip("run through bash: it is in the guide")
-    from megatron.planner.preflight import shrunk_job as twins
+    from megatron.planner.preflight import shrunk_job as shrunk_jobs
     from megatron.planner.preflight.run import preflight
     from megatron.planner.preflight.verdict import Check
     from pretrain_gpt import recipe
 
-    other, told, check_twin = first_with("preflight", name), [], twins.check_twin
+    other, told, check_shrunk_job = first_with("preflight", name), [], shrunk_jobs.check_shrunk_job
 
     def exact(config, *rest):
         if other != name:
-            return [Check("twin", f"that of {other}")]
-        return check_twin(replace(config, precision=replace(config.precision, precision="fp32")), *rest)
+            return [Check("shrunk", f"that of {other}")]
+        return check_shrunk_job(replace(config, precision=replace(config.precision, precision="fp32")), *rest)
 
-    monkeypatch.setattr(twins, "check_twin", exact)
+    monkeypatch.setattr(shrunk_jobs, "check_shrunk_job", exact)
     preflight(configured(name), recipe(), told.append, {})
-    assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "twin"] for line in told), told
+    assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "shrunk"] for line in told), told
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_twin_trains(name, first_with, capfd):
+def test_the_shrunk_job_trains(name, first_with, capfd):
     if f"SHRINK=1 bash scripts/{name}.sh" in GUIDE:
         pytest.skip("run through bash: it is in the guide")
     if first_with("training", name) != name:
-        pytest.skip(f"the same twin as that of {first_with('training', name)}")
-    from megatron.tools import shrink as twin
+        pytest.skip(f"the same shrunk job as that of {first_with('training', name)}")
+    from megatron.tools import shrink as shrunk
 
-    twin.main([*(word for word in command(SCRIPTS[name]) if word != "--dry-run"), "--steps", "2"])
+    shrunk.main([*(word for word in command(SCRIPTS[name]) if word != "--dry-run"), "--steps", "2"])
     out = capfd.readouterr().out
     assert "iteration        2/       2" in out and "nan" not in out.replace("number of nan iterations:   0", "")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--preflight`, top to bottom: settings, files and memory; every rank without a device; the twin; the machines.
+"""`--preflight`, top to bottom: settings, files and memory; every rank without a device; the shrunk job; the machines.
 
 The first rank looks at what needs no machines, while the others wait for it. Every check is a line, PASS or FAIL; nothing
 is trained, nothing is written. What needs torch is imported behind the checks that need none.
@@ -18,7 +18,7 @@ from megatron.planner.speed import Cluster
 from megatron.settings import rank_env, schema
 from megatron.training import rules
 
-STEPS = 4  # of the twin: the first one warms up
+STEPS = 4  # of the shrunk job: the first one warms up
 
 
 def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str, str] = os.environ) -> None:
@@ -71,14 +71,14 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
 
 
 def check_design(found: Inspection, world_size: int, recipe, report: PreflightReport) -> None:
-    """Every distinct rank on the meta device, then the twin against one process."""
+    """Every distinct rank on the meta device, then the shrunk job against one process."""
     import torch
 
     from megatron.planner.preflight.ranks import Design, check_ranks
-    from megatron.planner.preflight.shrunk_job import check_twin
+    from megatron.planner.preflight.shrunk_job import check_shrunk_job
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # no pool of threads may exist when the twin's ranks are forked
+    torch.set_num_threads(1)  # no pool of threads may exist when the shrunk job's ranks are forked
     config = found.resolved
     config = replace(
         config,
@@ -87,7 +87,7 @@ def check_design(found: Inspection, world_size: int, recipe, report: PreflightRe
     )
     for check in check_ranks(Design(config, world_size, found.job.facts, recipe.build_model)):
         report.add(check)
-    for check in check_twin(config, world_size, recipe, STEPS):
+    for check in check_shrunk_job(config, world_size, recipe, STEPS):
         report.add(check)
     torch.set_num_threads(threads)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twin of a training against one process: the same loss, gradient norm and weights, after a few steps on this CPU.
+"""A shrunk job against one process: the same loss, gradient norm and weights, after a few steps on this CPU.
 
 In fp32, which can tell a mistake from rounding; and in the training's own format, for the code that only it runs.
 """
@@ -12,35 +12,37 @@ from megatron.model.recipe import Recipe
 from megatron.mpu.forked import RankFailed
 from megatron.planner.parity import TOLERANCE, compare, laid_out, layout_of, one_process, trace
 from megatron.planner.preflight.verdict import Check
-from megatron.planner.shrink import Twin, twins_of
+from megatron.planner.shrink import ShrunkJob, shrunk_jobs_of
 from megatron.settings import schema
 
 DO = "python -m megatron.tools.verify_layout --shrink with parts of the layout (--layouts tp2,pp2,dp2) finds the guilty one"
 
 
-def check_twin(config: schema.Config, world_size: int, recipe: Recipe, steps: int) -> Iterator[Check]:
-    """A check for each number format, and for each twin where it takes two to have all axes."""
-    twins = twins_of(config, world_size, steps)
+def check_shrunk_job(config: schema.Config, world_size: int, recipe: Recipe, steps: int) -> Iterator[Check]:
+    """A check for each number format, and for each shrunk job where it takes two to have all axes."""
+    shrunk_jobs = shrunk_jobs_of(config, world_size, steps)
     for precision in dict.fromkeys(("fp32", config.precision.precision)):
-        for twin in twins:
-            settings = replace(twin.config, precision=replace(twin.config.precision, precision=precision))
-            yield compared(replace(twin, config=settings), recipe, steps)
+        for shrunk in shrunk_jobs:
+            settings = replace(shrunk.config, precision=replace(shrunk.config.precision, precision=precision))
+            yield compared(replace(shrunk, config=settings), recipe, steps)
 
 
-def compared(twin: Twin, recipe: Recipe, steps: int) -> Check:
-    """A twin against one process."""
-    started, precision = time.perf_counter(), twin.config.precision.precision
-    layout, limits = layout_of(twin.config, twin.world_size), TOLERANCE[precision]
+def compared(shrunk: ShrunkJob, recipe: Recipe, steps: int) -> Check:
+    """A shrunk job against one process."""
+    started, precision = time.perf_counter(), shrunk.config.precision.precision
+    layout, limits = layout_of(shrunk.config, shrunk.world_size), TOLERANCE[precision]
     try:
-        reference = trace(one_process(twin.config), recipe, 1, steps)
-        found = compare(reference, trace(laid_out(twin.config, layout), recipe, twin.world_size, steps))
+        reference = trace(one_process(shrunk.config), recipe, 1, steps)
+        found = compare(reference, trace(laid_out(shrunk.config, layout), recipe, shrunk.world_size, steps))
     except RankFailed as failed:
-        return Check(f"twin {precision}", "", f"the twin does not train: {str(failed).strip().splitlines()[-1]}", DO)
+        return Check(
+            f"shrunk {precision}", "", f"the shrunk job does not train: {str(failed).strip().splitlines()[-1]}", DO
+        )
     told = (
         f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "
         f"difference in loss {found.loss:.1e}, gradient norm {found.norm:.1e}, weights {found.weight:.1e} "
         f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})"
     )
     fault = "" if found.passes(precision) else f"{told}; worst: {found.worst}"
-    lost = "".join(f"; not covered: {words}" for words in twin.lost)
-    return Check(f"twin {precision}", f"{told}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)
+    lost = "".join(f"; not covered: {words}" for words in shrunk.lost)
+    return Check(f"shrunk {precision}", f"{told}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)
