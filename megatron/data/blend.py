@@ -89,7 +89,7 @@ class BlendedDataset:
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]
 
     def origin(self, index: int):
-        """Where a sample comes from: see `GPTDataset.origin`."""
+        """Where a sample comes from: see `origin` of its dataset."""
         return self.datasets[self.dataset_index[index]].origin(int(self.dataset_sample_index[index]))
 
 

@@ -7,7 +7,7 @@ import torch
 
 
 class Cache:
-    """Room for `capacity` tokens of `batch` sequences; layers fill it, `GPT.logits` moves `length` on.
+    """Room for `capacity` tokens of `batch` sequences; layers fill it, and `logits` moves `length` on.
 
     Which cached tokens a new one may see follows from `document_ids`, as in training: a sequence that was padded
     gives its padding another id than its text. Two prompts, of 3 and 2 tokens, padded on the left, then one token:

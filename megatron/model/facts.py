@@ -5,7 +5,7 @@ The planner, the check before a launch, parameter counts, FLOP rates and the pro
 ask a model's `Facts`, and none of them knows which model it is. A new kind of layer is a module, and here a table of
 weights and a tuple of branches:
 
-    class GPTFacts(Facts):
+    class MyFacts(Facts):
         def layer_weights(self, kind, sequence_parallel): ...     # the table of a layer's weights
         def branches(self, share, kind): ...                      # attention, then MLP: sizes on one rank
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One name for one thing; and the core knows no model by name."""
+
+import ast
+import re
+from collections import defaultdict
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("megatron/**/*.py")}
+
+KNOW_GPT = {  # file pattern -> why it may name GPT
+    "megatron/model/gpt/*": "the model itself",
+    "megatron/model/recipe.py": "the table of model types",
+    "megatron/settings/dialects/*": "other suites' words",
+    "megatron/settings/presets.py": "published shapes",
+    "megatron/settings/schema.py": "the default of --model-type; names of tokenizers and published shapes",
+    "megatron/settings/parse.py": "names of published shapes in messages",
+    "megatron/settings/rules.py": "names of tokenizers",
+    "megatron/tokenizer/*": "names of tokenizers",
+    "megatron/data/gpt_dataset.py": "Megatron-LM's name of this order of samples",
+    "megatron/inference/convert/*": "models of other programs",
+    "megatron/planner/target.py": "GPT-2's vocabulary is assumed where none is given",
+    "megatron/planner/parity.py": "the module of Megatron-LM's order of samples is imported ahead",
+    "megatron/guard/command.py": "command lines that users type, in examples",
+    "megatron/guard/stacks.py": "a place in the data loader, in an example",
+    "megatron/tools/*": "commands name it for users",
+}
+
+
+def test_no_public_class_is_named_twice():
+    places = defaultdict(list)
+    for name, text in SOURCES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_only_these_files_know_gpt():
+    naming = {name for name, text in SOURCES.items() if re.search("gpt", text, re.IGNORECASE)}
+    allowed = {name for name in naming if any(fnmatch(name, pattern) for pattern in KNOW_GPT)}
+    assert naming - allowed == set()
+    assert [pattern for pattern in KNOW_GPT if not any(fnmatch(name, pattern) for name in naming)] == []
+
+
+def test_units_say_what_they_are():
+    """Nothing reads the kind of a parameter off the beginning of its name."""
+    assert [name for name, text in SOURCES.items() if re.search(r"startswith\(\(?[\"']blocks", text)] == []
