@@ -47,7 +47,7 @@ class Observer:
         self.arrived = False  # a bad gradient was there before any module's backward pass
         self.handles: list = []
 
-    def see(self, op: Op) -> None:
+    def on_op(self, op: Op) -> None:
         """The schedule comes to an op."""
         self.micro, self.order, self.last, self.arrived = op.micro, 0, "", False
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron.errors import PeerLost, exit_code
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import die_with_parent
-from megatron.mpu.collectives import Entering
+from megatron.mpu.collectives import GroupListener
 from megatron.settings import rank_env
 from megatron.settings.schema import Guard
 
@@ -22,20 +22,20 @@ def guarded(settings: Guard) -> Iterator[Heartbeat]:
 
     An error of the network between ranks becomes PeerLost: its cause is another rank, whose own words say more.
     """
-    heart = Heartbeat(settings.heartbeat_dir, rank_env.ranks().rank)
-    heart.listen()
+    heartbeat = Heartbeat(settings.heartbeat_dir, rank_env.ranks().rank)
+    heartbeat.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed leaves no ranks behind
         die_with_parent()
     try:
-        with Entering.told_to(heart.enter):
-            yield heart
+        with GroupListener.calling(heartbeat.enter_group):
+            yield heartbeat
     except BaseException as error:
         told = peer_lost(error) or error
-        heart.close(told, exit_code(told))
+        heartbeat.close(told, exit_code(told))
         if told is error:
             raise
         raise told from error
-    heart.close()
+    heartbeat.close()
 
 
 def peer_lost(error: BaseException) -> PeerLost | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank is doing right now, in a small file per rank that anybody can read, also when the rank is stuck.
 
-    heart = Heartbeat("/dev/shm/job", rank=3)
-    heart.beat("data", step=17)          # about 3 microseconds: one pwrite
+    heartbeat = Heartbeat("/dev/shm/job", rank=3)
+    heartbeat.beat("data", step=17)      # about 3 microseconds: one pwrite
     ...
     for beat in read_beats("/dev/shm/job"): print(beat.rank, beat.step, beat.phase, beat.op, beat.group)
 
@@ -114,7 +114,7 @@ class Heartbeat:
         if self.file is not None:
             self._write(op)
 
-    def enter(self, group: str) -> None:
+    def enter_group(self, group: str) -> None:
         """About to wait for the ranks of a group: less than a microsecond."""
         if self.file is not None:
             self._put(group.encode("ascii", "replace")[:GROUP].ljust(GROUP), SIZE - GROUP)

@@ -36,7 +36,7 @@ class StepVerdict(enum.Enum):
 class Watch:
     """A rank's guards during training.
 
-    heart:     the rank's heartbeat
+    heartbeat: the rank's heartbeat
     log:       prints a line, on the rank that speaks
     exchange:  value -> [value of every rank]
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
@@ -47,13 +47,13 @@ class Watch:
         settings: schema.Guard,
         *,
         minutes: Optional[float] = None,
-        heart: Optional[Heartbeat] = None,
+        heartbeat: Optional[Heartbeat] = None,
         rank: int = 0,
         log: Callable[[str], None] = lambda text: None,
         exchange: Callable[[Any], list] = lambda value: [value],
         counts: bool = True,
     ):
-        self.settings, self.heart, self.rank = settings, heart or Heartbeat(), rank
+        self.settings, self.heartbeat, self.rank = settings, heartbeat or Heartbeat(), rank
         self.log, self.exchange, self.counts = log, exchange, counts
         self.requests = StopRequests(
             signals=settings.exit_signal_handler,
@@ -144,13 +144,13 @@ class Watch:
     def find_culprit(self, stages, batches, replay: Callable[[Callable], Any], describe: Callable[[int], str]) -> str:
         """Repeat a step on all ranks with every module watched; in words, who made the first value that is not finite.
 
-        replay(see): runs the step's passes again, calling `see(op)` at each op of the schedule.
+        replay(on_op): runs the step's passes again, calling `on_op(op)` at each op of the schedule.
         describe(place): where a sample comes from.
         """
-        self.heart.beat("replay")
+        self.heartbeat.beat("replay")
         observer = Observer(stages, batches, self.rank)
         with observer.watching():
-            replay(observer.see)
+            replay(observer.on_op)
         mine = observer.first
         told = mine and (mine, [describe(place) for place in mine.samples])
         answers = sorted((answer for answer in self.exchange(told) if answer), key=lambda answer: answer[0])

@@ -18,8 +18,8 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 
 
-class Entering:
-    """Hears in which group this rank is about to wait: a heartbeat writes it down, so that a hang can be told.
+class GroupListener:
+    """Calls a listener before each collective, with the name of its group: the heartbeat notes it, to explain a hang.
 
     Output only: nothing is decided by it. One listener for a process, as there is one stack.
     """
@@ -27,14 +27,14 @@ class Entering:
     listener: Callable[[str], None] = staticmethod(lambda group: None)
 
     @classmethod
-    def tell(cls, group: str) -> None:
+    def notify(cls, group: str) -> None:
         if not torch.compiler.is_compiling():  # compiled code does not call out
             cls.listener(group)
 
     @classmethod
     @contextlib.contextmanager
-    def told_to(cls, listener: Callable[[str], None]):
-        """Inside, `listener` is told."""
+    def calling(cls, listener: Callable[[str], None]):
+        """Inside the `with` block, `listener` is called with the name of each group."""
         before, cls.listener = cls.listener, staticmethod(listener)
         try:
             yield
@@ -45,7 +45,7 @@ class Entering:
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Combine `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
     if axis.size > 1:
-        Entering.tell(axis.label)
+        GroupListener.notify(axis.label)
         dist.all_reduce(x, _OPS[op], group=axis.group)
     return x
 
@@ -80,7 +80,7 @@ def start_all_reduce(x: torch.Tensor, axis: Axis):
     """Begin to sum `x` over the axis, in place. `wait()` of what this returns ends it; until then `x` is not to be used."""
     if axis.size == 1:
         return Done()
-    Entering.tell(axis.label)
+    GroupListener.notify(axis.label)
     return dist.all_reduce(x, group=axis.group, async_op=True)
 
 
@@ -101,7 +101,7 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
-    Entering.tell(axis.label)
+    GroupListener.notify(axis.label)
     if whole.device.type == "cpu" and whole.nbytes >= LARGE:
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
@@ -110,7 +110,7 @@ def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
 
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
-    Entering.tell(axis.label)
+    GroupListener.notify(axis.label)
     if whole.device.type == "cpu":
         return _Sum(piece, whole, axis)
     return _scatter(piece, whole, group=axis.group, async_op=True)
@@ -171,7 +171,7 @@ class _Sum:
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """`x` of the rank at place `source` of the axis, in place on the others; returns `x`."""
     if axis.size > 1:
-        Entering.tell(axis.label)
+        GroupListener.notify(axis.label)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -180,7 +180,7 @@ def broadcast_object(value, axis: Axis, source: int = 0):
     """A small picklable value of the rank at place `source`, on every rank of the axis. For start-up, not for steps."""
     if axis.size == 1:
         return value
-    Entering.tell(axis.label)
+    GroupListener.notify(axis.label)
     box = [value]
     dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
     return box[0]
@@ -190,7 +190,7 @@ def gather_objects(value, axis: Axis) -> list:
     """Small picklable values of all ranks of the axis, in their order. For checks, not for steps."""
     if axis.size == 1:
         return [value]
-    Entering.tell(axis.label)
+    GroupListener.notify(axis.label)
     values = [None] * axis.size
     dist.all_gather_object(values, value, group=axis.group)
     return values
@@ -199,5 +199,5 @@ def gather_objects(value, axis: Axis) -> list:
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:
-        Entering.tell(axis.label)
+        GroupListener.notify(axis.label)
         dist.barrier(group=axis.group)

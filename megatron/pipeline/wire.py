@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.collectives import Entering
+from megatron.mpu.collectives import GroupListener
 from megatron.mpu.mesh import Axis, Mesh, ranks_along
 from megatron.pipeline.schedule import Stages
 
@@ -84,7 +84,7 @@ class Receipt:
     def wait(self) -> torch.Tensor:
         if self._work is None:
             return self._x.pop(self._key)
-        Entering.tell(self._label)
+        GroupListener.notify(self._label)
         self._work.wait()
         return self._x
 

@@ -157,10 +157,12 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[t
                 sized = replace(job, global_batch=batch)
                 for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
                     for sp in (False, True) if tp > 1 and job.facts.seq_length % tp == 0 else (False,):
-                        for again in GRANULARITIES:
-                            if again != "core_attn" or _stores_scores(job, tp, sp, micro):
+                        for granularity in GRANULARITIES:
+                            if granularity != "core_attn" or _stores_scores(job, tp, sp, micro):
                                 yield (
-                                    Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(again), layers),
+                                    Layout(
+                                        tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(granularity), layers
+                                    ),
                                     sized,
                                 )
 

@@ -5,7 +5,7 @@
         ...
 
 A phase is a span of a step, or of what comes between steps. The heartbeat hears of them too, before they begin, where
-that says something to somebody who looks in from outside (`Run.phase`, and the executor's `see`).
+that says something to somebody who looks in from outside (`Run.phase`, and the executor's `on_op`).
 """
 
 import contextlib

@@ -48,13 +48,13 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.state import Run, State
 
 
-def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] = None) -> Run:
+def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbeat] = None) -> Run:
     """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
-    heart = heart or Heartbeat()
-    heart.beat("join")
+    heartbeat = heartbeat or Heartbeat()
+    heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    watch = build_watch(config, context, heart)
-    heart.beat("model")
+    watch = build_watch(config, context, heartbeat)
+    heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
     config = replace(config, precision=replace(config.precision, precision=precision))
     log = _logger(context)
@@ -79,11 +79,11 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
         seed=config.logging.seed,
         lasting=config.checkpoint.async_save,
     )
-    heart.beat("load")
+    heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
     refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
-    heart.beat("index")
+    heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
     datasets = recipe.build_datasets(
@@ -126,14 +126,14 @@ def build_run(config: schema.Config, recipe: Recipe, heart: Optional[Heartbeat] 
     )
 
 
-def build_watch(config: schema.Config, context: RankContext, heart: Heartbeat) -> Watch:
+def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
-    heart.note_place(mesh.place)
+    heartbeat.note_place(mesh.place)
     return Watch(
         config.guard,
         minutes=config.batch.exit_duration_in_mins,
-        heart=heart,
+        heartbeat=heartbeat,
         rank=mesh.rank,
         log=_logger(context),
         exchange=exchange_over(context),

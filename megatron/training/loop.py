@@ -33,8 +33,8 @@ from megatron.training.state import Run, State
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
     """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
-    with guarded(config.guard) as heart:
-        run = build_run(config, recipe, heart)
+    with guarded(config.guard) as heartbeat:
+        run = build_run(config, recipe, heartbeat)
         try:
             with Listening.with_timers(run.metrics.timers):
                 train(run)
@@ -49,7 +49,7 @@ def train(run: Run) -> None:
     batch, saved_at = run.config.batch, run.state.iteration
     for stage in run.stages:
         stage.train()
-    run.metrics.start(run.watch.heart.startup)
+    run.metrics.start(run.watch.heartbeat.startup)
     while run.state.iteration < run.train_iters:
         run.profiler.before(run.state.iteration + 1)
         step = train_step(run)
@@ -88,7 +88,7 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with run.phase("data", step=state.iteration + 1):
         batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
     with phase("passes"):
-        sums = passes(run, batches, loss_of, watch.heart.watch)
+        sums = passes(run, batches, loss_of, watch.heartbeat.watch)
     with run.phase("reduce"):
         totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
     *values, tokens = watch.count(totals)
@@ -206,7 +206,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     consumed = run.state.consumed_valid_samples if split == "validation" else 0
     with phase("evaluate"):
         for _ in range(run.config.batch.eval_iters):
-            run.watch.heart.beat("evaluate")
+            run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
             found = micro_batches(run, batches, consumed, num_micros)
             sums += execute(ops, run.stages, found, run.wire, names=run.names)

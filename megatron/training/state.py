@@ -119,7 +119,7 @@ class Run:
 
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
         """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
-        self.watch.heart.beat(name, step)
+        self.watch.heartbeat.beat(name, step)
         return phase(name)
 
     def save(self) -> None:
@@ -167,4 +167,4 @@ class Run:
         if orderly:
             leave_job(self.context)
         if self.saver and error is None:  # behind the others' end: they would give this rank up, and with it its copies
-            self.saver.close_copies(lambda: self.watch.heart.beat("save"))
+            self.saver.close_copies(lambda: self.watch.heartbeat.beat("save"))

@@ -31,10 +31,10 @@ def rank(tmp_path, monkeypatch):
             if elsewhere:
                 heartbeat.machine = lambda: "another machine"
             signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
-            heart = Heartbeat(str(tmp_path), number)
-            heart.listen()
-            heart.enter("dp group 1")
-            heart.beat("data", step=17)
+            own = Heartbeat(str(tmp_path), number)
+            own.listen()
+            own.enter_group("dp group 1")
+            own.beat("data", step=17)
             micro_batch()
         started.append(pid)
         while not any(beat.rank == number and beat.phase == "data" for beat in read_beats(tmp_path)):

@@ -370,15 +370,15 @@ def test_a_heartbeat_names_the_group_that_a_rank_waits_in(run_ranks, tmp_path):
 
 
 def test_reading_beats_while_they_change_never_fails(tmp_path):
-    heart = Heartbeat(str(tmp_path), 3)
+    heartbeat = Heartbeat(str(tmp_path), 3)
     reader = os.fork()
     if reader == 0:
         seen = [beat.count for _ in range(3000) for beat in read_beats(tmp_path)]
         os._exit(0 if len(seen) == 3000 and seen == sorted(seen) else 1)
     while os.waitpid(reader, os.WNOHANG)[0] == 0:
         for number in range(500):
-            heart.beat("F", step=number, op=f"F{number % 7}")
-    heart.close()
+            heartbeat.beat("F", step=number, op=f"F{number % 7}")
+    heartbeat.close()
     (tmp_path / "rank_00004.beat").write_text("no beat")
     assert [beat.rank for beat in read_beats(tmp_path)] == [3]
     assert np.isfinite(read_beats(tmp_path)[0].usual)

@@ -89,17 +89,17 @@ def test_states_of_a_run_without_heartbeats(records, more, state, why, run):
 
 def test_heartbeats_say_more(run, tmp_path):
     folder = run(*STEPS, age=500.0, beats=tmp_path / "beats", pid=ENDED)
-    hearts = [Heartbeat(str(tmp_path / "beats"), rank) for rank in range(2)]
-    for heart in hearts:
-        heart.beat("evaluate", step=31)
+    heartbeats = [Heartbeat(str(tmp_path / "beats"), rank) for rank in range(2)]
+    for heartbeat in heartbeats:
+        heartbeat.beat("evaluate", step=31)
     line = look(folder)
     assert (line.state, line.why) == ("running", "evaluate of step 31") and line.age < 100
     line = look(folder, now=time.time() + 300)
     assert (line.state, line.why) == ("stalled", "evaluate of step 31")
-    hearts[1].close(RuntimeError("disk is full"), 6)
+    heartbeats[1].close(RuntimeError("disk is full"), 6)
     line = look(folder)
     assert (line.state, line.why) == ("failed", "rank 1: disk is full")
-    hearts[0].close()
+    heartbeats[0].close()
 
 
 def test_long_torn_and_missing_files(run, tmp_path):
