@@ -92,12 +92,15 @@ def main() -> None:
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=where) as folder:
         heartbeat = Heartbeat(folder)
-        beat, enter = cost(lambda: heartbeat.beat("F", op="F0")), cost(lambda: heartbeat.enter("dp group 1"))
+        beat, enter_group = (
+            cost(lambda: heartbeat.beat("F", op="F0")),
+            cost(lambda: heartbeat.enter_group("dp group 1")),
+        )
         heartbeat.close()
     beats = 3 + 2 * 4  # data, reduce, update; a forward and a backward pass for each of 4 micro-batches
     print(
-        f"a beat {beat * 1e6:.1f} us, a collective's group {enter * 1e6:.1f} us: {beats} beats and 2 groups are "
-        f"{(beats * beat + 2 * enter) / step:.3%} of a step"
+        f"a beat {beat * 1e6:.1f} us, a collective's group {enter_group * 1e6:.1f} us: {beats} beats and 2 groups are "
+        f"{(beats * beat + 2 * enter_group) / step:.3%} of a step"
     )
     print(f"the supervisor uses {statistics.median(shares):.2%} of a core, its start included")
 

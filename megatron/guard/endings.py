@@ -27,7 +27,7 @@ def guarded(settings: Guard) -> Iterator[Heartbeat]:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed leaves no ranks behind
         die_with_parent()
     try:
-        with GroupListener.calling(heartbeat.enter):
+        with GroupListener.calling(heartbeat.enter_group):
             yield heartbeat
     except BaseException as error:
         told = peer_lost(error) or error

@@ -114,7 +114,7 @@ class Heartbeat:
         if self.file is not None:
             self._write(op)
 
-    def enter(self, group: str) -> None:
+    def enter_group(self, group: str) -> None:
         """About to wait for the ranks of a group: less than a microsecond."""
         if self.file is not None:
             self._put(group.encode("ascii", "replace")[:GROUP].ljust(GROUP), SIZE - GROUP)

@@ -19,7 +19,7 @@ _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 
 
 class GroupListener:
-    """Hears in which group this rank is about to wait: a heartbeat writes it down, so that a hang can be told.
+    """Calls a listener before each collective, with the name of its group: the heartbeat notes it, to explain a hang.
 
     Output only: nothing is decided by it. One listener for a process, as there is one stack.
     """
@@ -34,7 +34,7 @@ class GroupListener:
     @classmethod
     @contextlib.contextmanager
     def calling(cls, listener: Callable[[str], None]):
-        """Inside, `listener` is told."""
+        """Inside the `with` block, `listener` is called with the name of each group."""
         before, cls.listener = cls.listener, staticmethod(listener)
         try:
             yield

@@ -74,7 +74,7 @@ class Weights:
     # ---- filling and freeing ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def put(self, unit: FlatUnit, values: torch.Tensor) -> None:
+    def fill(self, unit: FlatUnit, values: torch.Tensor) -> None:
         """Fill a unit's parameters, of which this rank happens to have all, if they are kept."""
         if self.keep:
             self.memory[unit.name].flat.copy_(values)
@@ -159,20 +159,20 @@ class Weights:
             self._start(memory)
 
     def _attach_chunk(self, chunk: torch.nn.Module, roots: Sequence[Memory], first: Sequence[Memory]) -> None:
-        def enter(module, args):
+        def pre_forward(module, args):
             for memory in roots:
                 self._need(memory)
                 memory.passes += torch.is_grad_enabled()
             self._ahead(first)
 
-        def leave(module, args, output):
+        def post_forward(module, args, output):
             for memory in roots:
                 if not memory.passes:
                     self._free(memory)
 
-        chunk.register_forward_pre_hook(enter)
+        chunk.register_forward_pre_hook(pre_forward)
         if not self.keep:
-            chunk.register_forward_hook(leave)
+            chunk.register_forward_hook(post_forward)
 
     def arrived(self, unit: FlatUnit, count: int) -> None:
         """Each parameter of a unit has had `count` gradients: free a unit that is no layer behind its last pass."""
@@ -181,14 +181,14 @@ class Weights:
             self._free(memory)
 
     def _attach_block(self, block: torch.nn.Module, memory: Memory, before: Sequence[Memory], after: Sequence[Memory]):
-        def enter(module, args):
+        def pre_forward(module, args):
             self._need(memory)
             if not memory.in_backward:
                 self._ahead(after)
             if not self.keep and args[0].requires_grad and torch.is_grad_enabled():
                 args[0].register_hook(end_backward)
 
-        def leave(module, args, output):
+        def post_forward(module, args, output):
             if not memory.in_backward:
                 self._free(memory)
             x, sums = output if isinstance(output, tuple) else (output, {})
@@ -205,6 +205,6 @@ class Weights:
             memory.in_backward = False
             self._free(memory)
 
-        block.register_forward_pre_hook(enter)
+        block.register_forward_pre_hook(pre_forward)
         if not self.keep:
-            block.register_forward_hook(leave)
+            block.register_forward_hook(post_forward)

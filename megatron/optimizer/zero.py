@@ -147,7 +147,7 @@ class ShardedAdamW:
                 whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
                 initialise(own.unit, whole, self.mesh.place, seed)
                 state.main[state.place(own)] = whole[own.low : own.high].to(state.main.device)
-                self.weights.put(own.unit, whole)
+                self.weights.fill(own.unit, whole)
         self._fill(self.states)
 
     def _targets(self, state: OwnedState) -> Targets:

@@ -157,16 +157,20 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[t
                 sized = replace(job, global_batch=batch)
                 for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
                     for sp in (False, True) if tp > 1 and job.facts.seq_length % tp == 0 else (False,):
-                        for again in _granularities(job, tp, sp, micro):
-                            yield Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(again), layers), sized
+                        for granularity in _granularities(job, tp, sp, micro):
+                            yield (
+                                Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(granularity), layers),
+                                sized,
+                            )
 
 
 def _granularities(job: Job, tp: int, sp: bool, micro: int) -> list[Optional[str]]:
     """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
-    branches = job.facts.branches(job.share(tp, sp, micro), job.facts.layer_kind(0))
+    share = job.share(tp, sp, micro)
+    branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
     cores = [branch.core for branch in branches if branch.core]
     useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
-    return [again for again in GRANULARITIES if again not in useless | (set() if cores else {"full_attn"})]
+    return [one for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 
 def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> list[int]:

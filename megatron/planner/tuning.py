@@ -43,7 +43,7 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
             print(words, flush=True)
 
     # Every rank could search by itself, but what a rank sees of its node's memory is its own.
-    layouts = _told_to_all(_search(config, log) if context.first else None, context)
+    layouts = _broadcast(_search(config, log) if context.first else None, context)
     if isinstance(layouts, Exception):
         initialize.leave_job(context)
         raise layouts
@@ -63,7 +63,7 @@ def _search(config: schema.Config, log):
     return [(replace(plan.layout, parallel=None), plan.job.global_batch) for plan in plans[:TRIED]]
 
 
-def _told_to_all(answer, context: initialize.RankContext):
+def _broadcast(answer, context: initialize.RankContext):
     return collectives.broadcast_object(answer, context.mesh.world)
 
 
@@ -123,7 +123,7 @@ def _seconds_of_a_step(config: schema.Config, recipe: Recipe, steps: int) -> flo
             start = time.perf_counter()
             train_step(run)  # ends with a reduction over all ranks
             times.append(time.perf_counter() - start)
-        seconds = _told_to_all(min(times[1:]), run.context)
+        seconds = _broadcast(min(times[1:]), run.context)
         run.close()
         run.context.mesh.release()
     del run

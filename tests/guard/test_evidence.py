@@ -33,7 +33,7 @@ def rank(tmp_path, monkeypatch):
             signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
             own = Heartbeat(str(tmp_path), number)
             own.listen()
-            own.enter("dp group 1")
+            own.enter_group("dp group 1")
             own.beat("data", step=17)
             micro_batch()
         started.append(pid)
