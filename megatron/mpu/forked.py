@@ -8,6 +8,7 @@ fork could lose. One thread also makes results repeatable bit by bit. For tests 
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -77,6 +78,7 @@ def renew_threads() -> None:
 
 def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -> None:
     """Body of one forked rank: join the group, call, answer, and leave without running this program's exit handlers."""
+    gc.freeze()  # what is inherited: memory that a collection looks at is copied
     import datetime
 
     import torch.distributed as dist

@@ -4,7 +4,8 @@
 Python collects after so many allocations: in the middle of a pass, on each rank at another time, and now and then through
 every object that the run was built of. With ranks that wait for each other, the pause of one is the pause of all. Here
 
-    first step     what has lasted until now (modules, settings, buffers) is set aside: no later collection looks at it
+    before it      what is there already (modules, settings) is set aside: no later collection looks at it
+    first step     so is what has lasted until now (buffers)
     N steps later  all ranks collect behind the same step, and again every N steps, at evaluations and at saves
     the end        however it comes, Python collects by itself again
 
@@ -27,6 +28,8 @@ class GarbageCollection:
         self.interval, self.steps, self.paused = interval, 0, False
 
     def __enter__(self) -> "GarbageCollection":
+        if self.interval and gc.isenabled():
+            gc.freeze()  # what was there before training: a process that was forked would copy all of it to look at it
         return self
 
     def after_step(self) -> None:
@@ -48,7 +51,8 @@ class GarbageCollection:
             gc.collect()
 
     def __exit__(self, *exception) -> None:
-        if self.paused:
+        if self.interval:
             gc.unfreeze()
+        if self.paused:
             gc.enable()
             self.paused = False
