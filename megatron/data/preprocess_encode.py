@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block of JSON lines into token arrays: what a worker of `preprocess.py` does all day. No files, no processes."""
+"""One block of JSON lines into token arrays: the work of a process of `preprocess.py`. No files, no processes."""
 
 import os
 from collections.abc import Callable

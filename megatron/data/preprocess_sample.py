@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few documents of the actual input, on which a fast tokenizer has to prove itself before it may work."""
+"""A few documents of the actual input, on which a fast tokenizer is compared with the reference before it is used."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout, once random words say what to keep."""
+"""Dropout by a given mask of random words."""
 
 from typing import NamedTuple
 

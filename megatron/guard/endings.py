@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank's work ends: its heartbeat says it, and a neighbour's death is told as one."""
+"""How a rank ends: its heartbeat notes the exit code, and errors of the network become PeerLost."""
 
 import contextlib
 import os

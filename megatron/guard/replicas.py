@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do ranks that hold the same parameter hold the same bits?
+"""Compare replicas: ranks that hold the same parameter have to hold the same bits.
 
 Replicas never exchange parameters: they stay equal because each makes the same update. A broken reduction, a flipped bit
 or arithmetic that is not repeatable makes them drift apart without a word, and what is trained is then no model at all.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop asks its guards: did all ranks agree to stop, what were they fed, may this update be made?
+"""The guards of the training loop: votes to stop, the ledger of samples, and whether a step's update is made.
 
 totals = all_reduce(watch.with_votes(sums, batches))
 loss, tokens = watch.count(totals)                        # takes note of the votes and of the ledger
@@ -37,7 +37,7 @@ class Watch:
     """A rank's guards during training.
 
     heartbeat: the rank's heartbeat
-    log:       prints a line, on the rank that speaks
+    log:       prints a line of the log, on rank 0
     exchange:  value -> [value of every rank]
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward passes in two halves: gradients of inputs at once, gradients of weights when there is time.
+"""Deferred weight gradients (W of zero-bubble schedules): the backward pass makes gradients of inputs at once.
 
 The next pipeline stage waits for the gradient of a layer's input, and nobody for that of its weight. While a pass
 `collect`s, linear layers leave the product that makes the weight's gradient here; `deliver` does these products later:

@@ -29,7 +29,7 @@ class RankContext:
 
     @property
     def first(self) -> bool:
-        """The rank that speaks for the job."""
+        """Rank 0, which prints for the whole job."""
         return self.mesh.rank == 0
 
 
@@ -71,7 +71,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
 
 
 def leave_job(context: RankContext) -> None:
-    """Part from the job in order: nobody's connection breaks while others still talk."""
+    """Leave the job together: a barrier, so that no connection breaks while other ranks still communicate."""
     if dist.is_initialized() and context.joined:
         collectives.barrier(context.mesh.world)
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor-parallel mapping is a collective and its conjugate.
-
-Going forward one of a pair runs, going backward the other:
+"""Tensor-parallel mappings: functions of autograd with a collective in the forward pass, the backward pass, or both.
 
 | mapping            | forward                    | backward                   | paper                       |
 |--------------------|----------------------------|----------------------------|-----------------------------|

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Randomness is a function of position, never of history.
+"""Initial weights and dropout masks, drawn from seeds that depend on position alone, not on what was drawn before.
 
 A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and cut, so
 that every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where `sample`

@@ -7,7 +7,7 @@ reduce-scattered and given away, and only this rank's shard of the sum stays.
 
 A unit is complete when every parameter has had its gradient: of this micro-batch, or of all micro-batches that
 `expect` has announced. With `ahead` its reduction is started at that moment, inside the backward pass, and waited for
-later. Counts decide, so passes may come in any order: gradients of weights may wait (zero-bubble schedules), and a table
+later. Counts decide, so passes may come in any order: weight gradients may be deferred (zero-bubble schedules), and a table
 that two chunks share gets two gradients of a micro-batch.
 """
 

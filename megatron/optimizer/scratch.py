@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file without a name for what memory shall not hold: planes of fp32 numbers. Needs no torch.
+"""A temporary, unnamed file for state that is kept off the host's memory: planes of fp32 numbers. Needs no torch.
 
 A step reads and writes it in parts, past the page cache where the file system lets us (O_DIRECT): the memory that this
 takes is then the buffers of whoever asks, and no more. A mapping of the file would be simpler, and would leave to the

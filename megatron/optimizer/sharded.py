@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO for a model of one's own, in a loop of one's own: the model is built in shards and never exists whole.
+"""ZeRO for any torch model in a user's own training loop: the model is built in shards and never exists whole.
 
     context = join_job(Parallel(), Kernels())
     model, optimizer = sharded_init(lambda: MyModel(...), context.mesh, device=context.device)

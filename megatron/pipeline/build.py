@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's model chunks, and the proof that all ranks together hold the model, each part of it once."""
+"""This rank's model chunks, and a check that all ranks together hold each part of the model once."""
 
 import math
 from collections.abc import Callable, Mapping

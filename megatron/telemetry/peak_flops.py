@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device could do at best, which MFU compares with."""
+"""Peak FLOP/s of devices, for MFU."""
 
 from typing import Optional
 

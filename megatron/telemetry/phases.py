@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank is doing, announced once for whoever listens: a profiler, and timers.
+"""Phases of a step, announced once: the profiler and the timers both take them from here.
 
     with phase("reduce"):
         ...

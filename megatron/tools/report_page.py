@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML around a report: what it looks like, and nothing of what it says."""
+"""The HTML of a report: layout and style, without its content."""
 
 import html
 from dataclasses import dataclass, field

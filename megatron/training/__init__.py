@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The story of a run: loop, what it is built from, what moves, how it recovers."""
+"""Training: the loop, how a run is built, its state, and recovery."""

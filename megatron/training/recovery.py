@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run leaves the straight road: steps that are left out, the way back from a spike, an end before the last step."""
+"""Exceptions to the loop: skipped steps, the rewind to a checkpoint after a spike, an end before the last step."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check found, and the lines that say so."""
+"""Results of the checks of `--preflight`, and the lines that report them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
