@@ -52,6 +52,12 @@ class Successor:
         return torch.nn.functional.one_hot((tokens[wanted] + 1) % len(WORDS), len(WORDS)).float()
 
 
+def test_a_passage_that_is_too_long_loses_its_beginning():
+    ends_right, starts_right = lambada.Example([5, 1, 2], 1), lambada.Example([1, 2, 5], 1)
+    assert lambada.count_correct(Successor(), [ends_right], longest=1, batch_size=1) == 1
+    assert lambada.count_correct(Successor(), [starts_right], longest=1, batch_size=1) == 0
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_accuracy_counts_whole_words(tmp_path, batch_size):
     texts = ["the cat", "on the cat", "mat the mat", "mat the dog hat", "the cats"]
