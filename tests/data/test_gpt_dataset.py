@@ -251,6 +251,8 @@ def test_mistakes_are_answered(tmp_path):
     broken(tmp_path, "no data is given", error=SettingsError)
     broken(tmp_path, "--vocab-size", error=SettingsError, mock_data=True)
     text = broken(tmp_path, "token 50, outside of the vocabulary of 50", data_path=["P"], split="1,0,0", vocab_size=50)
+    one = dict(data_path=["P"], split="1,0,0", lengths=[20], seq_length=19, sizes=(1, 0, 0))  # tokens 0 to 19
+    broken(tmp_path, "token 19, outside of the vocabulary of 19", vocab_size=19, **one)
     assert "tokenizer" in text
 
 
