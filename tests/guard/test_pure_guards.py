@@ -5,6 +5,7 @@ import json
 import random
 import textwrap
 import traceback
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from megatron.guard import changes, command
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
-from megatron.guard.spikes import ENOUGH, Recent
+from megatron.guard.spikes import ENOUGH, Recent, robust_score
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
@@ -58,6 +59,12 @@ def test_a_shifted_repeated_or_changed_sample_shows():
 
 
 # ---- spikes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deviation_is_the_standard_deviation_of_normal_values():
+    normal = NormalDist(mu=5, sigma=2)
+    values = tuple(normal.inv_cdf((i + 0.5) / 1000) for i in range(1000))
+    assert robust_score(normal.mean + 3 * normal.stdev, values) == pytest.approx((5, 3), rel=1e-2)
 
 
 def _curve(count, noise, seed):
