@@ -69,6 +69,9 @@ def test_flops_counted_by_hand_for_grouped_queries_and_gates():
     )
     linear = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 5)
     assert GPTFacts(model, 11).flops(context=7) == 3 * (linear + 2 * 2 * 7 * 8 + 2 * 8 * 11)
+    model = dataclasses.replace(model, kv_channels=3)  # heads of 3 channels: 12 over all heads, while the model has 8
+    linear = 2 * (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 5)
+    assert GPTFacts(model, 11).flops(context=7) == 3 * (linear + 2 * 2 * 7 * 12 + 2 * 8 * 11)
 
 
 @pytest.mark.parametrize(
