@@ -123,7 +123,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
 
         try:
             built = build_tokenizer(
-                replace(t, tokenizer_type=tokenizer_type(t, config.data.mock_data)), lambda text: None
+                replace(t, tokenizer_type=tokenizer_type(t, config.data)), lambda text: None
             )
             return max(t.vocab_size or 0, built.vocab_size), ""
         except (Failure, ImportError) as error:

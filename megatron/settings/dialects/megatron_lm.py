@@ -114,8 +114,6 @@ checkpoints have one format (safetensors with checksums), written and read in pa
     --disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
 there is one way to save in the background: --async-save
     --async-strategy --async-mode
-a folder without a valid checkpoint is an error anyway (see --auto-resume)
-    --exit-on-missing-checkpoint
 settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error
     --use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
     --disable-use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args
