@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.recipe import recipe_of
+from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config
 
 # What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
@@ -108,8 +109,17 @@ def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
 
 
 def told(config: Config, saved: dict[str, dict]) -> list[str]:
-    """A sentence for each change that does not stop the run."""
-    return [f"{change}{' (--override)' if change.dangerous else ''}" for change in changes(config, saved)]
+    """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
+    `resumed_schedule.drift`.
+    """
+    found = [change for change in changes(config, saved) if change.name in config.given or change.name not in FOLLOWING]
+    return [f"{change}{_because(config, change)}" for change in found]
+
+
+def _because(config: Config, change: Change) -> str:
+    if config.checkpoint.resume_schedule == "checkpoint" and change.name in SCHEDULE:
+        return ": the checkpoint's is followed (--resume-schedule)"
+    return " (--override)" if change.dangerous else ""
 
 
 def probe_places(consumed: int, count: int = 8) -> list[int]:

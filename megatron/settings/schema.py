@@ -378,6 +378,15 @@ class Checkpoint:
     exit_on_missing_checkpoint: bool = setting(
         "a --load without a checkpoint is an error also where it is --save and new", False
     )
+    resume_schedule: Optional[Literal["checkpoint", "command"]] = setting(
+        "whose learning rates and weight decay a run follows that goes on: the checkpoint's, or those of this command (the "
+        "default, with a warning where a length has changed that nobody gave)",
+        None,
+        "--use-checkpoint-opt-param-scheduler=checkpoint",
+        "--use-checkpoint-lr-scheduler=checkpoint",
+        "--override-opt-param-scheduler=command",
+        "--override-lr-scheduler=command",
+    )
     finetune: bool = setting("load weights alone and start counting anew", False)
     load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
         "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
@@ -605,6 +614,8 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
+    # What somebody asked for, by command line or file: name of a setting -> "--lr 0.1", "--lr 0.1 (run.yaml:3)".
+    given: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     @property
     def groups(self) -> dict[str, object]:

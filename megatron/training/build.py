@@ -31,6 +31,7 @@ from megatron.model.recipe import Recipe
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
+from megatron.optimizer.resumed_schedule import drift, follow, sentence
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.build import build_stages, prove_complete
@@ -91,7 +92,11 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         verify_data(config.data, context, log)
     datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
     train, valid, test = build_batches(config, context, datasets, tokenizer, vocab_size)
-    lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
+    lengths, warnings = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), []
+    if record and not config.checkpoint.finetune:
+        said, warnings = drift_told(config, record, context.mesh.dp.size)
+        notices += said
+        config, lengths = follow(config, record, context.mesh.dp.size)
     log(summary(config, context, facts, state))
     if len(pipeline.stages) > 1 and context.first:
         log(f" > {pipeline.describe(micros_of(config, context))}")
@@ -102,6 +107,8 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")
+    for warning in warnings:
+        log(f"warning: {warning}")
     return Run(
         config=config,
         context=context,
@@ -347,6 +354,15 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
                 f"this run starts at iteration {iteration}: its own would lie between them",
                 f"--load {folder} goes on from there; otherwise give another {flag}, or move them away",
             )
+
+
+def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
+    """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
+    found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
+    if chosen == "checkpoint":
+        found = [one for one in found if not one.of_schedule]
+    words = [sentence(found, chosen)] if found else []
+    return (words, []) if chosen == "command" else ([], words)
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:

@@ -183,6 +183,7 @@ CHECKS = dict(
         ckpt_step=f"{RUN}::test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for",
         auto_resume=f"{RUN}::test_auto_resume_allows_for_an_empty_folder",
         exit_on_missing_checkpoint="test_new_runs::test_what_needs_a_checkpoint_is_refused",
+        resume_schedule="test_resumed_schedule::test_a_longer_run_follows_the_schedule_that_it_is_told_to",
         finetune=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
         load_strictness="test_saving_runs::test_load_strictness",
         no_load_optim=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
