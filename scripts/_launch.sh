@@ -82,7 +82,7 @@ add_environment() { # paths that belong to a site, not to a command line that is
     if [ -n "${CHECKPOINTS:-}" ] && ! given --save; then
         FLAGS+=(--save "$CHECKPOINTS")
         given --save-interval || FLAGS+=(--save-interval auto --async-save)
-        given --load || FLAGS+=(--load "$CHECKPOINTS" --auto-resume)
+        given --load || FLAGS+=(--load "$CHECKPOINTS")
     fi
 }
 

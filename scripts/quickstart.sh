@@ -67,7 +67,7 @@ else
         --precision auto "${VOCABULARY[@]}" \
         --train-data-path "$RUN/train_text_document" --valid-data-path "$RUN/held_out_text_document" \
         --eval-interval 250 --eval-iters 8 --log-interval 20 \
-        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --auto-resume --save-interval 200 --keep-last 2 \
+        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" ${flags[@]+"${flags[@]}"} | tee -a "$RUN/train.log" | short_lines
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
 fi

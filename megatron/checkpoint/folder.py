@@ -16,18 +16,17 @@ The ranks of a job act together through one function, `exchange(value) -> [value
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.storage import Place, storage_of
+from megatron.checkpoint.storage import TRACKER, Place, storage_of
 from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.storage.durable import Damaged, storage
 from megatron.storage.urls import UrlPath, location
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
 Exchange = Callable[[Any], list]
+NEW_RUN = "check --load; a new run begins where --save and --load are the same new folder, or with --auto-resume"
 
 
 def alone(value: Any) -> list:
@@ -60,11 +59,14 @@ class Choice:
     notices: tuple[str, ...] = ()
 
 
-def choose(folder: Place, *, step: Optional[int] = None, allow_empty: Optional[bool] = None) -> Choice:
+def choose(
+    folder: Place, *, step: Optional[int] = None, allow_empty: Union[bool, None, Callable[[], bool]] = None
+) -> Choice:
     """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
     step:         only this iteration (`--ckpt-step`)
-    allow_empty:  nothing there is an answer, not an error (`--auto-resume`; None where there is no such flag)
+    allow_empty:  nothing there is an answer, not an error (`--auto-resume`; None where there is no such flag); or a
+                  function that is asked where nothing is there, and may raise
     A directory that is itself a checkpoint is chosen as it is. Those before the first one without visible damage (nothing
     is read but the index and the sizes) are named in the notices and left out; what lies behind it is not looked at.
     Raises CheckpointError when nothing is left.
@@ -80,7 +82,7 @@ def choose(folder: Place, *, step: Optional[int] = None, allow_empty: Optional[b
             )
         return Choice((found[step],))
     if not found:
-        if allow_empty:
+        if allow_empty() if callable(allow_empty) else allow_empty:
             return Choice(())
         if (folder / "config.json").exists():
             raise CheckpointError(
@@ -88,7 +90,7 @@ def choose(folder: Place, *, step: Optional[int] = None, allow_empty: Optional[b
                 do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
             )
         why = None if folder.is_dir() else "there is no such folder"
-        do = "check the path" if allow_empty is None else "check --load, or start anew with --auto-resume"
+        do = "check the path" if allow_empty is None else NEW_RUN
         raise CheckpointError(f"{folder} holds no checkpoint", why, do)
     named, notices = read_tracker(folder), []
     order = sorted(found, reverse=True)
@@ -148,7 +150,7 @@ def restore(
     pieces: Iterable[Piece],
     *,
     step: Optional[int] = None,
-    allow_empty: bool = False,
+    allow_empty: Union[bool, Callable[[], bool]] = False,
     names: Optional[Collection[str]] = None,
     cast: bool = False,
     strictness: Strictness = "strict",

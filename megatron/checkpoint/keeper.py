@@ -26,13 +26,13 @@ from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.folder import Exchange, Saver, alone
 from megatron.checkpoint.interval import best_interval, lost_share
 from megatron.checkpoint.store import Lasting, Piece
+from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
 
 RETRY_AFTER = 2.0  # seconds; twice as long before each further try
-FIRST_AUTO = 10  # steps before the first save of --save-interval auto, which measures what a save costs
 _ALIGN = 64
 _NICE = 10  # a writer that competes with training for cores gives way
 

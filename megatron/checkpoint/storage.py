@@ -39,6 +39,7 @@ from megatron.storage.lease import Lease
 from megatron.storage.urls import Draft, UrlPath, remove_all
 
 INDEX = "index.json"
+TRACKER = "latest_checkpointed_iteration.txt"  # the iteration that was saved last, as in Megatron-LM
 _FINAL = re.compile(r"iter_(\d{7,})")
 _NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
 

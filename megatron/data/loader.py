@@ -87,8 +87,11 @@ class Batches:
         dp_rank: int = 0,
         dp_size: int = 1,
         next_step: Optional[Callable[[int], tuple[int, int]]] = None,
+        seq_length: Optional[int] = None,
+        vocab_size: Optional[int] = None,
         pin_memory: bool = False,
     ):
+        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset."""
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
         ]
@@ -98,6 +101,7 @@ class Batches:
         self.dataset, self.data, self.eod = dataset, data, eod
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.next_step, self.pin_memory = next_step, pin_memory
+        self.seq_length, self.vocab_size = seq_length, vocab_size
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -122,7 +126,7 @@ class Batches:
     def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
-        rows = np.stack([self.dataset[self._sample(position)] for position in positions])  # [b, s + 1]
+        rows = np.stack([self.tokens(position) for position in positions])  # [b, s + 1]
         tokens = rows[:, :-1]
 
         def column_major(array):
@@ -142,7 +146,32 @@ class Batches:
 
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a place of the order of training."""
-        return sample_hash(place, self.dataset[self._sample(place)][:-1])
+        return sample_hash(place, self.tokens(place)[:-1])
+
+    def tokens(self, place: int) -> np.ndarray:
+        """The sample at a place of the order of training, [seq_length + 1] int64.
+
+        Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
+        where the embedding's padding has a row for it.
+        """
+        number = self._sample(place)
+        sample = np.asarray(self.dataset[number])
+        where = f"{type(self.dataset).__name__}[{number}]"
+        length = self.seq_length + 1 if self.seq_length else sample.size
+        if sample.shape != (length,) or sample.dtype.kind not in "iu":
+            raise DataError(
+                f"{where} is no sample: {sample.dtype} of shape {list(sample.shape)}",
+                f"a dataset gives --seq-length + 1 = {length} whole numbers by index",
+                "mend the dataset (docs/extending.md)",
+            )
+        if self.vocab_size is not None and not 0 <= sample.min() <= sample.max() < self.vocab_size:
+            at = int(np.argmax((sample < 0) | (sample >= self.vocab_size)))
+            raise DataError(
+                f"{where} holds token {sample[at]} at position {at}, outside of the vocabulary of {self.vocab_size}",
+                f"it is sample {place} in the order of training",
+                "give a --vocab-size above its largest id, or mend the dataset",
+            )
+        return sample.astype(np.int64, copy=False)
 
     def describe(self, place: int) -> str:
         """Where the sample at a place of the order of training comes from, in words."""

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 from megatron.errors import DataError
 from megatron.settings.rules import Rule
 
-RULES = (
+SOURCE = (  # not for recipes that make their samples themselves
     Rule(
-        lambda s: not (s.mock_data or s.data_path or s.paths),
+        lambda s: not (s.mock_data or s.settings.data.files),
         lambda s: (
             "no data is given; --data-path PREFIX (of .bin/.idx files, from preprocess_data.py), "
             "--train-data-path and its like, or --mock-data for synthetic samples"
         ),
     ),
+)
+RULES = (
     Rule(
         lambda s: s.mock_data and (s.data_path or s.paths),
         lambda s: (

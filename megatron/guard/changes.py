@@ -11,6 +11,8 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, UsageError
+from megatron.model.recipe import recipe_of
+from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config
 
 # What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
@@ -89,7 +91,7 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     refuse_another_model(config, saved)
     allowed = overridden(config)
     found = [change for change in changes(config, saved) if change.dangerous and change.name not in allowed]
-    names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(found)])
+    names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(config, found)])
     _refuse(
         found,
         "the checkpoint is of a run whose results depend on other settings",
@@ -97,16 +99,27 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
     )
 
 
-def _with_other_samples(found: list[Change]) -> list[str]:
+def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
     """What else a run has to be allowed when these have changed: their samples are others, too."""
     # Of files nobody can tell here: they may be the same under another name, so their samples are compared.
-    deciding = ("seed", "seq_length", "split", "mock_data", "dataloader_type", "tokenizer_type", "vocab_size")
+    deciding = {"seed", "seq_length", "split", "mock_data", "dataloader_type", "tokenizer_type", "vocab_size"}
+    if recipe_of(config).own_data:
+        deciding |= {field.name for group in config.extra.values() for field in fields(group)}
     return [ORDER] if any(change.name in deciding for change in found) else []
 
 
 def told(config: Config, saved: dict[str, dict]) -> list[str]:
-    """A sentence for each change that does not stop the run."""
-    return [f"{change}{' (--override)' if change.dangerous else ''}" for change in changes(config, saved)]
+    """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
+    `resumed_schedule.drift`.
+    """
+    found = [change for change in changes(config, saved) if change.name in config.given or change.name not in FOLLOWING]
+    return [f"{change}{_because(config, change)}" for change in found]
+
+
+def _because(config: Config, change: Change) -> str:
+    if config.checkpoint.resume_schedule == "checkpoint" and change.name in SCHEDULE:
+        return ": the checkpoint's is followed (--resume-schedule)"
+    return " (--override)" if change.dangerous else ""
 
 
 def probe_places(consumed: int, count: int = 8) -> list[int]:

@@ -30,6 +30,7 @@ class Recipe:
                     whose forward takes (what the stage before sent, MicroBatch) and returns what goes to the next stage,
                     or (that, {name: sum}) where it has sums: the last one its losses and "tokens", those that count
     build_datasets: (config, tokenizer, vocab_size, sizes, log) -> (train, valid, test), each a dataset or None
+    own_data:       build_datasets makes samples without --data-path and --mock-data; with --mock-data it is not asked
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
@@ -41,6 +42,7 @@ class Recipe:
     facts: Callable[[Config, int], Facts]
     build_model: Callable
     build_datasets: Callable
+    own_data: bool = False
     groups: Mapping[str, type] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 
 from megatron.errors import Failure
+from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_plan, simulate
@@ -149,7 +150,8 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     )
     given = prefixes(config.data.train_data_path or config.data.data_path or [])
     if not given:
-        yield "  synthetic samples" if config.data.mock_data else "  no data is given"
+        own = f"  samples of {config.model.model_type} itself" if recipe_of(config).own_data else "  no data is given"
+        yield "  synthetic samples" if config.data.mock_data else own
         return
     held = 0
     for prefix in given:

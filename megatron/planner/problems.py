@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, Failure, SettingsError, numbered
+from megatron.checkpoint.traces import may_begin
+from megatron.errors import CheckpointError, DataError, Failure, SettingsError, numbered
 from megatron.model.recipe import facts_of
 from megatron.pipeline import stages
 from megatron.planner import memory, target
@@ -15,6 +16,7 @@ from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
 from megatron.settings.rules import tokenizer_type
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.metrics import metrics_path
 from megatron.training import rules
 
 
@@ -128,7 +130,12 @@ def file_problems(config: schema.Config) -> list[str]:
             lacking = " and no ".join(other for _, other in lost if other in (f"{prefix}.idx", f"{prefix}.bin"))
             found.append(f"{flag}: there is no {lacking}; preprocess_data.py writes them")
             told.add(prefix)
-    return found + _damaged(config) + _vocabulary(config, bool(lost)) + _folders(config.checkpoint)
+    return (
+        found
+        + _damaged(config)
+        + _vocabulary(config, bool(lost))
+        + _folders(config.checkpoint, metrics_path(config.logging, config.checkpoint.save))
+    )
 
 
 def _damaged(config: schema.Config) -> list[str]:
@@ -156,7 +163,7 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     from megatron.data.vocabulary import refuse_other_vocabulary
     from megatron.tokenizer import build_tokenizer
 
-    kind = t.tokenizer_type or tokenizer_type(t, config.data.mock_data)
+    kind = t.tokenizer_type or tokenizer_type(t, config.data)
     paths = [prefix for _, found in blends(config.data) for prefix in found if "://" not in prefix]
     try:
         refuse_other_vocabulary(paths, build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
@@ -165,11 +172,11 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     return []
 
 
-def _folders(c: schema.Checkpoint) -> list[str]:
-    """Folders of checkpoints that cannot be read from or written to."""
+def _folders(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
+    """Folders of checkpoints that cannot be read from or written to. metrics: the run's metrics.jsonl."""
     found = []
-    if c.load and not c.auto_resume and not any(location(c.load).glob("iter_*")):
-        found.append(f"--load {c.load} holds no checkpoint; check the path, or add --auto-resume to start without one")
+    if c.load and not any(location(c.load).glob("iter_*")):
+        found += _nothing_to_load(c, metrics)
     for flag, folder in (("--save", c.save), ("--save-mirror", c.save_mirror)):
         if not folder or isinstance(location(folder), UrlPath):
             continue
@@ -177,6 +184,17 @@ def _folders(c: schema.Checkpoint) -> list[str]:
         if existing and not existing.is_dir():
             found.append(f"{flag} {folder}: {existing} is a file; give a folder")
     return found
+
+
+def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
+    """What is wrong with a `--load` that holds no checkpoint."""
+    try:
+        if may_begin(c, metrics):
+            return []
+    except CheckpointError as error:
+        return [_one_line(error)]
+    new = "" if c.finetune else "; a new run has --save of the same folder, or --auto-resume"
+    return [f"--load {c.load} holds no checkpoint; check the path{new}"]
 
 
 def _one_line(error: Exception) -> str:

@@ -122,9 +122,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         from megatron.tokenizer import build_tokenizer
 
         try:
-            built = build_tokenizer(
-                replace(t, tokenizer_type=tokenizer_type(t, config.data.mock_data)), lambda text: None
-            )
+            built = build_tokenizer(replace(t, tokenizer_type=tokenizer_type(t, config.data)), lambda text: None)
             return max(t.vocab_size or 0, built.vocab_size), ""
         except (Failure, ImportError) as error:
             return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"

@@ -78,11 +78,17 @@ def parse_pretrain(
 
     defaults: name -> value of settings whose default is another one for this recipe
     """
-    groups = parse(argv, schema.GROUPS | dict(extra_groups), description=description, defaults=defaults)
-    return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups)
+    kinds = schema.GROUPS | dict(extra_groups)
+    groups, asked = parse_with_origins(argv, kinds, description=description, defaults=defaults)
+    return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups, given=asked)
 
 
-def parse(
+def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, **more) -> dict[str, object]:
+    """Read a command line into one frozen dataclass per group. more: as in `parse_with_origins`."""
+    return parse_with_origins(argv, groups, **more)[0]
+
+
+def parse_with_origins(
     argv: list[str],
     groups: dict[str, type] = schema.GROUPS,
     *,
@@ -90,8 +96,8 @@ def parse(
     description: str = "",
     common: tuple[str, ...] = COMMON,
     defaults: Mapping[str, object] = MappingProxyType({}),
-) -> dict[str, object]:
-    """Read a command line into one frozen dataclass per group.
+) -> tuple[dict[str, object], dict[str, str]]:
+    """(one frozen dataclass per group, the settings that somebody asked for: name -> as it was given).
 
     `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0.
     Raises UsageError with every problem at once.
@@ -135,7 +141,7 @@ def parse(
     }
     if plan:
         refuse_another_model(plan, made["model"])
-    return made
+    return made, {name: _shown(one) for name, one in chosen.items() if _asked(one)}
 
 
 def given(argv: list[str], name: str) -> object:
@@ -351,6 +357,14 @@ class FlagReader:
                 flags = list(dict.fromkeys(flags))
                 verb = "has" if len(flags) == 1 else "have"
                 print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
+
+
+def _asked(given: Given) -> bool:
+    """Whether somebody asked for something by this. A file may spell out all settings, and `--bf16 false` is no wish."""
+    if given.level < FILE or given.spelling is None or given.origin.startswith("--parallel-plan"):
+        return False
+    setting = given.spelling.setting
+    return given.value != setting.default or given.level == COMMAND and setting.kind is not bool
 
 
 def _shown(given: Given) -> str:

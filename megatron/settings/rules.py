@@ -34,11 +34,11 @@ def remarks(settings: schema.Config, world_size: int, rules: Iterable["Rule"] = 
     return [rule.message(s) for rule in (*rules, *REMARKS) if rule.broken(s)]
 
 
-def tokenizer_type(t: schema.TokenizerSettings, mock_data: bool) -> str | None:
-    """The type that the given files can only mean, as in Megatron-LM; numbers for mock data. None: not clear."""
+def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
+    """The type that the given files can only mean, as in Megatron-LM; numbers for data without files. None: not clear."""
     if t.vocab_file and t.merge_file:
         return "GPT2BPETokenizer"
-    return "NullTokenizer" if mock_data and t.vocab_size and not t.tokenizer_model else None
+    return "NullTokenizer" if not data.files and t.vocab_size and not t.tokenizer_model else None
 
 
 # Ranges of single values ----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.host_share = settings.optimizer.host_share
     s.rotary = int(s.head * s.rotary_percent)
     s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
-    s.tokenizer = s.tokenizer_type or tokenizer_type(settings.tokenizer, s.mock_data)
+    s.tokenizer = s.tokenizer_type or tokenizer_type(settings.tokenizer, settings.data)
     return s
 
 
@@ -220,8 +220,8 @@ RULES = (
         lambda s: (
             "no vocabulary is given; "
             + (
-                "--vocab-size N is enough for --mock-data"
-                if s.mock_data
+                "--vocab-size N is enough for data without files"
+                if not s.settings.data.files
                 else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
@@ -305,6 +305,10 @@ RULES = (
     Rule(
         lambda s: s.finetune and s.auto_resume,
         lambda s: "--finetune needs a checkpoint in --load, and --auto-resume allows for none; drop one of them",
+    ),
+    Rule(
+        lambda s: s.exit_on_missing_checkpoint and s.auto_resume,
+        lambda s: "--exit-on-missing-checkpoint refuses what --auto-resume allows; drop one of them",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )

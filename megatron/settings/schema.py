@@ -231,6 +231,11 @@ class Data:
     reset_attention_mask: bool = setting("no attention across documents", False, on_resume="refused")
     eod_mask_loss: bool = setting("no loss where the input is end of document", False, on_resume="refused")
 
+    @property
+    def files(self) -> bool:
+        """Whether token files are named."""
+        return any((self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path))
+
 
 AUTO = -1  # --micro-batch-size auto, --save-interval auto
 
@@ -366,7 +371,22 @@ class Checkpoint:
     )
     max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
     ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
-    auto_resume: bool = setting("with --load: start anew when the folder holds no checkpoint at all", False)
+    auto_resume: bool = setting(
+        "with --load: start anew when the folder holds no checkpoint; a folder that is --save too and new needs it not",
+        False,
+    )
+    exit_on_missing_checkpoint: bool = setting(
+        "a --load without a checkpoint is an error also where it is --save and new", False
+    )
+    resume_schedule: Optional[Literal["checkpoint", "command"]] = setting(
+        "whose learning rates and weight decay a run follows that goes on: the checkpoint's, or those of this command (the "
+        "default, with a warning where a length has changed that nobody gave)",
+        None,
+        "--use-checkpoint-opt-param-scheduler=checkpoint",
+        "--use-checkpoint-lr-scheduler=checkpoint",
+        "--override-opt-param-scheduler=command",
+        "--override-lr-scheduler=command",
+    )
     finetune: bool = setting("load weights alone and start counting anew", False)
     load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
         "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
@@ -594,6 +614,8 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
+    # What somebody asked for, by command line or file: name of a setting -> "--lr 0.1", "--lr 0.1 (run.yaml:3)".
+    given: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     @property
     def groups(self) -> dict[str, object]:

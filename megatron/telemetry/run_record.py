@@ -17,6 +17,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -118,23 +119,32 @@ class History:
 def read_history(path: Path) -> History:
     """Read a metrics file. Lines that are no records are counted in `damaged_lines`."""
     history = History()
+    for record in records(path):
+        if record is None:
+            history.damaged_lines += 1
+            continue
+        kind, iteration = record["kind"], int(record["iteration"])
+        if kind in ("run", "rewind"):
+            _take_back(history.steps, iteration)
+            _take_back(history.evals, iteration)
+        if kind == "run":
+            history.run = record
+            history.starts.append(iteration)
+        elif kind in ("step", "eval"):
+            (history.steps if kind == "step" else history.evals).append(record)
+    return history
+
+
+def records(path: Path) -> Iterator[Optional[dict]]:
+    """The records of a metrics file in the order in which they were written; None for a line that is none."""
     with Path(path).open("rb") as lines:
-        for line in lines:
+        for line in filter(bytes.strip, lines):
             try:
                 record = json.loads(line)
-                kind, iteration = record["kind"], int(record["iteration"])
+                _ = record["kind"], int(record["iteration"])
             except (ValueError, KeyError, TypeError):
-                history.damaged_lines += bool(line.strip())
-                continue
-            if kind in ("run", "rewind"):
-                _take_back(history.steps, iteration)
-                _take_back(history.evals, iteration)
-            if kind == "run":
-                history.run = record
-                history.starts.append(iteration)
-            elif kind in ("step", "eval"):
-                (history.steps if kind == "step" else history.evals).append(record)
-    return history
+                record = None
+            yield record
 
 
 def _take_back(records: list[dict], iteration: int) -> None:

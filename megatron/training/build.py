@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron import __version__
 from megatron.checkpoint.folder import checkpoints, restore
 from megatron.checkpoint.keeper import Keeper, exchange_through
-from megatron.data import manifest
+from megatron.checkpoint.traces import may_begin, same_place
+from megatron.data import gpt_dataset, manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import Batches
@@ -30,6 +31,7 @@ from megatron.model.recipe import Recipe
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
+from megatron.optimizer.resumed_schedule import drift, follow, sentence
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import ShardedAdamW
 from megatron.pipeline.build import build_stages, prove_complete
@@ -39,7 +41,7 @@ from megatron.pipeline.wire import Wire, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry.metrics import Metrics, RunSizes
+from megatron.telemetry.metrics import Metrics, RunSizes, metrics_path
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
@@ -88,13 +90,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
-    datasets = recipe.build_datasets(
-        config, tokenizer, vocab_size, dataset_sizes(config.batch, context.mesh.dp.size), log
-    )
-    if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
-        raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
-    train, valid, test = build_batches(config, context, datasets, tokenizer)
-    lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
+    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
+    train, valid, test = build_batches(config, context, datasets, tokenizer, vocab_size)
+    lengths, warnings = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), []
+    if record and not config.checkpoint.finetune:
+        said, warnings = drift_told(config, record, context.mesh.dp.size)
+        notices += said
+        config, lengths = follow(config, record, context.mesh.dp.size)
     log(summary(config, context, facts, state))
     if len(pipeline.stages) > 1 and context.first:
         log(f" > {pipeline.describe(micros_of(config, context))}")
@@ -105,6 +107,8 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")
+    for warning in warnings:
+        log(f"warning: {warning}")
     return Run(
         config=config,
         context=context,
@@ -162,7 +166,7 @@ def exchange_over(context: RankContext):
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """(tokenizer or None, size of the vocabulary without padding)."""
     settings = config.tokenizer
-    if settings.tokenizer_type is None and config.data.mock_data and settings.vocab_size:
+    if settings.tokenizer_type is None and not config.data.files and settings.vocab_size:
         return None, settings.vocab_size
     tokenizer = build_tokenizer(settings, log)
     if (
@@ -215,7 +219,24 @@ def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
     return total_samples(batch, dp), evaluations * each, each
 
 
-def build_batches(config: schema.Config, context: RankContext, datasets, tokenizer) -> list[Optional[Batches]]:
+def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
+    """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own."""
+    sizes = dataset_sizes(config.batch, context.mesh.dp.size)
+    if recipe.own_data and config.data.mock_data:
+        eod = tokenizer.eod if tokenizer else None
+        length, seed = config.model.seq_length, config.logging.seed
+        return gpt_dataset.build_datasets(config.data, length, sizes, seed, eod=eod, vocab_size=vocab_size, log=log)
+    datasets = recipe.build_datasets(config, tokenizer, vocab_size, sizes, log)
+    if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
+        if recipe.own_data:
+            raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
+        raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
+    return datasets
+
+
+def build_batches(
+    config: schema.Config, context: RankContext, datasets, tokenizer, vocab_size: int
+) -> list[Optional[Batches]]:
     """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
     dp = context.mesh.dp
     batch = config.batch
@@ -236,6 +257,8 @@ def build_batches(config: schema.Config, context: RankContext, datasets, tokeniz
             dp_rank=dp.rank,
             dp_size=dp.size,
             next_step=sizes,
+            seq_length=config.model.seq_length,
+            vocab_size=vocab_size,
             pin_memory=context.device.type == "cuda",
         )
         for dataset, sizes in zip(datasets, (ramped, constant, constant))
@@ -294,7 +317,7 @@ def load(
         pieces,
         names=names,
         step=settings.ckpt_step,
-        allow_empty=settings.auto_resume,
+        allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
         check=fits,
         rank=context.mesh.rank,
         exchange=exchange,
@@ -318,9 +341,7 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
     The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
     would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
     """
-    if settings.save is None or (
-        settings.load and location(settings.load).resolve() == location(settings.save).resolve()
-    ):
+    if settings.save is None or same_place(settings.load, settings.save):
         return
     flags = {"--save": settings.save}
     if settings.load is None:
@@ -333,6 +354,15 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
                 f"this run starts at iteration {iteration}: its own would lie between them",
                 f"--load {folder} goes on from there; otherwise give another {flag}, or move them away",
             )
+
+
+def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
+    """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
+    found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
+    if chosen == "checkpoint":
+        found = [one for one in found if not one.of_schedule]
+    words = [sentence(found, chosen)] if found else []
+    return (words, []) if chosen == "command" else ([], words)
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:

@@ -23,7 +23,9 @@ OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules
 
 def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     """The rules of the recipe and of the packages."""
-    return (*recipe_of(settings).rules, *(rule for owner in OWNERS for rule in owner.RULES))
+    recipe = recipe_of(settings)
+    asked = () if recipe.own_data else megatron.data.rules.SOURCE
+    return (*recipe.rules, *asked, *(rule for owner in OWNERS for rule in owner.RULES))
 
 
 def idle_of(settings: schema.Config) -> tuple[Rule, ...]:
@@ -101,5 +103,5 @@ def filled(c: schema.Config, world: int) -> schema.Config:
             lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
             lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
         ),
-        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data.mock_data)),
+        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data)),
     )

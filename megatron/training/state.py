@@ -133,6 +133,7 @@ class Run:
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
             config=asdict(self.config),
+            lengths=asdict(self.lengths),
             vocab_size=self.vocab_size,
             mesh=self.context.mesh.sizes,
             samples=self._samples(),

@@ -2,7 +2,7 @@
 """A GPT on samples of one's own: a dataset is anything with a length that gives seq_length + 1 token numbers by index.
 
     python -m tests.models.own_dataset --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \\
-        --micro-batch-size 2 --train-iters 4 --lr 1e-2 --own-step 3 --mock-data --vocab-size 100
+        --micro-batch-size 2 --train-iters 4 --lr 1e-2 --own-step 3 --vocab-size 100
 """
 
 from dataclasses import dataclass, replace
@@ -49,8 +49,8 @@ def build_datasets(config, tokenizer, vocab_size: int, sizes, say) -> tuple:
 
 def recipe():
     """What is trained: a GPT, but for its data."""
-    name, groups = "tests.models.own_dataset", {"data of its own": OwnData}
-    return replace(pretrain_gpt.recipe(), model_type=name, build_datasets=build_datasets, groups=groups)
+    own = dict(build_datasets=build_datasets, own_data=True, groups={"data of its own": OwnData})
+    return replace(pretrain_gpt.recipe(), model_type="tests.models.own_dataset", **own)
 
 
 def main(argv: list[str]) -> None:

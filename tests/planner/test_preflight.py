@@ -94,7 +94,7 @@ MISTAKES = {  # flags -> what the user reads
     "--lr-warmup-iters 20000": "warm-up of 20000 iters is not shorter than the decay length of 10000",
     "--recompute-method block": "--recompute-method and --recompute-num-layers go with --recompute-granularity full",
     "--save-interval 100": "--save-interval needs --save",
-    "--load nowhere": "--load nowhere holds no checkpoint; check the path, or add --auto-resume",
+    "--load nowhere": "--load nowhere holds no checkpoint; check the path; a new run has --save of the same folder",
     "--save cut.bin/ck": "--save cut.bin/ck: cut.bin is a file; give a folder",
 }
 IDLE = ("--tp 1 --world-size 16 --device-memory-gb 999",)  # it would run: --dry-run says it as a note

@@ -114,15 +114,9 @@ checkpoints have one format (safetensors with checksums), written and read in pa
     --disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
 there is one way to save in the background: --async-save
     --async-strategy --async-mode
-a folder without a valid checkpoint is an error anyway (see --auto-resume)
-    --exit-on-missing-checkpoint
 settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error
     --use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
     --disable-use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args
-learning rate and weight decay always follow the flags
-    --override-opt-param-scheduler --override-lr-scheduler
-the schedule is computed from the flags and the samples so far: repeat the first run's flags to continue it
-    --use-checkpoint-opt-param-scheduler --use-checkpoint-lr-scheduler
 
 # Data.
 .bin/.idx files are always memory-mapped

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which learning rates and weight decays a run has that goes on from a checkpoint: pure, needs no torch.
+
+Some lengths of the schedule follow other settings unless flags give them: the decay ends with the training, a warm-up by
+--lr-warmup-fraction is a share of the decay, the weight decay grows over the whole training, the batch grows with the
+ranks. A command that only makes the training longer so changes all learning rates that are still to come. `drift` says
+so, and `follow` takes the checkpoint's schedule where --resume-schedule asks for it.
+
+    trained 10 steps, then --train-iters 20:   command      warm-up and decay of 20 steps, from step 11 on
+                                               checkpoint   what is left of the decay of 10 steps: --min-lr
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, Optional
+
+from megatron.errors import SettingsError
+from megatron.optimizer.lr_schedule import Lengths
+from megatron.settings.batch import full_size
+from megatron.settings.schema import Batch, Config, Optimizer
+
+# What Megatron-LM's --use-checkpoint-opt_param-scheduler takes from the checkpoint, under this suite's names.
+SCHEDULE = (
+    "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction "
+    "lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay start_weight_decay "
+    "end_weight_decay weight_decay_incr_style"
+).split()
+FOLLOWING = ("lr_decay_iters", "lr_decay_samples", "global_batch_size")  # they have values where nobody gave them
+
+
+class Drift(NamedTuple):
+    """A length that is not what the checkpoint was trained with, in words. flag: brings the checkpoint's back, or empty."""
+
+    what: str
+    flag: str
+    of_schedule: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.flag and f' ({self.flag})'}"
+
+
+def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, Lengths]:
+    """The settings with the schedule that the run is to follow, and its lengths. record: a checkpoint's state.
+
+    Raises SettingsError for a checkpoint that tells of no schedule where its own is asked for.
+    """
+    now = Lengths.of(config.optimizer, config.batch, dp)
+    if config.checkpoint.resume_schedule != "checkpoint":
+        return config, now
+    then, saved = lengths_of(record), _saved(record, "optimizer")
+    if then is None or saved.get("lr") is None:
+        raise SettingsError(
+            "--resume-schedule checkpoint: the checkpoint tells of no schedule",
+            do="leave it out: the schedule is then that of the command",
+        )
+    own = {name: saved[name] for name in SCHEDULE if name in saved}
+    return replace(config, optimizer=replace(config.optimizer, **own)), then
+
+
+def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
+    """The lengths that a checkpoint's run was trained with; None where it does not tell."""
+    try:
+        if "lengths" in record:
+            return Lengths(**record["lengths"])
+        optimizer, batch = _group(Optimizer, record), _group(Batch, record)  # of an earlier version
+        return None if batch.train_iters is batch.train_samples is None else Lengths.of(optimizer, batch)
+    except (TypeError, ValueError, AttributeError, LookupError):
+        return None
+
+
+def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
+    """What has changed of the schedule, and of the batch, although nobody has given it another value.
+
+    Lengths that shape no curve are left out, and so are those that somebody has given another value: those are told one
+    by one, as all changed settings are.
+    """
+    then, now, o = lengths_of(record), Lengths.of(config.optimizer, config.batch, dp), config.optimizer
+    if then is None:
+        return []
+    found, size = [], full_size(config.batch, dp)
+    size_then = _saved(record, "batch").get("global_batch_size") or size
+    if size != size_then and not {"global_batch_size", "local_batch_size"} & set(config.given):
+        words = f"a step has {size} samples, {size_then} in the checkpoint"
+        found.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
+    else:
+        size_then = size  # a length in steps is compared in samples, which learning rates are a function of
+    iters = config.batch.train_iters is not None
+    unit, each, each_then = ("iters", size, size_then) if iters else ("samples", 1, 1)
+
+    def compare(what: str, length: str, setting: Optional[str]) -> None:
+        was, is_now = (getattr(then, length) or 0) / each_then, (getattr(now, length) or 0) / each
+        if was == is_now or setting and _changed(config, record, setting):
+            return
+        flag = f"--{setting.replace('_', '-')} {was:.0f}" if setting and was == int(was) else ""
+        words = f"{what} {_plain(is_now)} {'steps' if iters else 'samples'}, {_plain(was)} in the checkpoint"
+        found.append(Drift(words, flag))
+
+    fraction, falls = o.lr_warmup_fraction is not None, o.lr_decay_style != "constant"
+    if falls or fraction:
+        what = "the learning rate falls over" if falls else "the warm-up is a share of"
+        compare(what, "decay", f"lr_decay_{unit}")
+    if not fraction:
+        compare("the learning rate warms up over", "warmup", f"lr_warmup_{unit}")
+    if o.lr_decay_style == "WSD":
+        compare("WSD anneals over", "anneal", f"lr_wsd_decay_{unit}")
+    if o.weight_decay_incr_style != "constant" and o.start_weight_decay != o.end_weight_decay:
+        compare("the weight decay grows over", "total", None)
+    return found
+
+
+def sentence(found: list[Drift], chosen: Optional[str]) -> str:
+    """One sentence for all of `drift`. chosen: --resume-schedule."""
+    words = "not as in the run that is gone on from: " + "; ".join(map(str, found))
+    if not any(one.of_schedule for one in found) or chosen:
+        return words
+    flags = "the flags in brackets go on as before, and so does" if any(one.flag for one in found) else "as before:"
+    return (
+        f"{words}; {flags} --resume-schedule checkpoint (--resume-schedule command goes on like this without a warning)"
+    )
+
+
+def _changed(config: Config, record: Mapping[str, Any], name: str) -> bool:
+    """Whether somebody has given this setting another value than the checkpoint's."""
+    return name in config.given and getattr(config.optimizer, name) != _saved(record, "optimizer").get(name)
+
+
+def _plain(length: float) -> str:
+    return f"{length:.0f}" if length == int(length) else f"{length:.2f}"
+
+
+def _saved(record: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    found = (record.get("config") or {}).get(group)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _group(kind: type, record: Mapping[str, Any]):
+    known = {field.name for field in fields(kind)}
+    name = kind.__name__.lower()
+    return kind(**{key: value for key, value in _saved(record, name).items() if key in known})
