@@ -370,7 +370,7 @@ def short_line(
     parts += [(5 if at else 0, f"{_short_name(name)} {value:6.4f}") for at, (name, value) in enumerate(losses)]
     parts.append((1, f"lr {step.learning_rate:.2e}"))
     if step.grad_norm is not None:
-        parts.append((2, f"norm {_three_digits(float(step.grad_norm)):>5}"))
+        parts.append((2, f"norm {_three_digits(float(step.grad_norm)):>4}"))
     parts.append((0, f"{_short_milliseconds(seconds):>8}"))
     parts.append((1, f"{short_count(rates['tokens_per_second']):>6} tok/s"))
     if "mfu" in rates:
