@@ -9,12 +9,14 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import collectives
+from megatron.mpu.cpu_threads import Threads, choose_threads
 from megatron.mpu.mesh import Mesh, sizes_of
 from megatron.settings import rank_env, schema
 
@@ -26,6 +28,7 @@ class RankContext:
     mesh: Mesh
     device: torch.device
     joined: bool = False  # the process group was initialised here, so it is ended here
+    threads: Optional[Threads] = None  # of a rank on a CPU
 
     @property
     def first(self) -> bool:
@@ -51,8 +54,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             "let torchrun set them, or unset them for a single process",
         )
     device = pick_device(kernels.device, here.local_rank)
-    if device.type == "cpu":
-        _share_cores(here.local_world_size or 1)
+    threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else None
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -67,7 +69,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
                 str(error).splitlines()[0],
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
-    return RankContext(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined)
+    return RankContext(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined, threads)
 
 
 def leave_job(context: RankContext) -> None:
@@ -98,11 +100,12 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _share_cores(local_world_size: int) -> None:
-    """Divide the cores between the ranks of a node unless the environment already has."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // local_world_size))
+def use_threads(ranks_here: int = 1) -> Threads:
+    """Let this process compute with its share of the machine's cores, or as OMP_NUM_THREADS says."""
+    threads = choose_threads(ranks_here)
+    if not threads.given:
+        torch.set_num_threads(threads.count)
+    return threads
 
 
 def pick_precision(wanted: str, context: RankContext) -> str:

@@ -93,6 +93,7 @@ def _quiet(config: schema.Config) -> schema.Config:
     logging = replace(
         config.logging,
         log_interval=10**9,
+        log_file=None,
         log_progress=False,
         metrics_file=None,
         tensorboard_dir=None,

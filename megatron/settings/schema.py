@@ -565,7 +565,13 @@ class Logging:
     )
     barrier_with_level_1_timing: bool = setting("timers of level 1 let all ranks begin together", True)
     log_timers_to_tensorboard: bool = setting("timers go to TensorBoard and Weights & Biases, too", False)
-    log_progress: bool = setting("a live progress line on a terminal", False)
+    console: Literal["auto", "short", "megatron"] = setting(
+        "what stdout gets: short lines, or Megatron-LM's; auto: short ones where it is a terminal", "auto"
+    )
+    log_file: Optional[str] = setting(
+        "file for the log with Megatron-LM's lines, appended to (default: train.log under --save)", None
+    )
+    log_progress: bool = setting("a progress bar at the bottom of a terminal", True)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One record per step -> console line, metrics.jsonl, TensorBoard, Weights & Biases, live progress.
+"""One record per step -> the log (console.py), metrics.jsonl, TensorBoard, Weights & Biases.
 
     with Metrics(config.logging, run, header=run_record(config, mesh.sizes), active=mesh.rank == 0) as metrics:
         ...
@@ -8,13 +8,12 @@
             losses = evaluate()
         metrics.record_eval(iteration, consumed, losses)
 
-The console line is Megatron-LM's, so that existing parsers keep working, with tokens/s, TFLOP/s, MFU and ETA behind it.
-Nothing here is read back to decide anything.
+The line of the log is Megatron-LM's, so that existing parsers keep working, with tokens/s, TFLOP/s, MFU and ETA behind it;
+a terminal gets `short_line` instead. Nothing here is read back to decide anything.
 """
 
 import contextlib
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,6 +22,7 @@ from typing import Optional
 
 from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
+from megatron.telemetry.console import WIDTH, Console
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -88,7 +88,8 @@ class Metrics:
     """Writes what a run says. Only the rank with `active=True` prints or opens files; on others every call returns.
 
     header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, where
-    metrics.jsonl goes by default. timers: their times are collected with every line; all ranks have them, or none.
+    metrics.jsonl and train.log go by default. timers: their times are collected with every line; all ranks have them, or
+    none. console: where the run has spoken so far.
     """
 
     def __init__(
@@ -101,15 +102,24 @@ class Metrics:
         save: Optional[str] = None,
         active: bool = True,
         timers: Optional[Timers] = None,
+        console: Optional[Console] = None,
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
         self.interval = _Interval()
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
-        self.json, self.trackers, self.progress = None, [], None
+        self.json, self.trackers = None, []
+        self.console = console or Console(logging.console, bar=logging.log_progress, active=active)
         if not active:
             return
+        path = log_path(logging, save)
+        if path:
+            self.console.keep(path)
+            if self.console.short:
+                self.log(f" > Megatron-LM's log lines: {path}")
+        else:
+            self.console.forget()
         header = header or dict(kind="run", iteration=iteration, time=now())
         path = metrics_path(logging, save)
         if path:
@@ -123,8 +133,7 @@ class Metrics:
                     logging.wandb_project, logging.wandb_exp_name, save and str(local_folder(save)), header
                 )
             )
-        if logging.log_progress and sys.stderr.isatty():
-            self.progress = _progress_line(run.train_iters, iteration)
+        self.iteration = iteration
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -142,10 +151,8 @@ class Metrics:
         rates = self._rates(step.batch_size, seconds)
         self._write(_step_record(step, losses, seconds, rates))
         self._track(_step_tags(step, losses), step.iteration, step.consumed_samples)
-        if self.progress:
-            shown = {name: f"{value:.4f}" for name, value in losses.items()}
-            self.progress.set_postfix(shown | {"tokens/s": f"{rates['tokens_per_second']:,.0f}"}, refresh=False)
-            self.progress.update()
+        shown = {_short_name(name): f"{value:.4f}" for name, value in losses.items()}
+        self.console.advance(shown | {"tok/s": short_count(rates["tokens_per_second"])})
         if complete:
             self._log(step, times)
 
@@ -173,7 +180,10 @@ class Metrics:
             + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
             for name, value in losses.items()
         )
-        self.log("\n".join(["-" * (len(line) + 1), line, "-" * (len(line) + 1)]))
+        rule = "-" * (len(line) + 1)
+        self.console.log(
+            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, label, losses, perplexities, seconds)
+        )
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
             | losses
@@ -197,6 +207,8 @@ class Metrics:
 
         startup: what that was, in seconds; it is told with the first step.
         """
+        if self.active:
+            self.console.begin(self.run.train_iters, self.iteration)
         self._mark, self._carried, self._startup = time.perf_counter(), 0.0, startup
 
     def _tell_startup(self, iteration: int, seconds: float) -> None:
@@ -209,9 +221,11 @@ class Metrics:
         self._write(dict(kind="start", iteration=iteration, time=now(), seconds=total, parts=spent))
 
     @contextlib.contextmanager
-    def paused(self):
-        """The clock stands still inside: evaluation and checkpoints."""
+    def paused(self, doing: str = ""):
+        """The clock stands still inside: evaluation and checkpoints. doing: what a progress bar says meanwhile."""
         self._carried += time.perf_counter() - self._mark
+        if doing:
+            self.console.note(doing)
         try:
             yield
         finally:
@@ -233,24 +247,23 @@ class Metrics:
         self.interval = _Interval()
         if self.timers:
             self.timers.forget()
+        self.console.rewind(iteration)
         self._write(dict(kind="rewind", iteration=iteration, time=now()))
 
     # -- output ------------------------------------------------------------------------------------------------------
 
     def log(self, text: str) -> None:
-        """Print a line without breaking the live progress line."""
-        if not self.active:
-            return
-        if self.progress:
-            self.progress.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        else:
-            print(text, flush=True)
+        """Say something that happened."""
+        if self.active:
+            self.console.log(text)
 
     def _log(self, step: StepMetrics, times: dict[str, list[float]]) -> None:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
-        self.log(console_line(step, interval, self.run, rates))
+        self.console.log(
+            console_line(step, interval, self.run, rates),
+            short_line(step, interval, self.run, rates, self.console.width),
+        )
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
         self._track(tags, step.iteration, step.consumed_samples)
         self._tell_times(times, interval.steps, step.iteration, step.consumed_samples)
@@ -287,13 +300,14 @@ class Metrics:
     def end(self, iteration: int, code: int, why: str) -> None:
         """The last record: with which exit code a launch ended behind this iteration, and why."""
         self._write(dict(kind="end", iteration=iteration, time=now(), code=code, why=why))
+        if code:
+            self.console.keep_only(f"ended behind iteration {iteration} with exit code {code}: {why}")
 
     def close(self) -> None:
-        if self.progress:
-            self.progress.close()
+        self.console.close()
         for output in [*self.trackers, *filter(None, [self.json])]:
             output.close()
-        self.json, self.trackers, self.progress = None, [], None
+        self.json, self.trackers = None, []
 
     def __enter__(self) -> "Metrics":
         return self
@@ -307,6 +321,13 @@ def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     if logging.metrics_file:
         return Path(logging.metrics_file)
     return local_folder(save) / "metrics.jsonl" if save else None
+
+
+def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
+    """Where the log goes besides stdout: `--log-file`, or train.log in the `local_folder` of --save, or nowhere."""
+    if logging.log_file:
+        return Path(logging.log_file)
+    return local_folder(save) / "train.log" if save else None
 
 
 def console_line(step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float]) -> str:
@@ -338,6 +359,111 @@ def console_line(step: StepMetrics, interval: _Interval, run: RunSizes, rates: d
     return " " + " | ".join([*parts, f"ETA: {duration(left)}"]) + " |"
 
 
+def short_line(
+    step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float], width: int = WIDTH
+) -> str:
+    """The same in at most `width` columns, for people; what matters least is left out where they do not suffice."""
+    seconds = interval.seconds / interval.steps
+    losses = [(name, total / interval.advanced) for name, total in interval.losses.items()]
+    digits = len(str(run.train_iters))
+    parts = [(0, f"iter {step.iteration:{digits}d}/{run.train_iters}")]
+    parts += [(5 if at else 0, f"{_short_name(name)} {value:6.4f}") for at, (name, value) in enumerate(losses)]
+    parts.append((1, f"lr {step.learning_rate:.2e}"))
+    if step.grad_norm is not None:
+        parts.append((2, f"norm {_three_digits(float(step.grad_norm)):>4}"))
+    parts.append((0, f"{_short_milliseconds(seconds):>8}"))
+    parts.append((1, f"{short_count(rates['tokens_per_second']):>6} tok/s"))
+    if "mfu" in rates:
+        parts.append((3, f"MFU {rates['mfu']:3.0%}"))
+    parts.append((0, f"ETA {short_duration((run.train_iters - step.iteration) * seconds)}"))
+    if interval.skipped:
+        parts.append((1, f"skipped {interval.skipped}" + (f", nan {interval.nan}" if interval.nan else "")))
+    return _fitted(parts, width)
+
+
+def _fitted(parts: list[tuple[int, str]], width: int) -> str:
+    """Parts in columns; narrower, and without those of the highest numbers, until they fit.
+
+    >>> _fitted([(0, "loss  7.1"), (1, "lr 1e-3"), (0, "ETA 4s")], 20)
+    'loss 7.1  ETA 4s'
+    """
+    for blanks in ("  ", " "):
+        line = blanks.join(text for _, text in parts)
+        if len(line) <= width:
+            return line
+    parts = [(rank, " ".join(text.split())) for rank, text in parts]
+    for least in (9, 5, 4, 3, 2, 1, 0):
+        line = "  ".join(text for rank, text in parts if rank <= least)
+        if len(line) <= width:
+            break
+    return line[:width]
+
+
+def _short_evaluation(iteration: int, split: str, label: str, losses: dict, perplexities: dict, seconds) -> str:
+    """Losses of an evaluation, for people."""
+    told = [
+        f"{_short_name(name)} {value:.4f}" + (f" (perplexity {perplexities[name]:.4g})" if name in perplexities else "")
+        for name, value in losses.items()
+    ]
+    took = "" if seconds is None else f", in {seconds:.1f} s"
+    return f"{split} at iteration {iteration}: {', '.join(told)}{took}"
+
+
+def _short_name(name: str) -> str:
+    return "loss" if name == "lm loss" else name
+
+
+def _three_digits(value: float) -> str:
+    """
+    >>> [_three_digits(value) for value in (0.0123456, 1.5, 123.4, 45678.0, math.inf)]
+    ['0.0123', '1.50', '123', '4.6e+04', 'inf']
+    """
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if not 0.001 <= abs(value) < 9999.5:
+        return f"{value:.1e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _short_milliseconds(seconds: float) -> str:
+    """
+    >>> [_short_milliseconds(seconds) for seconds in (0.00987, 0.0579, 2.272, 150)]
+    ['9.87 ms', '57.9 ms', '2,272 ms', '150 s']
+    """
+    milliseconds = 1000 * seconds
+    if milliseconds >= 99999.5:
+        return f"{seconds:,.0f} s"
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{_three_digits(milliseconds)} ms"
+
+
+def short_count(number: float) -> str:
+    """
+    >>> [short_count(number) for number in (870.4, 23456, 234567, 12345678, 3.2e9)]
+    ['870', '23,456', '235k', '12.3M', '3.20G']
+    """
+    if number < 99999.5:
+        return f"{number:,.0f}"
+    for limit, unit in ((999_500, "k"), (999_500_000, "M"), (math.inf, "G")):
+        if number < limit:
+            return _three_digits(number / {"k": 1e3, "M": 1e6, "G": 1e9}[unit]) + unit
+    return "inf"
+
+
+def short_duration(seconds: float) -> str:
+    """
+    >>> [short_duration(seconds) for seconds in (42.4, 261, 7500, 900000, math.inf)]
+    ['42s', '4m21s', '2h05m', '10d10h', '?']
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(59.6), duration(3725), duration(200000)
@@ -366,10 +492,3 @@ def _step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)
     return tags | losses | {name: float(value) for name, value in step.extra.items()}
-
-
-def _progress_line(total: int, done: int):
-    from tqdm import tqdm
-
-    layout = "{percentage:3.0f}% {bar} {n}/{total} [{elapsed} < {remaining}, {postfix}]"
-    return tqdm(total=total, initial=done, bar_format=layout, dynamic_ncols=True, leave=False)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -28,7 +29,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, Share
 from megatron.model.recipe import Recipe
-from megatron.mpu import collectives, initialize
+from megatron.mpu import collectives, cpu_threads, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, follow, sentence
@@ -41,11 +42,12 @@ from megatron.pipeline.wire import Wire, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.console import Console
 from megatron.telemetry.metrics import Metrics, RunSizes, metrics_path
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
-from megatron.telemetry.run_record import library_versions, run_record, source_commit
+from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.timers import Timers
 from megatron.tokenizer import build_tokenizer
 from megatron.training.rules import remarks
@@ -57,11 +59,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    watch = build_watch(config, context, heartbeat)
+    console = Console(config.logging.console, bar=config.logging.log_progress, active=context.first)
+    console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
+    log = console.log
+    watch = build_watch(config, context, heartbeat, log)
     heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
     config = replace(config, precision=replace(config.precision, precision=precision))
-    log = _logger(context)
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
@@ -123,7 +127,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         valid_batches=valid,
         test_batches=test,
         saver=saver,
-        metrics=build_metrics(config, context, facts, state),
+        metrics=build_metrics(config, context, facts, state, console),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state.iteration, log),
@@ -132,7 +136,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     )
 
 
-def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat) -> Watch:
+def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, log) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
     heartbeat.note_place(mesh.place)
@@ -141,18 +145,10 @@ def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbea
         minutes=config.batch.exit_duration_in_mins,
         heartbeat=heartbeat,
         rank=mesh.rank,
-        log=_logger(context),
+        log=log,
         exchange=exchange_over(context),
         counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
     )
-
-
-def _logger(context: RankContext):
-    def log(text: str) -> None:
-        if context.first:
-            print(text, flush=True)
-
-    return log
 
 
 def exchange_over(context: RankContext):
@@ -429,7 +425,7 @@ def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline,
     return Recorder(path, pipeline, context.mesh)
 
 
-def build_metrics(config: schema.Config, context: RankContext, facts: Facts, state: State) -> Metrics:
+def build_metrics(config: schema.Config, context: RankContext, facts: Facts, state: State, console: Console) -> Metrics:
     """The log of a run, opened on the first rank."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
@@ -449,6 +445,7 @@ def build_metrics(config: schema.Config, context: RankContext, facts: Facts, sta
         save=config.checkpoint.save,
         active=context.first,
         timers=build_timers(config.logging, context),
+        console=console,
     )
 
 
@@ -488,8 +485,9 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
             f" > {facts.describe(f'{facts.parameters:,}')}",
-            f" > {config.precision.precision} on {context.device.type}, {torch.get_num_threads()} threads a rank, "
-            f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+            f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
+            f"Python {sys.version.split()[0]}",
+            *([f" > {context.threads}; {cpu_threads.waiting()}"] if context.threads else []),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
         ]

@@ -65,12 +65,12 @@ def train(run: Run) -> None:
             if due(run.config.guard.check_replicas_interval, run.state):
                 check_replicas(run.optimizer, run.state.iteration)
             if run.valid_batches and due(batch.eval_interval, run.state):
-                with run.metrics.paused():
+                with run.metrics.paused("evaluating"):
                     evaluate(run, run.valid_batches, "validation")
                     garbage.collect()
             stop = reason_to_stop(run)
             if run.saver and (stop or run.saver.due(run.state.iteration)):
-                with run.metrics.paused():
+                with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()
                 saved_at = run.state.iteration

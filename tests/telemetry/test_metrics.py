@@ -249,18 +249,6 @@ def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock)
     assert calls[2] == "finish"
 
 
-def test_live_progress_is_for_terminals(monkeypatch, clock, capsys):
-    pytest.importorskip("tqdm")
-    logging = Logging(log_progress=True, log_interval=2)
-    with Metrics(logging, RunSizes(4, 16)) as metrics:
-        assert metrics.progress is None
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Metrics(logging, RunSizes(4, 16), iteration=1) as metrics:
-        take(metrics, clock, 1.0, step(2, 3.25))
-        assert metrics.progress.n == 2 and "lm loss=3.2500" in metrics.progress.postfix
-    assert LINE.match(capsys.readouterr().out)
-
-
 def test_importing_brings_neither_torch_nor_the_trackers():
     heavy = "('torch', 'numpy', 'tensorboard', 'tqdm')"
     code = f"import sys, megatron.telemetry.metrics; print([m for m in {heavy} if m in sys.modules])"

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.settings.schema import Model, Optimizer
+from megatron.settings.schema import Optimizer
 from megatron.training.loop import objective
 
-CONFIG = SimpleNamespace(model=Model(seq_length=64), optimizer=Optimizer())
+CONFIG = SimpleNamespace(model=SimpleNamespace(seq_length=64), optimizer=Optimizer())
 WEIGHTS = {"lm loss": 1.0, "extra loss": 0.5, "logged": 0.0}
 
 

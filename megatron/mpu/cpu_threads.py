@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many threads a rank on a CPU computes with, and what a thread does while it waits for the others.
+
+    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2)     for each of two ranks of this machine
+
+The count is the rank's share of the cores that its processes may use: those of the affinity mask, or of a container's
+quota. A user's own OMP_NUM_THREADS wins. What other programs use at the moment takes nothing away: rounding depends on the
+count, and threads that sleep while they wait (`megatron/__init__.py` asks for that before torch is loaded) come off well
+beside other programs: two of them were faster than one beside two busy processes on two cores (docs/benchmarks.md).
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+
+class Threads(NamedTuple):
+    """Threads of a rank, and where the number comes from, in words."""
+
+    count: int
+    why: str
+    given: bool = False  # by OMP_NUM_THREADS
+
+    def __str__(self) -> str:
+        return f"{self.count} {'thread' if self.count == 1 else 'threads'} a rank: {self.why}"
+
+
+def choose_threads(ranks_here: int = 1, env: Mapping[str, str] = os.environ) -> Threads:
+    """Threads of one of so many ranks of this machine.
+
+    >>> choose_threads(env=dict(OMP_NUM_THREADS="3"))
+    Threads(count=3, why='OMP_NUM_THREADS', given=True)
+    """
+    given = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number for each level of nesting
+    if given.isdecimal() and int(given):
+        return Threads(int(given), "OMP_NUM_THREADS", given=True)
+    return share(cores(), quota(), ranks_here)
+
+
+def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
+    """What of a machine belongs to one of its ranks; quota: CPUs that a container may use, None: all.
+
+    >>> share(16, 6.5, 2)
+    Threads(count=3, why='16 cores, a quota of 6.5 of them, 2 ranks', given=False)
+    """
+    words, usable = [f"{cores} {'core' if cores == 1 else 'cores'}"], cores
+    if quota is not None and int(quota) < cores:
+        usable = max(1, int(quota))
+        words.append(f"a quota of {quota:g} of them")
+    words.append(f"{ranks_here} {'rank' if ranks_here == 1 else 'ranks'}")
+    return Threads(max(1, usable // ranks_here), ", ".join(words))
+
+
+def waiting(env: Mapping[str, str] = os.environ) -> str:
+    """What the environment asks of threads that wait, in words."""
+    if env.get("GOMP_SPINCOUNT"):
+        return f"GOMP_SPINCOUNT {env['GOMP_SPINCOUNT']}"
+    return f"waiting threads {'sleep' if env.get('OMP_WAIT_POLICY', '').lower() == 'passive' else 'spin'}"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:
+    """CPUs that the control groups of this process leave to it, the tightest of them; None: no limit."""
+    limits = []
+    for line in _read(member).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers == "":  # version 2: one tree
+            tree, files = root, ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            tree, files = root / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        # Inside of a container the path may be the host's, where the container's own group is mounted as the tree's root.
+        group = tree / path.strip("/")
+        for folder in {tree, *(one for one in (group, *group.parents) if tree in one.parents)}:
+            words = " ".join(_read(folder / name) for name in files).split()
+            if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # without a limit: max, or -1
+                limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+if __name__ == "__main__":
+    print(choose_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1).count)

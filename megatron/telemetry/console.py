@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the words of a run go: short lines over a progress bar on a terminal, Megatron-LM's lines everywhere else.
+
+    console = Console("auto", active=rank == 0)
+    console.log("an event")                           # folded to the width of a terminal
+    console.log(megatron_line, short=line)            # two wordings of one thing
+    console.keep(path)                                # all of it, from the start on, also goes to this file, in full
+    console.begin(train_iters, iteration)             # from here on there is a bar at the bottom
+    console.advance({"loss": "7.2"}); console.close()
+
+A thread may log, too: checkpoints are written in the background.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Literal, Optional, TextIO
+
+WIDTH = 100  # columns that a line on a terminal takes at most
+
+
+class Console:
+    """The log of a rank. Only with `active` does it say anything.
+
+    form: `short` or `megatron` lines; `auto` is short where stdout is a terminal. bar: a progress bar, where it is one.
+    """
+
+    def __init__(self, form: Literal["auto", "short", "megatron"] = "auto", *, bar: bool = True, active: bool = True):
+        self.active, self.terminal = active, active and is_terminal(sys.stdout)
+        self.short = form == "short" or (form == "auto" and self.terminal)
+        self._wants_bar, self._bar = bar and self.terminal, None
+        self._lock = threading.RLock()
+        self._file: Optional[TextIO] = None
+        self._unkept: Optional[list[str]] = []  # what was said before there was a file; None: there will be none
+        self._above = contextlib.ExitStack()
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    def log(self, text: str, short: Optional[str] = None) -> None:
+        """Say something, in lines of its own. short: the same for people; empty: nothing."""
+        if not self.active:
+            return
+        with self._lock:
+            self._keep(text)
+            shown = short if self.short and short is not None else text
+            if shown:
+                self._print(fold(shown, self.width) if self.terminal and self.short else shown)
+
+    def keep_only(self, text: str) -> None:
+        """Put something into the file alone: it is said elsewhere."""
+        with self._lock:
+            if self.active:
+                self._keep(text)
+
+    @property
+    def width(self) -> int:
+        """Columns of a line: those of the terminal, `WIDTH` at most, and where there is no terminal."""
+        return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if self.terminal else WIDTH
+
+    def keep(self, path: Path) -> None:
+        """Append the log to this file from now on, and what was said before. Raises OSError."""
+        if not self.active:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+            said, self._unkept = self._unkept or [], None
+            for text in said:
+                self._keep(text)
+
+    def forget(self) -> None:
+        """There will be no file: what was said need not be remembered for it."""
+        self._unkept = None
+
+    def _keep(self, text: str) -> None:
+        if self._file is None:
+            if self._unkept is not None:
+                self._unkept.append(text)
+            return
+        try:
+            self._file.write(text + "\n")
+        except OSError as error:  # a full disk must not end a training run for the sake of its log
+            name, self._file = self._file.name, None
+            self.log(f"warning: {name} is no longer written: {error}")
+
+    def _print(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.clear()
+            self._out.write(text + "\n")
+            self._bar.refresh()
+            self._out.flush()
+
+    # -- the bar -----------------------------------------------------------------------------------------------------
+
+    def begin(self, total: int, done: int) -> None:
+        """Steps are taken from now on: a bar at the bottom of a terminal says how far they are."""
+        if not self._wants_bar or self._bar is not None:
+            return
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # no thread that draws: a step draws
+        tqdm.set_lock(self._lock)
+        self._out = sys.stdout
+        layout = "{percentage:3.0f}% {bar} {n}/{total} [{elapsed} < {remaining}{postfix}]"
+        self._bar = tqdm(
+            total=total, initial=done, bar_format=layout, ncols=self._columns(), leave=False, file=self._out
+        )
+        # What others print, warnings of libraries among them, goes above the bar.
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            if is_terminal(stream):
+                above = _AboveTheBar(self, stream)
+                self._above.callback(above.finish)
+                self._above.enter_context(redirect(above))
+
+    def advance(self, shown: dict[str, str]) -> None:
+        """A step is done; name -> what the bar shows of it."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.ncols = self._columns()
+                self._bar.set_postfix(shown, refresh=False)
+                self._bar.update()
+
+    def note(self, doing: str) -> None:
+        """What goes on between two steps, for the bar to show."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.set_postfix_str(doing)
+
+    def rewind(self, iteration: int) -> None:
+        """The run has gone back to this iteration."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.n = self._bar.last_print_n = iteration
+                self._bar.refresh()
+
+    def _columns(self) -> int:
+        return self.width - 1  # some terminals begin a line when the last column is written
+
+    def close(self) -> None:
+        """Take the bar away and close the file; what is said later goes to stdout alone."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+                self._above.close()
+            if self._file is not None:
+                self._file.close()
+            self._file = self._unkept = None
+
+
+class _AboveTheBar:
+    """A stream of a terminal whose lines come to stand above the progress bar; half a line waits for its other half."""
+
+    def __init__(self, console: Console, stream: TextIO):
+        self._console, self._stream, self._pid, self._half = console, stream, os.getpid(), ""
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._pid:  # a forked process draws no bar
+            return self._stream.write(text)
+        with self._console._lock:
+            lines, newline, self._half = (self._half + text).rpartition("\n")
+            if newline:
+                bar = self._console._bar
+                if bar is not None:
+                    bar.clear()
+                self._stream.write(lines + newline)
+                self._stream.flush()
+                if bar is not None:
+                    bar.refresh()
+        return len(text)
+
+    def finish(self) -> None:
+        """Nothing will complete what is left."""
+        self._stream.write(self._half)
+        self._half = ""
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
+def is_terminal(stream: Optional[TextIO]) -> bool:
+    """Whether somebody reads along: a terminal that can move its cursor."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # it is closed
+        return False
+
+
+def fold(text: str, width: int) -> str:
+    """Text in lines of at most `width` columns, broken at blanks; what goes on is indented. A longer word stays whole.
+
+    >>> print(fold("  saved checkpoint at iteration 20 to runs/a/iter_0000020", 30))
+      saved checkpoint at
+          iteration 20 to
+          runs/a/iter_0000020
+    """
+    folded = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        folded += textwrap.wrap(
+            line.lstrip(),
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent + "    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(folded)
