@@ -169,17 +169,18 @@ def run_main(main, argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         if _asks_for_debug(argv):
             raise
-        _say_last("interrupted\n")
+        _say_last("interrupted\n", Interrupted.code)
         sys.exit(Interrupted.code)
     except Exception as error:
         failure, in_full = explain(error), getattr(error, "in_full", _asks_for_debug(argv))
+        code = failure.code if failure else 1
         if failure is None or in_full:
             brief = None if in_full else partial(last_calls, error)
-            _say_last(traceback.format_exc(), brief, about=f"{type(error).__name__}: {error}")
+            _say_last(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
         else:
             text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
-            _say_last(text, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
-        _leave(failure.code if failure else 1)
+            _say_last(text, code, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
+        _leave(code)
 
 
 @contextlib.contextmanager
@@ -207,10 +208,15 @@ LAUNCHER = "MEGATRON_LAUNCHER"  # in the environment of ranks whose launcher pri
 
 
 def _say_last(
-    text: str, brief: Callable[[str], str] | None = None, about: str | None = None, quiet_after_others: bool = False
+    text: str,
+    code: int,
+    brief: Callable[[str], str] | None = None,
+    about: str | None = None,
+    quiet_after_others: bool = False,
 ) -> None:
     """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
 
+    code: the exit code to come
     brief: where the whole text is kept -> what a launcher prints of it; default: all of it
     about: the part of the text that counts as the same
 
@@ -222,11 +228,14 @@ def _say_last(
     if last_words:
         with contextlib.suppress(OSError):
             said = dict(message=text, extraInfo=dict(timestamp=str(int(time.time()) + quiet_after_others)))
-            launcher = os.environ.get(LAUNCHER)
-            more = dict(brief=_kept_and_shortened(text, brief, launcher)) if launcher else {}
-            Path(last_words).write_text(json.dumps(dict(message=said) | more), encoding="utf-8")
-            if launcher and _is_last_attempt():
-                return
+            if launcher := os.environ.get(LAUNCHER):
+                short, left_to_it = _kept_and_shortened(text, brief, launcher), _is_last_attempt()
+                words = dict(message=said, code=code, brief=short, told=not left_to_it)
+                Path(last_words).write_text(json.dumps(words), encoding="utf-8")
+                if left_to_it:
+                    return
+            else:
+                Path(last_words).write_text(json.dumps(dict(message=said)), encoding="utf-8")
             common = Path(last_words).parent.parent
             if quiet_after_others and any(common.glob("told-*")):
                 return

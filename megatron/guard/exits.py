@@ -72,6 +72,15 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
+def from_shell(code: int) -> int:
+    """An exit code as shells and `megatron.tools.launch` say it, with a signal as a negative number.
+
+    >>> from_shell(137), from_shell(5), from_shell(130)
+    (-9, 5, 130)
+    """
+    return 128 - code if 128 < code < 192 and code not in MEANINGS else code
+
+
 def codes_in_log(text: str) -> list[int]:
     """Exit codes of ranks in what torchrun says of a failed job.
 

@@ -45,10 +45,11 @@ class Ending(NamedTuple):
     rank: int
     code: int  # negative: by a signal
     said: str  # its message, as far as it should be printed; "": it left none
+    told: bool = False  # it has printed it itself
 
 
 def main(argv: list[str]) -> None:
-    """Parse, start the ranks, wait for their end; exits with the code of the rank that says most when one fails."""
+    """Parse, start the ranks, wait for their end; exits with 0, or the code of the rank that says most when one fails."""
     from torch.distributed import run as torchrun
 
     if not any(os.environ.get(name) for name in LOUD):
@@ -58,13 +59,13 @@ def main(argv: list[str]) -> None:
     with files_of(args) as kept:
         job = Job(args)
         endings = job.run()
-        if not endings:
-            return
-        text, code, rank = job.last_words(endings)
+        text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
     sys.stderr.write(text)
-    sys.stderr.flush()
-    sys.exit(code)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):  # nobody reads it
+            stream.flush()
+    os._exit(code)  # the agent's thread may still be at work, and torch takes its time to be taken down
 
 
 def quiet() -> None:
@@ -152,13 +153,13 @@ class Job:
         agent = threading.Thread(target=self.work, name="agent", daemon=True)
         agent.start()
         while agent.is_alive():
-            agent.join(0.1 if self.signals else None)
+            agent.join(0.1)
             if self.signals and self.all_signalled_are_gone():
-                agent.join(LINGER)
+                agent.join(0.0 if self.args.max_restarts else LINGER)
                 break
-        if agent.is_alive():  # it is starting the ranks again (--max-restarts), or waits for other machines
+        if agent.is_alive():  # it would start the ranks again (--max-restarts), or waits for other machines
             self.kill()
-            return self.endings_in_files()
+            return [self.ending_in_files()]
         if self.error is not None:
             raise failure_of(self.error)
         return [ending_of(rank, failure) for rank, failure in self.failures.items()]
@@ -204,23 +205,25 @@ class Job:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def endings_in_files(self) -> list[Ending]:
-        """How the job ended that was told to, where the agent has not said so: what a rank has left behind."""
-        code = Interrupted.code if signal.SIGINT in self.signals else -self.signals[-1]
+    def ending_in_files(self) -> Ending:
+        """How the job ended that was told to, where the agent has not said so: as one of the ranks has written."""
         files = sorted(Path(self.args.log_dir).glob("*/attempt_*/*/error.json"), key=os.path.getmtime)
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return [Ending(0, code, json.loads(files[-1].read_text())["brief"])]
-        return [Ending(0, code, "")]
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            words = json.loads(files[-1].read_text())
+            return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])
+        return Ending(0, -self.signals[-1], "")
 
     def last_words(self, endings: Iterable[Ending]) -> tuple[str, int, int]:
         """(what is printed, the exit code, whose it is): of the rank that says most about the cause."""
         endings = sorted(endings, key=lambda ending: ending.rank)
         code = judge(ending.code for ending in endings).code
-        first = min((ending for ending in endings if ending.code == code), key=lambda ending: not ending.said)
-        if signal.SIGINT in self.signals and code < 0:
-            return first.said or "interrupted: ended at once\n", Interrupted.code, first.rank
-        said = first.said or unsaid(first, asked=bool(self.signals))
-        return said, code if code >= 0 else 128 - code, first.rank
+        rank, _, said, told = min(
+            (ending for ending in endings if ending.code == code), key=lambda ending: not ending.said
+        )
+        if signal.SIGINT in self.signals and not said:
+            said, code = "interrupted: ended at once, nothing was saved\n", Interrupted.code
+        text = "" if told else said or unsaid(rank, code, asked=bool(self.signals))
+        return text, code if code >= 0 else 128 - code, rank
 
 
 def start(args: Namespace) -> None:
@@ -263,17 +266,17 @@ def ending_of(rank: int, failure) -> Ending:
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
 
 
-def unsaid(ending: Ending, asked: bool) -> str:
-    """What is said of a rank that has left no message."""
-    if ending.code >= 0:
+def unsaid(rank: int, code: int, asked: bool) -> str:
+    """What is said of a rank that has left no message. asked: the ranks were told to end."""
+    if code >= 0:
         return (
-            f"error: rank {ending.rank} ended with exit code {ending.code} and left no message\n"
+            f"error: rank {rank} ended with exit code {code} and left no message\n"
             "  -> see above; a script that runs its main through megatron.errors.run_main is told here\n"
         )
     try:
-        name = signal.Signals(-ending.code).name
+        name = signal.Signals(-code).name
     except ValueError:
-        name = f"signal {-ending.code}"
+        name = f"signal {-code}"
     if name == "SIGKILL":
         hint = "  -> if nobody has sent it, memory has run out: dmesg | grep -i oom\n"
     elif name in CRASHES:
@@ -282,7 +285,7 @@ def unsaid(ending: Ending, asked: bool) -> str:
         hint = "  -> with --exit-signal-handler the ranks save first\n"
     else:
         hint = ""
-    return f"error: rank {ending.rank} was ended by {name}\n{hint}"
+    return f"error: rank {rank} was ended by {name}\n{hint}"
 
 
 def signal_groups(ranks: Iterable[int], number: int) -> None:
