@@ -244,8 +244,9 @@ def _say_last(
                 (common / f"told-{mark}").touch(exist_ok=False)
             except FileExistsError:
                 return
-    sys.stderr.write(text)  # one write: ranks share the terminal
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the exit code says it, too
+        sys.stderr.write(text)  # one write: ranks share the terminal
+        sys.stderr.flush()
 
 
 def _is_last_attempt() -> bool:

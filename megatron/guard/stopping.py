@@ -8,9 +8,10 @@ rank, so all stop behind the same step. Needs no torch.
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -28,6 +29,29 @@ class Stop(NamedTuple):
     why: str
     preempted: bool  # from outside, to be continued later: exit code 9
     interrupted: bool = False  # by Ctrl-C: exit code 130
+
+
+class Unheard:
+    """An output whose reader may go away: Ctrl-C ends `| tee log` as well, and must not keep us from saving."""
+
+    def __init__(self, output):
+        self.output = output
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.output.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.output.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.output.fileno())
+
+    def __getattr__(self, name: str):
+        return getattr(self.output, name)
 
 
 class StopRequests:
@@ -73,10 +97,12 @@ class StopRequests:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt("interrupted twice: ended at once")
             self.interrupted = True
+            if sys.stdout is not None:
+                sys.stdout = Unheard(sys.stdout)
             with contextlib.suppress(OSError):  # not print: it may be what was interrupted
                 os.write(2, notice.encode())
 
-        ours = threading.current_thread() is threading.main_thread()
+        output, ours = sys.stdout, threading.current_thread() is threading.main_thread()
         if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return
@@ -85,6 +111,7 @@ class StopRequests:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.stdout = output
         if self.interrupted:
             raise KeyboardInterrupt("interrupted behind the last step")
 

@@ -61,9 +61,9 @@ def main(argv: list[str]) -> None:
         endings = job.run()
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
-    sys.stderr.write(text)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError):  # nobody reads it
+    for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
+        with contextlib.suppress(OSError, AttributeError):  # nobody reads it; there is none
+            stream.write(words)
             stream.flush()
     os._exit(code)  # the agent's thread may still be at work, and torch takes its time to be taken down
 

@@ -175,6 +175,21 @@ def test_ctrl_c_says_that_nothing_is_saved(tmp_path, capfd):
     assert status.look(tmp_path).state == "interrupted"
 
 
+def test_ctrl_c_that_has_ended_the_reader_of_the_log_saves_all_the_same(tmp_path, monkeypatch):
+    """As in `pretrain_gpt.py ... | tee log`."""
+    read, write = os.pipe()
+
+    def event():
+        os.close(read)
+        signal.raise_signal(signal.SIGINT)
+
+    with os.fdopen(write, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        with pytest.raises(Interrupted):
+            _pretrain(0, f"--train-iters 9 --log-interval 1 --save {tmp_path}", 1, _with_event(event, 18))
+    assert (tmp_path / "iter_0000003" / "index.json").exists()
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("MEGATRON_COMMAND", f"python pretrain_gpt.py --save {tmp_path} --load {tmp_path} --auto-resume")
     flags = f"--train-iters 9 --save {tmp_path} --load {tmp_path} --auto-resume --save-interval 2"
