@@ -16,7 +16,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 
@@ -86,6 +87,12 @@ class Preempted(Failure):
     code = 9
 
 
+class Interrupted(Preempted):
+    """Ctrl-C: somebody at the terminal has ended the job."""
+
+    code = 130  # as shells say it
+
+
 class Locked(Failure):
     """Another job is writing to the same output."""
 
@@ -141,6 +148,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """The documented exit code of an exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.code
     failure = explain(error)
     return failure.code if failure else 1
 
@@ -149,7 +158,7 @@ def run_main(main, argv: list[str] | None = None) -> None:
     """Run `main(argv)` as a command: failures become one message on stderr and their exit code.
 
     The ranks of a node say the same thing once, whichever meets it first, and a lost peer is not told where the peer
-    itself has said why it ended.
+    itself has said why it ended. Ranks of `megatron.tools.launch` leave their message to it: it stands last.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -160,15 +169,18 @@ def run_main(main, argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         if _asks_for_debug(argv):
             raise
-        _print_once("interrupted\n")
-        sys.exit(130)  # as shells say it
+        _say_last("interrupted\n", Interrupted.code)
+        sys.exit(Interrupted.code)
     except Exception as error:
-        failure = explain(error)
-        if failure is None or getattr(error, "in_full", _asks_for_debug(argv)):
-            _print_once(traceback.format_exc(), about=f"{type(error).__name__}: {error}")
+        failure, in_full = explain(error), getattr(error, "in_full", _asks_for_debug(argv))
+        code = failure.code if failure else 1
+        if failure is None or in_full:
+            brief = None if in_full else partial(last_calls, error)
+            _say_last(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
         else:
-            _print_once(f"error: {failure}\n", quiet_after_others=isinstance(failure, PeerLost))
-        _leave(failure.code if failure else 1)
+            text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
+            _say_last(text, code, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
+        _leave(code)
 
 
 @contextlib.contextmanager
@@ -191,18 +203,39 @@ def _asks_for_debug(argv: list[str]) -> bool:
     return False
 
 
-def _print_once(text: str, about: str | None = None, quiet_after_others: bool = False) -> None:
+MOST_LINES = 12  # of what a launcher says of a failed job
+LAUNCHER = "MEGATRON_LAUNCHER"  # in the environment of ranks whose launcher prints what one of them says last: a folder
+
+
+def _say_last(
+    text: str,
+    code: int,
+    brief: Callable[[str], str] | None = None,
+    about: str | None = None,
+    quiet_after_others: bool = False,
+) -> None:
     """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
 
+    code: the exit code to come
+    brief: where the whole text is kept -> what a launcher prints of it; default: all of it
+    about: the part of the text that counts as the same
+
     torchrun gives each rank a file for its last words, which it repeats in its own report, in a folder that the ranks
-    of one attempt have in common; there, a file stands for what was said (`about`: the part that counts as the same).
-    Without torchrun each rank speaks for itself.
+    of one attempt have in common; there, a file stands for what was said. Our own launcher reads that file, too, and
+    prints the one message that says most when all ranks have ended. Without a launcher each rank speaks for itself.
     """
     last_words = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if last_words:
         with contextlib.suppress(OSError):
             said = dict(message=text, extraInfo=dict(timestamp=str(int(time.time()) + quiet_after_others)))
-            Path(last_words).write_text(json.dumps(dict(message=said)), encoding="utf-8")
+            if launcher := os.environ.get(LAUNCHER):
+                short, left_to_it = _kept_and_shortened(text, brief, launcher), _is_last_attempt()
+                words = dict(message=said, code=code, brief=short, told=not left_to_it)
+                Path(last_words).write_text(json.dumps(words), encoding="utf-8")
+                if left_to_it:
+                    return
+            else:
+                Path(last_words).write_text(json.dumps(dict(message=said)), encoding="utf-8")
             common = Path(last_words).parent.parent
             if quiet_after_others and any(common.glob("told-*")):
                 return
@@ -211,8 +244,59 @@ def _print_once(text: str, about: str | None = None, quiet_after_others: bool = 
                 (common / f"told-{mark}").touch(exist_ok=False)
             except FileExistsError:
                 return
-    sys.stderr.write(text)  # one write: ranks share the terminal
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the exit code says it, too
+        sys.stderr.write(text)  # one write: ranks share the terminal
+        sys.stderr.flush()
+
+
+def _is_last_attempt() -> bool:
+    """Whether the launcher will not start the ranks again (--max-restarts): it then reports the end of this attempt."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+
+
+def _kept_and_shortened(text: str, brief: Callable[[str], str] | None, folder: str) -> str:
+    """What a launcher prints of a text; where that is not all, the whole is kept in a file of the folder."""
+    whole = Path(folder) / f"rank_{os.environ.get('RANK', '0')}.txt"
+    short = brief(str(whole)) if brief else text
+    if short != text:
+        whole.write_text(text, encoding="utf-8", errors="replace")
+    return short
+
+
+def shortened(text: str, whole: str, most: int = MOST_LINES) -> str:
+    """A message of at most so many lines: its beginning and its last line, which says what to do.
+
+    >>> print(shortened("\\n".join("abcdef"), "message.txt", most=4), end="")
+    a
+    b
+      ... 3 more lines in message.txt
+    f
+    """
+    lines = text.rstrip("\n").split("\n")
+    if len(lines) <= most:
+        return text
+    left_out = f"  ... {len(lines) - most + 1} more lines in {whole}"
+    return "\n".join([*lines[: most - 2], left_out, lines[-1]]) + "\n"
+
+
+def last_calls(error: BaseException, whole: str, most: int = 4) -> str:
+    """A traceback in a few lines, the message last."""
+    calls = traceback.extract_tb(error.__traceback__)
+    shown = calls[-most:]
+    lines = [
+        f"error: rank {os.environ.get('RANK', '0')} ended by an exception; the last {len(shown)} of its {len(calls)} "
+        f"calls (all of them: {whole}):"
+    ]
+    lines += [f"  {_nearby(call.filename)}:{call.lineno}, in {call.name}: {call.line}"[:160] for call in shown]
+    message = "".join(traceback.format_exception_only(type(error), error))
+    return "\n".join(lines) + "\n" + shortened(message, whole, MOST_LINES - len(lines))
+
+
+def _nearby(path: str) -> str:
+    """A path as seen from here, where that is shorter."""
+    with contextlib.suppress(ValueError):
+        return min(os.path.relpath(path), path, key=len)
+    return path
 
 
 def _leave(code: int) -> None:

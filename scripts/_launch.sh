@@ -6,7 +6,7 @@
 #   bash scripts/X.sh --dry-run          what would happen; also --preflight, --print-config, --help: in one process
 #   SHRINK=1 bash scripts/X.sh           a shrunk job with the same parallel features trains on CPU
 #   PRINT=1 bash scripts/X.sh            say the command and do nothing
-#   bash scripts/X.sh                    train: under torchrun or SLURM, on a cluster that numbers nodes, or here
+#   bash scripts/X.sh                    train: under our launcher or SLURM, on a cluster that numbers nodes, or here
 #
 # docs/launching.md explains the variables of the environment that are read here.
 set -euo pipefail
@@ -201,7 +201,7 @@ train() {
         export OMP_NUM_THREADS=$((cores >= 2 * NPROC ? cores / NPROC : 1))
     fi
     if [ -z "$EACH" ] && { [ "$WORLD" -gt 1 ] || [ -n "${LOG_DIR:-}" ]; }; then
-        command+=(-m torch.distributed.run --nproc-per-node "$NPROC")
+        command+=(-m megatron.tools.launch --nproc-per-node "$NPROC")
         if [ "$NNODES" -gt 1 ]; then
             command+=(--nnodes "$NNODES" --node-rank "$NODE_RANK")
             command+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")

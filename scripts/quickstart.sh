@@ -59,7 +59,7 @@ if [ "$(cat "$tracker" 2>/dev/null || echo 0)" -ge "$ITERATIONS" ] && [ ${#flags
     echo "  already trained to step $(cat "$tracker"); --train-iters N goes on to step N, --fresh starts over"
 else
     cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-    OMP_NUM_THREADS=$((cores > 3 ? cores / 2 : 1)) torchrun --nproc-per-node 2 pretrain_gpt.py \
+    OMP_NUM_THREADS=$((cores > 3 ? cores / 2 : 1)) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 \
         --micro-batch-size 4 --global-batch-size 8 --train-iters "$ITERATIONS" \
@@ -68,7 +68,8 @@ else
         --train-data-path "$RUN/train_text_document" --valid-data-path "$RUN/held_out_text_document" \
         --eval-interval 250 --eval-iters 8 --log-interval 20 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
-        --metrics-file "$RUN/metrics.jsonl" ${flags[@]+"${flags[@]}"} | tee -a "$RUN/train.log" | short_lines
+        --metrics-file "$RUN/metrics.jsonl" ${flags[@]+"${flags[@]}"} |
+        (trap '' INT && tee -a "$RUN/train.log" | short_lines) # Ctrl-C is for the training
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
 fi
 

@@ -86,7 +86,9 @@ class Copies:
 
     def _hand_over(self, checkpoint: Place) -> None:
         command = self.where.replace(PATH, shlex.quote(str(checkpoint)))
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(  # in a session of its own, which Ctrl-C does not reach
+            command, shell=True, capture_output=True, text=True, errors="replace", start_new_session=True
+        )
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
             raise StorageError(f"exit code {done.returncode}" + "".join(f": {line}" for line in last))

@@ -11,7 +11,9 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -19,11 +21,12 @@ from typing import Optional
 
 from megatron.errors import Failure, SettingsError
 from megatron.model.recipe import parse_any
-from megatron.settings.schema import GROUPS, Config
+from megatron.settings.schema import GROUPS, Checkpoint, Config
 from megatron.settings.spelling import settings_of, spellings_of
 from megatron.storage.urls import location
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
+LAUNCHERS = ("torch.distributed.run", "megatron.tools.launch")
 SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
 _SETTING = {
     flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(settings_of(GROUPS)).items()
@@ -43,7 +46,7 @@ def script_at(words: list[str]) -> int:
         ):
             return number
     for number in range(1, len(words)):
-        if words[number - 1] == "-m" and "." in words[number] and not words[number].startswith("torch."):
+        if words[number - 1] == "-m" and "." in words[number] and words[number] not in LAUNCHERS:
             return number
     raise SettingsError(
         f"no training script (pretrain_*.py, scripts/pretrain_*.sh, -m a.module) in: {' '.join(words)}",
@@ -251,6 +254,52 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
         if _given(words, flag):
             words = with_flag(words, flag, "false")
     return without(words, "--ckpt-step")
+
+
+COMMAND = "MEGATRON_COMMAND"  # in the environment of ranks: the command line that started the job
+
+
+def started_by(argv: list[str], module: str) -> str:
+    """The command line of a module of ours, to be typed again."""
+    return shlex.join([_python(), "-m", module, *argv])
+
+
+def of_this_job() -> list[str]:
+    """The command line that started this process's job: a supervisor's or a launcher's, as far as it is known here."""
+    if COMMAND in os.environ:
+        return shlex.split(os.environ[COMMAND])
+    own = [_python(), *sys.orig_argv[1:]]
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return own
+    try:  # torchrun starts the ranks itself
+        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+    except OSError:
+        return own
+    return ["torchrun", *launcher[2:]] if Path(next(iter(launcher[1:2]), "")).name == "torchrun" else launcher
+
+
+def _python() -> str:
+    return "python" if shutil.which("python") == sys.executable else sys.executable
+
+
+def last_checkpoint(checkpoint: Checkpoint) -> Optional[str]:
+    """Where a run with these settings has its newest complete checkpoint."""
+    for folder in (checkpoint.save, checkpoint.save_mirror):
+        if (found := newest_checkpoint(folder)) is not None:
+            return str(location(folder) / f"iter_{found:07d}")
+    return None
+
+
+def that_goes_on(checkpoint: Checkpoint) -> str:
+    """The command that takes this job up from its last checkpoint: its own, with `--load` where it has none such."""
+    words = of_this_job()
+    resumes = checkpoint.load == checkpoint.save and not (checkpoint.ckpt_step or checkpoint.finetune)
+    if not resumes and "megatron.tools.supervise" not in words:  # which finds the checkpoint itself
+        try:
+            words = resumed(words, checkpoint.save, (checkpoint.save_mirror, checkpoint.save_copy))
+        except SettingsError:  # a script under a name that is not known here
+            words = [*words, "--load", checkpoint.save]
+    return shlex.join(words)
 
 
 def _given(words: list[str], flag: str) -> bool:

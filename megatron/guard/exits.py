@@ -41,9 +41,10 @@ MEANINGS = {
     8: (Action.STOP, "loss or gradient not finite, or a spike (exit 8)"),
     9: (Action.PREEMPTED, "preempted, checkpoint saved (exit 9)"),
     10: (Action.STOP, "output locked by another job (exit 10)"),
+    130: (Action.PREEMPTED, "interrupted by Ctrl-C (exit 130)"),
 }
 # The rank that fails first drags others along; what says most about the cause comes first.
-TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 9, 1, 7, "ended", 0)
+TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # how launchers end the other ranks
 
 
@@ -69,6 +70,15 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def from_shell(code: int) -> int:
+    """An exit code as shells and `megatron.tools.launch` say it, with a signal as a negative number.
+
+    >>> from_shell(137), from_shell(5), from_shell(130)
+    (-9, 5, 130)
+    """
+    return 128 - code if 128 < code < 192 and code not in MEANINGS else code
 
 
 def codes_in_log(text: str) -> list[int]:

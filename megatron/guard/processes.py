@@ -54,6 +54,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """The processes directly below one; dead ones that wait to be collected are left out."""
+    found = [(int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*")]
+    return sorted(child for child, fields in found if fields and fields[0] != "Z" and int(fields[1]) == pid)
+
+
 def state(pid: int) -> str:
     """R running, S sleeping, D in the kernel, T stopped, Z dead and not collected, "" gone."""
     fields = _stat(pid)

@@ -6,7 +6,7 @@
 
 Read from metrics.jsonl in a run's folder, its checkpoints, and the heartbeats of its ranks where it has any. A folder that
 is no run itself stands for the runs in it. States: starting, running, stalled (no sign of life for longer than its steps
-take), done, stopped (before its last step, in order; it can go on), failed (with the reason).
+take), done, stopped (before its last step, in order; it can go on), interrupted (by Ctrl-C), failed (with the reason).
 """
 
 import json
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, UsageError, run_main
+from megatron.errors import DataError, Interrupted, Preempted, UsageError, run_main
 from megatron.guard import processes
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
@@ -121,7 +121,10 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
     if state == "ended":
         code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
         finished = total is not None and iteration >= total
-        state = "failed" if code not in (0, 9) else "done" if finished else "stopped"
+        if code == Interrupted.code:
+            state = "interrupted"
+        else:
+            state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
     samples = sum(step.get("batch_size", 0) for step in steps[-50:])
     left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
     checkpoint, written = _checkpoint(folder, config)
@@ -242,7 +245,7 @@ def table(lines: list[Line]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-QUIET = ("stalled", "failed", "stopped")
+QUIET = ("stalled", "failed", "stopped", "interrupted")
 
 
 def _or(value: Optional[float], form: str) -> str:

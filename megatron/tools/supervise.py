@@ -32,7 +32,7 @@ from megatron.errors import Failure, SettingsError, StorageError, UsageError, ru
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
-from megatron.guard.exits import Action, JobVerdict, codes_in_log, judge
+from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, born, clear, machine, read_beats
 from megatron.guard.stacks import explain
@@ -88,6 +88,7 @@ def main(argv: list[str]) -> None:
     settings = parse(argv[:split], {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)
     if not argv[split + 1 :]:
         raise UsageError("there is no command behind --")
+    os.environ.setdefault(commands.COMMAND, commands.started_by(argv, "megatron.tools.supervise"))
     code = Supervisor(settings["supervise"], argv[split + 1 :]).run()
     if code:
         sys.exit(code)
@@ -341,6 +342,8 @@ class Supervisor:
         codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(output)
         if returned == 0 and not (codes and all(codes)):  # a script may end with 0 all the same: torchrun ... | tee log
             codes = [0]
+        elif returned and returned > 1:  # our launcher's: the code of the rank that says most. torchrun's is always 1
+            codes.append(from_shell(returned))
         if hung:
             verdict = JobVerdict(Action.RETRY, "hung", 7)
         else:

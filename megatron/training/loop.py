@@ -28,7 +28,7 @@ from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
 from megatron.training.garbage import GarbageCollection
-from megatron.training.recovery import pass_over, rewind, stopped
+from megatron.training.recovery import interrupted, interruptible, pass_over, rewind, stopped
 from megatron.training.state import Run, State
 
 
@@ -41,6 +41,8 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
                 train(run)
         except BaseException as error:
             run.close(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise interrupted(run) from None
             raise
         run.close()
 
@@ -51,7 +53,7 @@ def train(run: Run) -> None:
     for stage in run.stages:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
-    with GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
+    with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         while run.state.iteration < run.train_iters:
             run.profiler.before(run.state.iteration + 1)
             step = train_step(run)
@@ -76,8 +78,8 @@ def train(run: Run) -> None:
                 saved_at = run.state.iteration
             if stop:
                 return stopped(run, stop)
-    if run.saver and saved_at < run.state.iteration:
-        run.save()
+        if run.saver and saved_at < run.state.iteration:
+            run.save()
     for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
         if batches:
             evaluate(run, batches, split, final=True)

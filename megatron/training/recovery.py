@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions to the loop: skipped steps, the rewind to a checkpoint after a spike, an end before the last step."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Optional
 
 from megatron.checkpoint.folder import checkpoints
-from megatron.errors import NumericsError, Preempted
+from megatron.errors import Interrupted, NumericsError, Preempted
+from megatron.guard.command import last_checkpoint, that_goes_on
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import StepVerdict
 from megatron.optimizer.lr_schedule import learning_rate
@@ -73,11 +76,32 @@ def stopped(run: Run, stop: Stop) -> None:
     """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
     if run.saver:
         run.saver.wait()  # until the checkpoint is durable
-    saved = f"saved in {run.config.checkpoint.save}" if run.saver else "nothing is saved: there is no --save"
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
-        raise Preempted(
-            f"stopped at iteration {run.state.iteration}: {stop.why}",
-            saved,
-            "the same command with --load goes on from there" if run.saver else None,
-        )
+        kind = Interrupted if stop.interrupted else Preempted
+        raise kind(f"stopped at iteration {run.state.iteration}: {stop.why}", *_what_remains(run))
+
+
+def interrupted(run: Run) -> Interrupted:
+    """What is said of a run that Ctrl-C has ended at once."""
+    done = f"interrupted behind iteration {run.state.iteration} of {run.train_iters}"
+    return Interrupted(done, *_what_remains(run))
+
+
+def _what_remains(run: Run) -> tuple[str, Optional[str]]:
+    """(the last checkpoint, the command that goes on from it) of a run that was stopped."""
+    checkpoint = run.config.checkpoint
+    if not run.saver:
+        return "nothing is saved: there is no --save", None
+    last = last_checkpoint(checkpoint)
+    if last is None:
+        return f"no checkpoint was saved in {checkpoint.save} yet", None
+    return f"the last checkpoint: {last}", f"to go on: {that_goes_on(checkpoint)}"
+
+
+def interruptible(run: Run) -> AbstractContextManager:
+    """Inside, Ctrl-C stops training behind the present step; it is said at once what comes of it."""
+    save = run.config.checkpoint.save
+    saves = f"saving in {save}" if run.saver else "nothing is saved, for there is no --save"
+    notice = f"\nCtrl-C: stopping behind this step, {saves}; once more ends at once\n"
+    return run.watch.requests.interruptible(notice if run.context.first else "")

@@ -153,7 +153,8 @@ class Run:
         if orderly:
             self.profiler.end(self.state.iteration)
         if self.saver:
-            self.saver.close(None if orderly else LAST_SAVE, copies=error is not None)
+            patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
+            self.saver.close(None if orderly else patience, copies=error is not None)
         for batches in (self.train_batches, self.valid_batches, self.test_batches):
             if batches:
                 batches.close()

@@ -10,7 +10,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from megatron.errors import PeerLost, Preempted
+from megatron.errors import Interrupted, PeerLost, Preempted
 from tests.chaos.case import Case, Got
 from tests.chaos.runs import (
     EVERY,
@@ -64,7 +64,8 @@ UNHARMED = "trained to the end, to the bits of a clean run"
 SIGNALS = {  # name -> code of the rank that hears it, and of the other
     "SIGTERM": (Preempted.code, Preempted.code),
     "SIGUSR1": (Preempted.code, Preempted.code),
-    "SIGINT": (130, PeerLost.code),
+    "SIGINT": (Interrupted.code, Interrupted.code),
+    "SIGINT SIGINT": (Interrupted.code, PeerLost.code),  # the second one ends the rank at once
     "SIGHUP": (-signal.SIGHUP, PeerLost.code),
 }
 
@@ -108,7 +109,7 @@ def cases() -> list[Case]:  # noqa: C901 (a table in the form of loops)
                     name,
                 )
             )
-    for name in SIGNALS:
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"):
         for times in (1, 2):
             for layout, rank in (("dp2", 0), ("dp2", 1), ("tp2", 0), ("pp2", 1)):
                 found.append(
@@ -192,14 +193,15 @@ def killed_in_saves(layout: str, more: str, folder: Path, seed: int, times: int 
 
 
 def signalled(layout: str, rank: int, name: str, times: int, folder: Path, seed: int) -> Got:
-    """A rank hears a signal in the middle of a step; SIGTERM and SIGUSR1 save that very step on all ranks."""
+    """A rank hears a signal in the middle of a step; all but SIGHUP save that very step on all ranks."""
     step = random.Random(f"{seed} {layout} {name} {times} {rank}").choice(ANY)
     job = Job(layout, folder, folder.parent)
-    first = job.start(Fault("forward", str(folder / "marker"), rank=rank, step=step, action=f"{name} " * times))
-    own, others = SIGNALS[name]
+    action = " ".join([name] * times)
+    first = job.start(Fault("forward", str(folder / "marker"), rank=rank, step=step, action=action))
+    own, others = SIGNALS.get(action) or SIGNALS[name]
     if (first.codes[rank], first.codes[1 - rank]) != (own, others):
         return Got(f"ranks ended with {first.codes}: {first.said[-300:]}", first.codes[rank], faults=times)
-    if own == Preempted.code and first.saved != step:
+    if others in (Preempted.code, Interrupted.code) and first.saved != step:
         return Got(f"stopped at step {step} with a checkpoint of {first.saved}", own, faults=times)
     return Got(restarted(job, first), own, faults=times)
 

@@ -69,7 +69,13 @@ def cases() -> list[Case]:
     return found
 
 
-def command(flags: Iterable[str], folder: Path, fault: Optional[Fault] = None, *settings: str) -> list[str]:
+def command(
+    flags: Iterable[str],
+    folder: Path,
+    fault: Optional[Fault] = None,
+    *settings: str,
+    launcher: str = "torch.distributed.run",
+) -> list[str]:
     """A supervised torchrun of two ranks; heartbeats and logs lie in `folder`."""
     script = ["-m", "tests.chaos.victim", fault.text(), "pretrain_gpt.py"] if fault else [str(ROOT / "pretrain_gpt.py")]
     return [
@@ -92,7 +98,7 @@ def command(flags: Iterable[str], folder: Path, fault: Optional[Fault] = None, *
         "--",
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        launcher,
         "--nproc-per-node",
         "2",
         "--master-port",

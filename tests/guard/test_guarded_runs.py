@@ -17,11 +17,12 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
-from megatron.errors import CheckpointError, NumericsError, Preempted, SettingsError
+from megatron.errors import CheckpointError, Interrupted, NumericsError, Preempted, SettingsError
 from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
+from megatron.tools import status
 from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 
@@ -134,11 +135,89 @@ def test_a_signal_to_one_rank_saves_once_on_all_at_the_same_step(more, run_ranks
     assert all("stopped at iteration 3: signal caught" in answer for answer in answers), answers
     assert sorted(path.name for path in (tmp_path / "a").glob("iter_*")) == ["iter_0000003"]
     assert Preempted.code == 9
+    assert all(f"the last checkpoint: {tmp_path / 'a' / 'iter_0000003'}\n" in answer for answer in answers)
     run_ranks(2, _pretrain, f"{flags} --load {tmp_path / 'a'}", 2)
     run_ranks(2, _pretrain, f"--train-iters 9 --save {tmp_path / 'b'}", 2)
     expected, found = _tensors(tmp_path / "b" / "iter_0000009"), _tensors(tmp_path / "a" / "iter_0000009")
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert _ledger(tmp_path / "a") == _ledger(tmp_path / "b")
+
+
+def _interrupted(rank, flags, world, times=1, at_sample=18):
+    """What is said when the rank that reads this sample, of step 3, hears Ctrl-C so often."""
+
+    def event():
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as stopped:
+        _pretrain(rank, flags, world, _with_event(event, at_sample))
+    assert stopped.value.code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return stopped.value.what, stopped.value.why, stopped.value.do
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_ctrl_c_on_one_rank_saves_that_step_and_says_how_to_go_on(more, run_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_COMMAND", f"launch pretrain_gpt.py --lr 1 --save {tmp_path} --ckpt-step 9")
+    answers = run_ranks(2, _interrupted, f"--train-iters 9 --save {tmp_path} {more}", 2)
+    go_on = f"to go on: launch pretrain_gpt.py --lr 1 --save {tmp_path} --load {tmp_path}"
+    last = f"the last checkpoint: {tmp_path}/iter_0000003"
+    assert answers == [("stopped at iteration 3: interrupted by Ctrl-C", last, go_on)] * 2
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
+    shown = status.look(tmp_path)
+    assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", 3, 3)
+
+
+def test_ctrl_c_says_that_nothing_is_saved(tmp_path, capfd):
+    answer = _interrupted(0, f"--train-iters 9 --metrics-file {tmp_path}/metrics.jsonl", 1)
+    assert answer == ("stopped at iteration 3: interrupted by Ctrl-C", "nothing is saved: there is no --save", None)
+    assert "Ctrl-C: stopping behind this step, nothing is saved, for there is no --save" in capfd.readouterr().err
+    assert status.look(tmp_path).state == "interrupted"
+
+
+def test_ctrl_c_that_has_ended_the_reader_of_the_log_saves_all_the_same(tmp_path, monkeypatch):
+    """As in `pretrain_gpt.py ... | tee log`."""
+    read, write = os.pipe()
+
+    def event():
+        os.close(read)
+        signal.raise_signal(signal.SIGINT)
+
+    with os.fdopen(write, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        with pytest.raises(Interrupted):
+            _pretrain(0, f"--train-iters 9 --log-interval 1 --save {tmp_path}", 1, _with_event(event, 18))
+    assert (tmp_path / "iter_0000003" / "index.json").exists()
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("MEGATRON_COMMAND", f"python pretrain_gpt.py --save {tmp_path} --load {tmp_path} --auto-resume")
+    flags = f"--train-iters 9 --save {tmp_path} --load {tmp_path} --auto-resume --save-interval 2"
+    what, why, do = _interrupted(0, flags, 1, times=2)
+    assert what == "interrupted behind iteration 2 of 9" and why.endswith("iter_0000002")
+    assert do == f"to go on: {os.environ['MEGATRON_COMMAND']}"  # as it is: it loads what it saves
+    assert capfd.readouterr().err.count(f"saving in {tmp_path}; once more ends at once") == 1
+    assert status.look(tmp_path).state == "interrupted"
+
+
+def test_ctrl_c_after_the_last_step_ends_the_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.training.loop.evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    flags = f"--train-iters 3 --save {tmp_path} --eval-iters 1"
+    what, why, _ = _interrupted(0, flags, 1, times=0)
+    assert what == "interrupted behind iteration 3 of 3" and why.endswith("iter_0000003")
+
+
+def test_a_sigint_that_is_ignored_or_taken_stays_so(tmp_path, monkeypatch):
+    """In the background of a shell, and in a program that this is a part of."""
+    heard = []
+    for handler in (signal.SIG_IGN, lambda *_: heard.append(1)):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            _pretrain(0, "--train-iters 4", 1, _with_event(lambda: signal.raise_signal(signal.SIGINT), 18))
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert heard == [1]
 
 
 def test_the_kill_switch_stops_with_a_checkpoint_and_then_keeps_others_from_starting(tmp_path, capsys):

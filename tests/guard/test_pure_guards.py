@@ -112,6 +112,7 @@ def test_the_window_survives_json_and_wild_values_do_not_move_it():
         ([-11], Action.RETRY, -11),
         ([6, 7], Action.RETRY, 6),
         ([10], Action.STOP, 10),
+        ([7, 130], Action.PREEMPTED, 130),
     ],
 )
 def test_what_an_end_asks_for(codes, action, code):

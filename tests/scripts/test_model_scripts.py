@@ -207,7 +207,7 @@ def printed(path, *words, **env):
     return " ".join(found[:at]).replace(sys.executable, "python"), found[at + 1 :]
 
 
-RUN = "python -m torch.distributed.run --nproc-per-node "
+RUN = "python -m megatron.tools.launch --nproc-per-node "
 NODE = dict(MASTER_ADDR="first", MASTER_PORT="5")
 STEP = dict(
     SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="n[1-4]", SLURM_STEP_NUM_NODES="4", SLURM_NODEID="2"
@@ -283,7 +283,7 @@ def test_several_machines_over_ssh(tiny, tmp_path):
     for rank, line in enumerate(sorted(done.stdout.splitlines(), key=lambda line: line.partition("--node-rank ")[2])):
         words = shlex.split(line)
         assert " ".join(words[1:]).startswith(
-            f"-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --node-rank {rank} --master-addr first"
+            f"-m megatron.tools.launch --nproc-per-node 2 --nnodes 2 --node-rank {rank} --master-addr first"
         )
         assert "my vocab.json" in words and words[words.index("--seed") + 1] == "5"
     assert bash("pdsh_launch", str(script), "--mock-data", HOSTS="first bad", **env).returncode == 1

@@ -305,6 +305,15 @@ def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor)
     assert verdict(0).code == 3 and verdict(0, 0).code == 0
 
 
+@pytest.mark.parametrize(
+    "returned, ended, code",
+    [(137, (7, None), -9), (4, (), 4), (6, (7, None), 6), (1, (7, None), 7), (143, (9, 9), 9), (130, (130, 130), 130)],
+)
+def test_our_launcher_says_how_a_rank_ended_that_could_not(returned, ended, code, supervisor):
+    beats = [Beat(rank, "host", 1, 1, 1, "F", 3, ended=own) for rank, own in enumerate(ended)]
+    assert supervisor.close(Attempt(0, 2), returned, beats, hung=False).code == code
+
+
 def test_a_rank_may_be_silent_for_longer_where_nobody_knows_how_long_it_takes(supervisor):
     """A first save, or the wait for the one before; and all that comes before the first step ends."""
 
@@ -361,7 +370,7 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     save = folder / "a"
     stop = Fault("forward", str(folder / "marker"), rank=1, step=31, action="SIGSTOP")  # of itself: no race with it
     job = subprocess.run(
-        command([*flags, "--save", str(save)], folder, stop),
+        command([*flags, "--save", str(save)], folder, stop, launcher="megatron.tools.launch"),
         cwd=root,
         env=environment(),
         text=True,

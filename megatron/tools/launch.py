@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the ranks of a job on this machine: torchrun's flags and torch's elastic agent, and an end that can be read.
+
+    python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py --num-layers 4 ...
+    python -m megatron.tools.launch --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
+
+Where torchrun ends with a traceback of its own, a table of all ranks and exit code 1, this ends with the message of the
+rank that says most about the cause, once, in at most 12 lines and behind everything else; its exit code is that rank's
+(`megatron.errors`), or 128 + N for one that signal N has ended. What is longer, as tracebacks are, is kept in a file.
+
+Ctrl-C is handed on to the ranks, which save and stop; they have all the time that they need. The second one ends them at
+once. SIGTERM, SIGHUP and SIGQUIT are handed on as well, and ranks that do not end are killed after --shutdown-timeout.
+"""
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Optional
+
+from megatron.errors import LAUNCHER, Interrupted, PeerLost, SettingsError, UsageError, explain, run_main
+from megatron.guard import processes
+from megatron.guard.command import COMMAND, started_by
+from megatron.guard.exits import judge
+
+MODULE = "megatron.tools.launch"
+AT_ONCE = 2.0  # seconds that ranks have to end after the second Ctrl-C
+LINGER = 2.0  # seconds that the agent has to notice that all ranks have ended
+LOUD = ("LOGLEVEL", "TORCHELASTIC_LOG_LEVEL", "TORCH_LOGS")  # who sets one wants to hear the agent
+
+
+class Ending(NamedTuple):
+    """How a rank has ended that did not finish."""
+
+    rank: int
+    code: int  # negative: by a signal
+    said: str  # its message, as far as it should be printed; "": it left none
+    told: bool = False  # it has printed it itself
+
+
+def main(argv: list[str]) -> None:
+    """Parse, start the ranks, wait for their end; exits with 0, or the code of the rank that says most when one fails."""
+    from torch.distributed import run as torchrun
+
+    if not any(os.environ.get(name) for name in LOUD):
+        quiet()
+    args = parse(torchrun.get_args_parser(), argv)
+    os.environ.setdefault(COMMAND, started_by(argv, MODULE))  # a supervisor's comes first
+    with files_of(args) as kept:
+        job = Job(args)
+        endings = job.run()
+        text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
+        kept.add(f"rank_{rank}.txt")
+    for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
+        with contextlib.suppress(OSError, AttributeError):  # nobody reads it; there is none
+            stream.write(words)
+            stream.flush()
+    os._exit(code)  # the agent's thread may still be at work, and torch takes its time to be taken down
+
+
+def quiet() -> None:
+    """Nothing of what torch's launcher logs is shown: the signals that it sends, the codes that it sees."""
+    logger = logging.getLogger("torch.distributed")
+    logger.handlers[:] = [logging.NullHandler()]
+    logger.propagate = False
+
+
+@contextlib.contextmanager
+def files_of(args: Namespace) -> Iterator[set[str]]:
+    """See to it that there is a folder for the ranks' files, `--log-dir`; yields names of files that are kept.
+
+    A temporary folder is removed, unless one of these is in it.
+    """
+    temporary = args.log_dir is None
+    if temporary:
+        args.log_dir = tempfile.mkdtemp(prefix="launch-")
+    folder, kept = Path(args.log_dir).absolute(), set()
+    os.environ[LAUNCHER] = str(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield kept
+    finally:
+        if temporary and any((folder / name).exists() for name in kept):
+            for path in folder.iterdir():
+                if path.name not in kept:
+                    shutil.rmtree(path, ignore_errors=True)
+        elif temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
+    """torchrun's command line. Raises UsageError, which argparse would say with 40 lines of usage."""
+
+    def refuse(problem: str) -> NoReturn:
+        raise UsageError(
+            problem, near(parser, argv), "flags of the launcher stand before the script; --help lists them"
+        )
+
+    parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
+    args = parser.parse_args(argv)
+    script = args.training_script
+    if not (args.module or args.no_python) and not Path(script).is_file():
+        scripts = [str(path) for path in Path(script).parent.glob("*.py")]
+        close = difflib.get_close_matches(script, scripts, n=1)
+        raise UsageError(f"{script}: no such script", do=f"did you mean {close[0]}?" if close else None)
+    if args.no_python and shutil.which(script) is None:
+        raise UsageError(f"{script}: no such program")
+    return args
+
+
+def near(parser: ArgumentParser, argv: list[str]) -> Optional[str]:
+    """What the first unknown flag may have meant."""
+    known = list(parser._option_string_actions)
+    for word in argv:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            close = difflib.get_close_matches(flag, known, n=1)
+            return f"{flag}: did you mean {close[0]}?" if close else None
+    return None
+
+
+class Job:
+    """The ranks of this machine, from their start to their end.
+
+    torch's agent works in a thread, so that signals are ours: it would raise them wherever it happens to be.
+    """
+
+    def __init__(self, args: Namespace):
+        self.args = args
+        self.failures: Mapping[int, object] = {}  # rank -> torch's ProcessFailure
+        self.error: Optional[BaseException] = None  # of the agent itself
+        self.signals: list[int] = []  # that were handed on
+        self.signalled: set[int] = set()  # the ranks' processes that heard them
+
+    def run(self) -> list[Ending]:
+        """Start the ranks and wait; returns how those ended that failed. Raises Failure where they cannot be started."""
+        for name in filter(None, self.args.signals_to_handle.split(",")):
+            number = getattr(signal, name.strip(), None)
+            if number is None:
+                raise UsageError(f"--signals-to-handle {name}: there is no such signal")
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background jobs
+                signal.signal(number, self.hand_on)
+        agent = threading.Thread(target=self.work, name="agent", daemon=True)
+        agent.start()
+        while agent.is_alive():
+            agent.join(0.1)
+            if self.signals and self.all_signalled_are_gone():
+                agent.join(0.0 if self.args.max_restarts else LINGER)
+                break
+        if agent.is_alive():  # it would start the ranks again (--max-restarts), or waits for other machines
+            self.kill()
+            return [self.ending_in_files()]
+        if self.error is not None:
+            raise failure_of(self.error)
+        return [ending_of(rank, failure) for rank, failure in self.failures.items()]
+
+    def work(self) -> None:
+        """Of the thread: torch's agent, until all ranks have finished or one has failed."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            start(self.args)
+        except ChildFailedError as failed:
+            self.failures = failed.failures
+        except BaseException as error:
+            self.error = error
+
+    # ---- signals ---------------------------------------------------------------------------------------------------
+
+    def hand_on(self, number: int, frame) -> None:
+        """Tell the ranks, each of which leads a group of its own processes."""
+        ranks = processes.children(os.getpid())
+        if not ranks:
+            raise SystemExit(128 + number)
+        again = number == signal.SIGINT and number in self.signals
+        self.signals.append(number)
+        self.signalled.update(ranks)
+        signal_groups(ranks, number)
+        if again or number != signal.SIGINT:
+            patience = AT_ONCE if again else self.patience()
+            timer = threading.Timer(patience, self.kill)
+            timer.daemon = True
+            timer.start()
+
+    def patience(self) -> float:
+        """Seconds that ranks have to end after a signal, as torchrun gives them."""
+        given = getattr(self.args, "shutdown_timeout", None)
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else given)
+
+    def kill(self) -> None:
+        signal_groups(processes.children(os.getpid()), signal.SIGKILL)
+
+    def all_signalled_are_gone(self) -> bool:
+        return not self.signalled.intersection(processes.children(os.getpid()))
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def ending_in_files(self) -> Ending:
+        """How the job ended that was told to, where the agent has not said so: as one of the ranks has written."""
+        files = sorted(Path(self.args.log_dir).glob("*/attempt_*/*/error.json"), key=os.path.getmtime)
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            words = json.loads(files[-1].read_text())
+            return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])
+        return Ending(0, -self.signals[-1], "")
+
+    def last_words(self, endings: Iterable[Ending]) -> tuple[str, int, int]:
+        """(what is printed, the exit code, whose it is): of the rank that says most about the cause."""
+        endings = sorted(endings, key=lambda ending: ending.rank)
+        code = judge(ending.code for ending in endings).code
+        rank, _, said, told = min(
+            (ending for ending in endings if ending.code == code), key=lambda ending: not ending.said
+        )
+        if signal.SIGINT in self.signals and not said:
+            said, code = "interrupted: ended at once, nothing was saved\n", Interrupted.code
+        text = "" if told else said or unsaid(rank, code, asked=bool(self.signals))
+        return text, code if code >= 0 else 128 - code, rank
+
+
+def start(args: Namespace) -> None:
+    """What `torchrun` does with its arguments. Raises ChildFailedError where a rank fails."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.launcher.api import elastic_launch
+
+    one_machine = torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1
+    unsaid = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (one_machine and unsaid):
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = 29500
+    threads = os.environ.get("OMP_NUM_THREADS")
+    config, program, words = torchrun.config_from_args(args)
+    if threads is None:  # torchrun makes it 1; ranks share the cores themselves (mpu.initialize)
+        os.environ.pop("OMP_NUM_THREADS", None)
+    elastic_launch(config, program)(*words)
+
+
+def failure_of(error: BaseException) -> BaseException:
+    """An error of the agent in words, as far as the user can have caused it."""
+    if explain(error):
+        return explain(error)
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "Rendezvous" in type(error).__name__ or "Dist" in type(error).__name__:
+        return PeerLost(
+            "the machines of the job did not find each other", text, "check --rdzv-endpoint or --master-addr"
+        )
+    if isinstance(error, (ValueError, AssertionError, RuntimeError)):
+        return SettingsError(f"the ranks cannot be started: {text}", do=f"python -m {MODULE} --help")
+    return error
+
+
+def ending_of(rank: int, failure) -> Ending:
+    """torch's record of a rank that failed."""
+    return Ending(rank, failure.exitcode, failure.error_file_data.get("brief", ""))
+
+
+CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
+
+
+def unsaid(rank: int, code: int, asked: bool) -> str:
+    """What is said of a rank that has left no message. asked: the ranks were told to end."""
+    if code >= 0:
+        return (
+            f"error: rank {rank} ended with exit code {code} and left no message\n"
+            "  -> see above; a script that runs its main through megatron.errors.run_main is told here\n"
+        )
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        hint = "  -> if nobody has sent it, memory has run out: dmesg | grep -i oom\n"
+    elif name in CRASHES:
+        hint = "  -> a crash in compiled code: PYTHONFAULTHANDLER=1 shows where\n"
+    elif asked and name == "SIGTERM":
+        hint = "  -> with --exit-signal-handler the ranks save first\n"
+    else:
+        hint = ""
+    return f"error: rank {rank} was ended by {name}\n{hint}"
+
+
+def signal_groups(ranks: Iterable[int], number: int) -> None:
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher: real ranks, without torch where they do not train. Its own process is forked from this one, which has
+torch in memory."""
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+
+import pytest
+
+from megatron import errors
+from megatron.guard.processes import descendants
+from megatron.tools import launch
+
+# What a rank does, by its first argument, when it has come to life; rank 0 stays until it is ended.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, os.environ["ROOT"])
+from megatron import errors
+
+def main(argv):
+    rank, what = int(os.environ["RANK"]), argv[0]
+    if what.startswith("deaf"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if what == "slow to save":
+        signal.signal(signal.SIGINT, lambda *_: Path(f"asked-{rank}").touch())
+    Path(f"alive-{rank}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+    print("rank", rank, "is there", flush=True)
+    if what == "all fail":
+        raise errors.CheckpointError("nope holds no checkpoint", f"rank {rank} has looked", "look elsewhere")
+    if what == "many problems":
+        raise errors.SettingsError("problems:" + errors.numbered(f"problem {n}" for n in range(30)), do="mend them")
+    if what == "slow to save":
+        while not Path(f"asked-{rank}").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        raise errors.Interrupted("stopped", "the last checkpoint: x", "go on")
+    if what == "raises once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        return
+    if rank == 1:
+        act(what)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise
+    finally:
+        print("rank", rank, "is ended", flush=True)
+
+def act(what, depth=9):
+    if depth:
+        return act(what, depth - 1)
+    if what == "peer and cause":
+        raise errors.DataError("the cause")
+    if what == "raises":
+        raise RuntimeError("kaboom\\nand more of it")
+    if what == "raises once":
+        raise RuntimeError("kaboom")
+    if what == "exits":
+        os._exit(77)
+    if what.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, what))
+
+errors.run_main(main)
+"""
+
+
+class Launched:
+    """A launcher at work in a folder, in a session of its own as a shell's job has a group of its own."""
+
+    def __init__(self, root, folder, *words):
+        import torch.distributed.run  # noqa: F401  (here once, not in each launcher)
+
+        self.folder = folder
+        script = folder / "rank.py"
+        script.write_text(RANK)
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.chdir(folder)
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            os.environ.update(ROOT=str(root))
+            tempfile.tempdir = str(folder)
+            for name in ("RANK", "WORLD_SIZE"):
+                os.environ.pop(name, None)
+            try:
+                errors.run_main(launch.main, ["--nproc-per-node", "2", *words])
+            except SystemExit as end:
+                sys.stderr.flush()
+                os._exit(end.code)
+
+    def wait_for(self, name):
+        deadline = time.monotonic() + 60
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline and os.waitpid(self.pid, os.WNOHANG)[0] == 0, self.said
+            time.sleep(0.01)
+
+    def alive(self):
+        for rank in range(2):
+            self.wait_for(f"alive-{rank}-0")
+
+    def interrupt(self):
+        """As Ctrl-C does: to the terminal's group of processes, of which the ranks are none."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def end(self):
+        """(exit code, lines of stderr); nothing of the job may be left."""
+        left = descendants(self.pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        assert not [pid for pid in left if os.path.exists(f"/proc/{pid}") and pid in descendants(os.getpid())]
+        return code, self.said.splitlines()
+
+    @property
+    def said(self):
+        return (self.folder / "err").read_text()
+
+
+@pytest.fixture
+def start(root, tmp_path):
+    return lambda *words: Launched(root, tmp_path, *words)
+
+
+def test_a_failure_of_all_ranks_is_told_once_and_last(start):
+    code, said = start("rank.py", "all fail").end()
+    assert code == errors.CheckpointError.code
+    assert said[0] == "error: nope holds no checkpoint" and re.fullmatch(r"  rank [01] has looked", said[1])
+    assert said[2:] == ["  -> look elsewhere"]
+
+
+def test_an_exception_ends_in_few_lines_and_is_kept_whole(start, tmp_path):
+    code, said = start("rank.py", "raises").end()
+    assert code == 1 and len(said) <= 12 and said[-2:] == ["RuntimeError: kaboom", "and more of it"]
+    assert said[0].startswith("error: rank 1 ended by an exception; the last 4 of its 12 calls")
+    [whole] = re.findall(r"all of them: (.+?)\)", said[0])
+    text = open(whole).read()
+    assert text.startswith("Traceback") and text.count("in act") >= 3 and text.endswith("and more of it\n")
+    assert [path.name for path in tmp_path.glob("launch-*/*")] == ["rank_1.txt"]
+
+
+def test_a_long_message_is_cut_and_keeps_its_last_line(start, tmp_path):
+    code, said = start("rank.py", "many problems").end()
+    assert (code, len(said), said[0], said[-1]) == (3, 12, "error: problems:", "  -> mend them")
+    [whole] = re.findall(r"21 more lines in (.+)", said[-2])
+    assert open(whole).read().count("problem ") == 30
+
+
+@pytest.mark.parametrize(
+    "what, code, text",
+    [
+        ("peer and cause", 4, "error: the cause"),
+        ("exits", 77, "error: rank 1 ended with exit code 77 and left no message"),
+        ("SIGKILL", 137, "error: rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank(what, code, text, start, tmp_path):
+    found, said = start("rank.py", what).end()
+    assert (found, said[0]) == (code, text) and len(said) <= 3
+    assert not list(tmp_path.glob("launch-*"))
+
+
+def test_ranks_that_are_started_again_speak_for_themselves(start):
+    code, said = start("--max-restarts", "1", "rank.py", "raises once").end()
+    assert (code, said[-1], said.count("RuntimeError: kaboom")) == (0, "RuntimeError: kaboom", 1)
+
+
+def test_ctrl_c_ends_a_job_whose_ranks_would_be_started_again(start, tmp_path):
+    job = start("--max-restarts", "3", "rank.py", "slow to save")
+    job.alive()
+    job.interrupt()
+    assert job.end() == (130, ["stopped", "  the last checkpoint: x", "  -> go on"])
+    assert not (tmp_path / "alive-0-2").exists()
+
+
+def test_ctrl_c_leaves_the_ranks_the_time_to_save(start):
+    job = start("--shutdown-timeout", "0", "rank.py", "slow to save")
+    job.alive()
+    job.interrupt()
+    assert job.end() == (130, ["stopped", "  the last checkpoint: x", "  -> go on"])
+
+
+def test_a_second_ctrl_c_ends_ranks_that_hear_nothing(start, monkeypatch):
+    monkeypatch.setattr(launch, "AT_ONCE", 0.2)
+    job = start("rank.py", "deaf")
+    job.alive()
+    job.interrupt()
+    time.sleep(0.3)
+    assert os.waitpid(job.pid, os.WNOHANG)[0] == 0  # the first one is a request
+    job.interrupt()
+    assert job.end() == (130, ["interrupted: ended at once, nothing was saved"])
