@@ -6,7 +6,7 @@
 # needs      8 x A100-40GB: one node
 # layout     dp8-zero2, micro-batch 16: the planner's choice for these
 # predicted  38.1 of 42.9 GB on the fullest rank
-# predicted  2.76 s a step of 524,288 tokens, 189,958 tokens/s, 201 TFLOP/s a GPU
+# predicted  2.76 s a step of 524,288 tokens, 189,958 tokens/s, 201 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

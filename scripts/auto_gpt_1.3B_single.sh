@@ -6,7 +6,7 @@
 # needs      1 x A100-40GB: one GPU
 # layout     one rank, micro-batch 8: the planner's choice for these
 # predicted  41.6 of 42.9 GB on the fullest rank
-# predicted  22.10 s a step of 524,288 tokens, 23,727 tokens/s, 201 TFLOP/s a GPU
+# predicted  22.10 s a step of 524,288 tokens, 23,727 tokens/s, 201 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \

@@ -6,7 +6,7 @@
 # needs      1 x A100-40GB: one GPU
 # layout     one rank, micro-batch 32: the planner's choice for these
 # predicted  37.5 of 42.9 GB on the fullest rank
-# predicted  7.30 s a step of 524,288 tokens, 71,851 tokens/s, 174 TFLOP/s a GPU
+# predicted  7.30 s a step of 524,288 tokens, 71,851 tokens/s, 174 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \

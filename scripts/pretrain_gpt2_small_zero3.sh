@@ -5,7 +5,7 @@
 #
 # needs      2 x V100-16GB: one node
 # predicted  4.8 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
-# predicted  843.0 ms a step of 65,536 tokens, 77,745 tokens/s, 33 TFLOP/s a GPU
+# predicted  842.97 ms a step of 65,536 tokens, 77,745 tokens/s, 33 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 2 V100-16GB \

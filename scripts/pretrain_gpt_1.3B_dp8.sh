@@ -4,7 +4,7 @@
 #
 # needs      8 x A100-40GB: one node
 # predicted  28.9 of 42.9 GB on the fullest rank
-# predicted  2.82 s a step of 524,288 tokens, 185,918 tokens/s, 197 TFLOP/s a GPU
+# predicted  2.82 s a step of 524,288 tokens, 185,918 tokens/s, 197 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

@@ -4,7 +4,7 @@
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  28.9 of 42.9 GB on the fullest rank
-# predicted  28.88 s a step of 524,288 tokens, 18,153 tokens/s, 154 TFLOP/s a GPU
+# predicted  28.88 s a step of 524,288 tokens, 18,153 tokens/s, 154 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \

@@ -5,7 +5,7 @@
 #
 # needs      32 x A100-80GB: 4 nodes of 8
 # predicted  62.9 of 85.9 GB on the fullest rank
-# predicted  25.27 s a step of 2,097,152 tokens, 83,002 tokens/s, 213 TFLOP/s a GPU
+# predicted  25.27 s a step of 2,097,152 tokens, 83,002 tokens/s, 213 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 A100-80GB \

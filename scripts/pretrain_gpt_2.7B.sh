@@ -5,7 +5,7 @@
 #
 # needs      8 x A100-40GB: one node
 # predicted  37.6 of 42.9 GB on the fullest rank
-# predicted  11.53 s a step of 1,048,576 tokens, 90,965 tokens/s, 203 TFLOP/s a GPU
+# predicted  11.53 s a step of 1,048,576 tokens, 90,965 tokens/s, 203 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

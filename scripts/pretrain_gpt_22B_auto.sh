@@ -6,7 +6,7 @@
 # needs      16 x A100-80GB: 2 nodes of 8
 # layout     dp16-zero3, micro-batch 2: the planner's choice for these
 # predicted  80.2 of 85.9 GB on the fullest rank
-# predicted  2.82 s a step of 65,536 tokens, 23,259 tokens/s, 203 TFLOP/s a GPU
+# predicted  2.82 s a step of 65,536 tokens, 23,259 tokens/s, 203 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

@@ -5,7 +5,7 @@
 #
 # needs      16 x A100-80GB: 2 nodes of 8
 # predicted  64.6 of 85.9 GB on the fullest rank
-# predicted  12.50 s a step of 1,048,576 tokens, 83,899 tokens/s, 218 TFLOP/s a GPU
+# predicted  12.50 s a step of 1,048,576 tokens, 83,899 tokens/s, 218 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

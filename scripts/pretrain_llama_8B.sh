@@ -4,7 +4,7 @@
 #
 # needs      32 x H100-80GB: 4 nodes of 8
 # predicted  59.6 of 85.9 GB on the fullest rank
-# predicted  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s, 585 TFLOP/s a GPU
+# predicted  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s, 585 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 H100-80GB \

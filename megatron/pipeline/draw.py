@@ -35,8 +35,8 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
         line, column = "", 0
         for op, start, end in row:
             start, end = round(start * columns), round(end * columns)
-            if end > width - 9:
-                line += " " * max(0, min(start, width - 12) - column) + "..."
+            if end > width - (9 if op is row[-1][0] else 12):  # the dots need three columns
+                line += " " * (min(start, width - 12) - column) + "..."
                 break
             line += " " * (start - column) + _block(op, end - start, colour)
             column = end

@@ -9,7 +9,7 @@
 
 import math
 
-from megatron.planner.text import table
+from megatron.telemetry.figures import WIDTH, count, sentence, table
 
 STATES = (  # what, bytes of a parameter
     ("weights in bf16 or fp16", 2),
@@ -17,9 +17,9 @@ STATES = (  # what, bytes of a parameter
     ("gradients in fp32", 4),
     ("main weights in fp32", 4),
     ("Adam's two moments in fp32", 8),
-    ("checkpoint: fp32 weights and moments", 12),
-    ("training in fp32: weights, gradients, moments", 16),
-    ("training in bf16: weights, main weights, gradients, moments", 18),
+    ("checkpoint: weights, moments", 12),
+    ("all of training in fp32", 16),
+    ("all of training in bf16", 18),
 )
 
 
@@ -29,29 +29,26 @@ def least_devices(size: float, memory: float) -> tuple[int, int]:
     return least, 2 ** (least - 1).bit_length()
 
 
-def states(parameters: float, memory: float) -> str:
-    """A table of what a number of parameters needs, in GB and GiB, and the devices that hold it."""
+def states(parameters: float, memory: float, width: int = WIDTH) -> str:
+    """How many devices hold a training's state, then a table of what is in it, in GB and GiB."""
     rows = []
     for what, each in STATES:
         size = parameters * each
         least, power = least_devices(size, memory)
         rows.append([what, each, f"{size / 1e9:,.1f}", f"{size / 2**30:,.1f}", f"{least:,}", f"{power:,}"])
-    head = [
-        f"{parameters / 1e9:,.3f} billion parameters",
-        "bytes each",
-        "GB",
-        "GiB",
-        f"devices of {memory / 1e9:g} GB",
-        "power of two",
-    ]
-    return table(rows, head)
+    head = [f"{count(parameters)} parameters", "bytes each", "GB", "GiB", "devices", "power of 2"]
+    verdict = (
+        f"{count(parameters)} parameters: {least:,} devices of {memory / 1e9:g} GB hold a training in bf16 "
+        f"({power:,} as a power of two)"
+    )
+    return f"{sentence(verdict, width)}\n\n{table(rows, head, width=width)}"
 
 
 CHECKPOINT, TRAINING = 12, 18  # bytes of a parameter: see STATES
 SHARDED = {0: 0, 1: 12, 2: 16, 3: 18}  # ZeRO stage -> how many of TRAINING's bytes all ranks share
 
 
-def fewest(parameters: float, memory: float) -> str:
+def fewest(parameters: float, memory: float, width: int = WIDTH) -> str:
     """The fewest devices, in a sentence."""
     words = []
     for what, each in (
@@ -61,7 +58,7 @@ def fewest(parameters: float, memory: float) -> str:
     ):
         least, power = least_devices(parameters * each, memory)
         words.append(f"{least:,} ({power:,} as a power of two) for {what}")
-    return f"fewest devices of {memory / 1e9:g} GB, by state alone: {', '.join(words)}"
+    return sentence(f"fewest devices of {memory / 1e9:g} GB, by state alone: {', '.join(words)}", width)
 
 
 def divisions(parameters: float, memory: float, world: int) -> list[tuple[int, int, int, float]]:
@@ -89,7 +86,7 @@ def on_ranks(parameters: float, memory: float, world: int) -> str:
     text = f"on {world:,} ranks: {size / 1e9:,.3f} GB ({size / 2**30:,.3f} GiB) of a checkpoint from each\n"
     found = divisions(parameters, memory, world)
     if not found:
-        return text + f"training in bf16 does not fit: {fewest(parameters, memory)}"
+        return text + sentence(f"training in bf16 does not fit: {fewest(parameters, memory)}")
     rows = [[model, data, stage, f"{each / 1e9:,.1f}"] for model, data, stage, each in found]
     return text + table(rows, ["model parallel", "data parallel", "ZeRO stage", "GB of state a rank, in bf16"])
 

@@ -15,9 +15,10 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.search import Found, Plan, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import duration, parts, plans, sizes
+from megatron.planner.text import parts, plans, resting_on, sizes
 from megatron.settings import batch, schema
 from megatron.settings.rules import out_of_range
+from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
 from megatron.training import rules
 
 
@@ -83,7 +84,7 @@ def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space
     count = job.facts.parameters
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
-        remarks.append("speeds are assumed; --calibrate on the machine itself makes times real")
+        remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     return SearchResult(found, job, cluster, count, source, remarks, time.perf_counter() - started)
 
 
@@ -184,15 +185,19 @@ def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], Se
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
         raise nothing_fits(outcome)
-    best = found.plans[0]
+    best, width, pace = found.plans[0], _width(config), resting_on(cluster)
     log(
-        f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
-        f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
-        f"in {outcome.seconds:.1f} s"
+        sentence(
+            f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
+            f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
+            f"in {outcome.seconds:.2f} s",
+            width,
+        )
     )
-    log(plans(found, cluster, 5))
-    log(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}")
-    log(f"because it is expected to be the fastest, {duration(best.step.seconds)} a step: {parts(best.step)}")
+    log(plans(found, cluster, 5, width))
+    log(sentence(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}", width))
+    log(f"because it is expected to be the fastest: {seconds(best.step.seconds)} a step {pace}")
+    log(parts(best.step, cluster, width))
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
 
 
@@ -201,17 +206,23 @@ def _micro_batch(config: schema.Config, log) -> tuple[schema.Config, list[Plan],
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
         least = min((one.layout for one in found.rejected), key=lambda layout: layout.micro)
-        [sentence] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
-        raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {sentence}")
-    best = found.plans[0]
+        [problem] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
+        raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {problem}")
+    best, width = found.plans[0], _width(config)
+    log(f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest {resting_on(cluster)}")
     log(
-        f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest, "
-        f"{best.step.tokens_per_second(best.job):,.0f} tokens/s, of what divides {best.job.global_batch // best.layout.dp} "
-        f"samples a rank and fits {best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, "
-        f"{outcome.source})"
+        sentence(
+            f"  of what divides {best.job.global_batch // best.layout.dp} samples a rank and fits "
+            f"{best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, {outcome.source})",
+            width,
+        )
     )
-    log(f"  {sizes(found)}")
+    log(sizes(found, cluster, width))
     return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
+
+
+def _width(config: schema.Config) -> int:
+    return WIDE if config.planner.wide else WIDTH
 
 
 def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schema.Config:

@@ -6,11 +6,12 @@ import shlex
 from megatron.model.recipe import command_of, recipe_of
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
-from megatron.planner.text import duration
+from megatron.planner.text import resting_on
 from megatron.settings import schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting, dashed, negated, settings_of
+from megatron.telemetry.figures import WIDTH, seconds, size
 
 
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
@@ -67,21 +68,25 @@ def launcher(cluster: Cluster) -> list[str]:
 
 
 def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
-    """Ready for the shell, a flag a line."""
-    start = " ".join(f'"{word}"' if word.startswith("$") else word for word in launcher(cluster))
-    lines, words = [f"{start} {command_of(config.model.model_type)}"], planned_flags(config, plan)
-    for word in words:
+    """Ready for the shell, as many flags a line as fit."""
+    start = [f'"{word}"' if word.startswith("$") else word for word in launcher(cluster)]
+    pieces = [[*start, command_of(config.model.model_type)]]  # a flag with its values each
+    for word in planned_flags(config, plan):
         if word.startswith("--"):
-            lines.append(word)
+            pieces.append([word])
         else:
-            lines[-1] += f" {shlex.quote(word)}"
-    packed = [lines[0]]
-    for line in lines[1:]:
-        if len(packed) > 1 and len(packed[-1]) + len(line) < 100:
-            packed[-1] += f" {line}"
-        else:
-            packed.append(line)
-    return " \\\n    ".join(packed)
+            pieces[-1].append(shlex.quote(word))
+    lines = [""]
+    for piece in pieces:
+        whole = " ".join(piece)
+        for part in [whole] if len(whole) <= ROOM else piece:
+            if lines[-1] and len(lines[-1]) + len(part) >= ROOM:
+                lines.append("")
+            lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n    ".join(lines)
+
+
+ROOM = WIDTH - len("     \\")  # characters of a line between its indentation and the backslash behind it
 
 
 def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
@@ -91,10 +96,10 @@ def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
     head = [
         "#!/usr/bin/env bash",
         f"# {cluster.world_size} x {cluster.device.name} on {nodes} node{'s' * (nodes > 1)}: {plan.layout.short()}",
-        f"# expected: {duration(plan.step.seconds)} a step, {tokens:,.0f} tokens/s, {plan.bytes / 2**30:.1f} GiB on the "
-        "fullest rank (written by megatron.tools.plan)",
+        f"# predicted: {size(plan.bytes)} on the fullest rank (written by megatron.tools.plan)",
+        f"# expected: {seconds(plan.step.seconds)} a step, {tokens:,.0f} tokens/s {resting_on(cluster)}",
     ]
     if nodes > 1:
         head.append("# On every node: NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT of the first node.")
         head.append(': "${NODE_RANK:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:=29500}"')
-    return "\n".join([*head[:3], "set -euo pipefail", *head[3:], "", command_line(config, plan, cluster) + ' "$@"', ""])
+    return "\n".join([*head[:4], "set -euo pipefail", *head[4:], "", command_line(config, plan, cluster) + ' "$@"', ""])

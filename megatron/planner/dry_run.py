@@ -11,54 +11,66 @@ from megatron.pipeline.simulate import make_plan, simulate
 from megatron.planner import target, text
 from megatron.planner.choose import settled
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import ledger, on_disk
+from megatron.planner.memory import Ledger, ledger, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import transfers
 from megatron.settings import batch, schema
 from megatron.settings.spelling import settings_of
+from megatron.telemetry.figures import WIDE, WIDTH, count, seconds, sentence, several, size, table
 from megatron.training import rules
 
 
 def dry_run(config: schema.Config, log=print) -> None:
-    """Say what the settings would do. Raises SettingsError with every violation if they cannot work."""
-    config, unsettled = settled(config, log)
+    """Say what the settings would do, the verdict first. Raises SettingsError with every violation if they cannot work."""
+    chosen: list[str] = []
+    config, unsettled = settled(config, chosen.append)
     cluster, source = target.cluster_of(config)
+    width = WIDE if config.planner.wide else WIDTH
     found = inspect(config, cluster)
+    problems = unsettled + found.problems
+    wrong = f"{several(len(problems), 'thing')} cannot work; the end says what"
+    log(f"dry run: {wrong if problems else 'nothing was found that cannot work'}")
     if found.resolved:
-        for section in _sections(found.resolved, found.job, found.layout, cluster, [source, found.remark]):
+        plan, needed = _plan(found.job, found.layout, cluster)
+        log(f"{text.verdict(plan, cluster)}\n")
+        for line in filter(None, chosen):
+            log(line)
+        remarks = [found.remark] * bool(found.remark) + rules.remarks(config, cluster.world_size)
+        for section in _sections(found.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
-        for remark in [*rules.remarks(config, cluster.world_size), *_far(found.layout, cluster)]:
-            log(f"note: {remark}")
-    if unsettled or found.problems:
-        raise refusal(unsettled + found.problems)
-    log("dry run: nothing was found that cannot work")
+        for remark in [*remarks, *_far(found.layout, cluster)]:
+            log(sentence(f"note: {remark}", width))
+    if problems:
+        raise refusal(problems)
 
 
-def _sections(config, job: Job, layout: Layout, cluster: Cluster, remarks: list[str]) -> Iterator[str]:
-    found = step(job, layout, cluster)
+def _plan(job: Job, layout: Layout, cluster: Cluster) -> tuple[Plan, list[Ledger]]:
+    """The layout with its time, and the memory of each pipeline rank."""
     needed = [ledger(job, layout, cluster.device, rank) for rank in range(layout.pp)]
     worst = max(needed, key=lambda one: one.total)
-    plan = Plan(layout, job, found, worst.total, worst.rank)
-    count = job.facts.parameters
-    yield "\n".join(
-        [text.described(job, count), *_changed(config), *(f"note: {remark}" for remark in remarks if remark)]
-    )
-    yield _topology(layout, cluster)
-    yield _stages(job, layout, needed, cluster)
-    shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, worst.rank, layout.pp - 1})]
-    head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB)"
-    yield f"{head}\n{text.ledgers(shown, cluster.device.memory_bytes)}"
+    return Plan(layout, job, step(job, layout, cluster), worst.total, worst.rank), needed
+
+
+def _sections(config, plan: Plan, needed: list[Ledger], cluster: Cluster, source: str, width: int) -> Iterator[str]:
+    job, layout = plan.job, plan.layout
+    lines = [text.described(job), text.devices(cluster, source), *_changed(config)]
+    yield "\n".join(sentence(line, width) for line in lines)
+    yield _topology(layout, cluster, width)
+    yield _stages(job, layout, needed, cluster, width)
+    shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, plan.rank, layout.pp - 1})]
+    head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"
+    yield f"{head}\n{text.ledgers(shown, cluster.device.memory_bytes, width)}"
     if layout.pp > 1:
-        yield _schedule(job, layout)
+        yield _schedule(job, layout, min(width, 160))
     if cluster.world_size > 1:
-        yield text.traffic(transfers(job, layout, 0))
-    yield "\n".join(_data(config, job, layout))
-    yield "\n".join(_checkpoints(config, count, cluster, layout))
+        yield text.traffic(transfers(job, layout, 0), width)
+    yield "\n".join(sentence(line, width) for line in _data(config, job, layout))
+    yield "\n".join(sentence(line, width) for line in _checkpoints(config, job, cluster, layout))
     if layout.disk:
-        yield _files(config, job, layout, cluster)
-    yield "\n".join(_time(config, plan, cluster))
+        yield sentence(_files(config, job, layout, cluster), width)
+    yield "\n".join(_time(config, plan, cluster, width))
 
 
 def _far(layout: Layout, cluster: Cluster) -> list[str]:
@@ -84,7 +96,7 @@ def _changed(config: schema.Config) -> list[str]:
     return ["settings that are not defaults:", *lines]
 
 
-def _topology(layout: Layout, cluster: Cluster) -> str:
+def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
     sizes = dict(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, cp=1, tp=layout.tp)
     lines = [
         f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
@@ -95,10 +107,10 @@ def _topology(layout: Layout, cluster: Cluster) -> str:
         if len(groups[0]) > 1:
             first = groups[0] if len(groups[0]) <= 8 else [*groups[0][:3], "...", groups[0][-1]]
             lines.append(f"  {name}: {len(groups)} groups of {len(groups[0])}, the first: {', '.join(map(str, first))}")
-    return "\n".join(lines)
+    return "\n".join(sentence(line, width) for line in lines)
 
 
-def _stages(job: Job, layout: Layout, needed, cluster: Cluster) -> str:
+def _stages(job: Job, layout: Layout, needed, cluster: Cluster, width: int) -> str:
     """Which layers lie where, and how full that makes the rank."""
     from megatron.planner.parameters import rank_units
 
@@ -106,47 +118,45 @@ def _stages(job: Job, layout: Layout, needed, cluster: Cluster) -> str:
     for rank in range(layout.pp):
         own = [_range(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
         ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
-        count = sum(unit.exact for unit in rank_units(job, layout, rank))
+        parameters = sum(unit.exact for unit in rank_units(job, layout, rank))
         total = needed[rank].total
         rows.append(
             [
                 rank,
                 " ".join(own),
                 ", ".join(ends) or "-",
-                f"{count:,}",
-                f"{total / 2**30:.2f}",
+                f"{parameters:,}",
+                size(total),
                 f"{total / cluster.device.memory_bytes:.0%}",
             ]
         )
     if len(rows) > 20:
         rows = [*rows[:8], ["..."] + [""] * 5, *rows[-4:]]
-    return text.table(
-        rows, ["pipeline rank", "layers", "and", "parameters of a rank", "GiB", "of the device"], left=(1, 2)
-    )
+    head = ["pipeline rank", "layers", "and", "parameters", "memory", "of device"]
+    return table(rows, head, left=(1, 2), width=width)
 
 
 def _range(layers: range) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else (str(layers[0]) if layers else "none")
 
 
-def _schedule(job: Job, layout: Layout) -> str:
+def _schedule(job: Job, layout: Layout, width: int) -> str:
     """A diagram of a short step, and the gaps of the real one."""
     pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
     short = pipeline.own.micros if pipeline.own else min(micros, 2 * layout.pp)
     head = f"schedule {layout.schedule}, {micros} micro-batches a step"
     if layout.pp > 16:
-        return head
+        return sentence(head, width)
     plan = pipeline.own.plan if pipeline.own else make_plan(layout.schedule, layout.pp, short, layout.chunks)
-    picture = diagram(simulate(plan, pipeline.stages), width=110)
-    return f"{head}{f', of which {short} are drawn' if short < micros else ''}\n{picture}"
+    picture = diagram(simulate(plan, pipeline.stages), width=width)
+    return f"{sentence(f'{head}, of which {short} are drawn' if short < micros else head, width)}\n{picture}"
 
 
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     samples = batch.total_samples(config.batch, layout.dp)
     wanted = samples * job.facts.seq_length
     yield (
-        f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {wanted / 1e9:,.3f} "
-        "billion tokens"
+        f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {count(wanted)} tokens"
     )
     given = prefixes(config.data.train_data_path or config.data.data_path or [])
     if not given:
@@ -155,9 +165,9 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
         return
     held = 0
     for prefix in given:
-        size = _tokens(prefix)
-        held += size or 0
-        yield f"  {prefix}: {'not here' if size is None else f'{size:,} tokens'}"
+        found = _tokens(prefix)
+        held += found or 0
+        yield f"  {prefix}: {'not here' if found is None else f'{count(found)} tokens'}"
     if held:
         yield f"  {wanted / held:.2f} epochs of all of it, before --split takes its part"
 
@@ -171,14 +181,14 @@ def _tokens(prefix: str) -> int | None:
         return None
 
 
-def _checkpoints(config: schema.Config, count: int, cluster: Cluster, layout: Layout) -> Iterator[str]:
-    size = count * (4 if config.checkpoint.no_save_optim else 12)
-    yield f"a checkpoint: {text.gib(size)} ({size / 1e9:,.1f} GB), {text.gib(size / cluster.world_size)} from each rank"
+def _checkpoints(config: schema.Config, job: Job, cluster: Cluster, layout: Layout) -> Iterator[str]:
     c = config.checkpoint
+    each = job.facts.parameters * (4 if c.no_save_optim else 12)
+    yield f"a checkpoint: {size(each)}, {size(each / cluster.world_size)} from each rank"
     if c.save and c.save_interval and c.save_interval > 0:
         saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval
         kept = min(saves, c.keep_last or saves)
-        yield f"  {saves:,} checkpoints are written, {kept:,} stay: {text.gib(kept * size)} on the disk of {c.save}"
+        yield f"  {saves:,} checkpoints are written, {kept:,} stay: {size(kept * each)} on the disk of {c.save}"
 
 
 def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) -> str:
@@ -188,16 +198,19 @@ def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) ->
     node = most * min(cluster.local_size, cluster.world_size)
     twice = ", twice because of --async-save" if copies > 1 else ""
     return (
-        f"optimizer state in files{twice}: at most {text.gib(most)} of a rank, {text.gib(node)} of a node, in "
+        f"optimizer state in files{twice}: at most {size(most)} of a rank, {size(node)} of a node, in "
         f"{config.optimizer.nvme_offload_dir}"
     )
 
 
-def _time(config: schema.Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    found = plan.step
+def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> Iterator[str]:
+    found, rests = plan.step, text.resting_on(cluster)
     steps = batch.total_iterations(config.batch, plan.layout.dp)
-    assumed = " (speeds are assumed; --calibration makes them real)" if cluster.device.assumed else ""
-    yield f"expected: {text.duration(found.seconds)} a step{assumed}: {text.parts(found)}"
-    yield f"  bubble {found.bubble:.1%} of the passes; {found.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
-    yield from (f"  {line}" for line in text.pace(plan, cluster, None))
-    yield f"  {steps:,} steps: {text.duration(steps * found.seconds)}"
+    yield f"expected: {seconds(found.seconds)} a step {rests}"
+    yield text.parts(found, cluster, width)
+    rate = f"{found.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
+    yield f"bubble {found.bubble:.1%} of the passes; {rate} {rests}"
+    yield from text.pace(plan, cluster, None)
+    yield f"{steps:,} steps: {seconds(steps * found.seconds)} {rests}"
+    if cluster.device.assumed:
+        yield "--calibration FILE puts measured speeds in their place (docs/planning.md)"

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from megatron.planner.choose import SearchResult
 from megatron.planner.memory import ledger
 from megatron.planner.search import Plan
+from megatron.planner.text import basis
 from megatron.planner.traffic import transfers
 from megatron.settings.plan_file import layout_settings, shape
 from megatron.settings.schema import Config
@@ -42,6 +43,7 @@ def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
         flags=layout.flags(),
         settings=layout_settings(layout.applied(config, job.global_batch)) | dict(data_parallel_size=layout.dp),
         global_batch=job.global_batch,
+        speeds=basis(outcome.cluster),
         seconds=plan.step.seconds,
         parts=plan.step.parts,
         bubble=plan.step.bubble,

@@ -1,48 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, ledgers and traffic as tables for a terminal."""
+"""Plans, ledgers and traffic as tables and sentences for a terminal.
 
-from collections.abc import Iterable, Sequence
+`width` is in columns (`telemetry.figures.WIDTH`, or WIDE for --wide). Memory is arithmetic; a time rests on the speeds of a
+device, and every line with one says whether those are assumed or measured (`basis`).
+"""
+
+from collections.abc import Sequence
 
 from megatron.planner.layout import Job
 from megatron.planner.memory import Ledger
 from megatron.planner.search import Found, Plan
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
+from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table
 
 
-def gib(size: float) -> str:
-    """
-    >>> gib(3 * 2**30), gib(1536), gib(0)
-    ('3.00 GiB', '1.5 KiB', '0')
-    """
-    for unit, factor, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
-        if size >= 0.95 * factor:
-            return f"{size / factor:.{digits}f} {unit}"
-    return f"{size:.0f}" + " B" * (size > 0)
+def basis(cluster: Cluster) -> str:
+    """What the speeds are that times rest on."""
+    return "assumed" if cluster.device.assumed else "measured"
 
 
-def duration(seconds: float) -> str:
-    """
-    >>> duration(0.0123), duration(12.3), duration(90000), duration(900000)
-    ('12.3 ms', '12.30 s', '25.0 h', '10.4 days')
-    """
-    if seconds < 1:
-        return f"{1000 * seconds:.1f} ms"
-    if seconds < 1000:
-        return f"{seconds:.2f} s"
-    return f"{seconds / 3600:.1f} h" if seconds < 100 * 3600 else f"{seconds / 86400:,.1f} days"
-
-
-def table(rows: Sequence[Sequence], head: Sequence[str], left: Iterable[int] = (0,)) -> str:
-    """Columns as wide as they need to be, numbers to the right."""
-    cells = [list(map(str, row)) for row in [head, *rows]]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in cells
-    )
+def resting_on(cluster: Cluster) -> str:
+    """The same, to follow a time."""
+    return f"(speeds are {basis(cluster)})"
 
 
 def recomputed(plan: Plan) -> str:
@@ -52,115 +32,129 @@ def recomputed(plan: Plan) -> str:
     return (r.recompute_granularity or "-") + spared
 
 
-def plans(found: Found, cluster: Cluster, count: int) -> str:
-    """The ranked table."""
+def verdict(plan: Plan, cluster: Cluster) -> str:
+    """Whether a plan fits, and its pace, in two lines."""
+    room = part_of(plan.bytes, cluster.device.memory_bytes)
+    pace = f"{seconds(plan.step.seconds)} a step, {count(plan.step.tokens_per_second(plan.job))} tokens/s"
+    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {resting_on(cluster)}"
+
+
+def devices(cluster: Cluster, source: str) -> str:
+    """What a cluster has, and where its figures come from."""
+    device = cluster.device
+    return f"{cluster.world_size} x {device.name} of {device.memory_gb:.1f} GB, {cluster.local_size} a node ({source})"
+
+
+def plans(found: Found, cluster: Cluster, most: int, width: int = WIDTH) -> str:
+    """The ranked table. What is the same for all and needs no mention is left out; so are, where it gets narrow, the
+    columns that matter least."""
     rows = []
-    for number, plan in enumerate(found.plans[:count], 1):
+    for number, plan in enumerate(found.plans[:most], 1):
         step, lay = plan.step, plan.layout
         rows.append(
-            [
-                number,
-                lay.short(),
-                lay.micro,
-                plan.job.global_batch,
-                recomputed(plan),
-                "yes" if lay.offload else "-",
-                lay.stage_layers and "uneven" or "-",
-                f"{plan.bytes / 2**30:.1f}",
-                duration(step.seconds),
-                f"{step.tokens_per_second(plan.job):,.0f}",
-                f"{step.tflops_per_rank(cluster.world_size):.4g}",
-                f"{step.bubble:.1%}",
-            ]
+            {
+                "": number,
+                "layout": lay.short(),
+                "micro": lay.micro,
+                "batch": plan.job.global_batch,
+                "recompute": recomputed(plan),
+                "offload": "yes" if lay.offload else "-",
+                "stages": lay.stage_layers and "uneven" or "-",
+                "GB": f"{plan.bytes / 1e9:.1f}",
+                "a step": seconds(step.seconds),
+                "tokens/s": f"{step.tokens_per_second(plan.job):,.0f}",
+                "TFLOP/s": f"{step.tflops_per_rank(cluster.world_size):.4g}",
+                "bubble": f"{step.bubble:.1%}",
+                "speeds": basis(cluster),
+            }
         )
-    head = [
-        "",
-        "layout",
-        "micro",
-        "batch",
-        "recompute",
-        "offload",
-        "stages",
-        "GiB",
-        "step",
-        "tokens/s",
-        "TFLOP/s a rank",
-        "bubble",
-    ]
-    return table(rows, head, left=(1, 4))
+    head = [name for name in rows[0] if name not in IDLE or any(row[name] != "-" for row in rows)]
+    cells = [[row[name] for name in head] for row in rows]
+    left = [n for n, name in enumerate(head) if name in ("layout", "recompute")]
+    return table(cells, head, left, width, spare=("stages", "offload", "bubble", "TFLOP/s", "batch", "recompute"))
 
 
-def rejected(found: Found, count: int) -> str:
+IDLE = ("recompute", "offload", "stages")  # columns that are nothing where all say "-"
+
+
+def rejected(found: Found, most: int, width: int = WIDTH) -> str:
     """The closest layouts that do not fit, and what never came into question."""
     rows = [
         [r.layout.short(), r.layout.micro, r.layout.recompute.recompute_granularity or "-", r.why()]
-        for r in found.rejected[:count]
+        for r in found.rejected[:most]
     ]
-    lines = [table(rows, ["layout", "micro", "recompute", "why not"], left=(0, 2, 3))] if rows else []
-    return "\n".join(lines + [f"{reason}" for reason in found.impossible[:count]])
+    head = ["layout", "micro", "recompute", "why not"]
+    lines = [table(rows, head, left=(0, 2, 3), width=width, spare=("recompute",))] if rows else []
+    return "\n".join(lines + [sentence(reason, width) for reason in found.impossible[:most]])
 
 
-def sizes(found: Found) -> str:
+def sizes(found: Found, cluster: Cluster, width: int = WIDTH) -> str:
     """Plans of one layout by micro-batch, around the best: what each needs and takes, and why larger ones cannot be."""
     fit = sorted(found.plans, key=lambda plan: plan.layout.micro)
     at = fit.index(found.plans[0])
-    told = [
-        f"{plan.layout.micro}: {plan.bytes / 1e9:.2f} GB, {duration(plan.step.seconds)} a step"
+    rows = [
+        [
+            f"{plan.layout.micro}:",
+            size(plan.bytes),
+            f"{seconds(plan.step.seconds)} a step",
+            f"{plan.step.tokens_per_second(plan.job):,.0f} tokens/s",
+            resting_on(cluster),
+        ]
         for plan in fit[max(0, at - 3) : at + 3]
     ]
+    lines = table(rows[1:], rows[0], width=width - 2).splitlines()
     if found.rejected:
         least = min(found.rejected, key=lambda one: one.layout.micro)
         all_above = len(found.rejected) > 1 and fit[-1].layout.micro < least.layout.micro
-        told.append(f"{least.layout.micro}{' and more' * all_above}: {least.why()}")
-    return "; ".join(told)
+        lines.append(f"{least.layout.micro}{' and more' * all_above}: {least.why()}")
+    return "\n".join(f"  {line}" for line in lines)
 
 
-def ledgers(found: Sequence[Ledger], capacity: int) -> str:
+def ledgers(found: Sequence[Ledger], capacity: int, width: int = WIDTH) -> str:
     """A column for each pipeline rank."""
     names = list(dict.fromkeys(name for one in found for name in one.device))
-    rows = [[name, *[gib(one.device.get(name, 0)) for one in found]] for name in names]
+    rows = [[name, *[size(one.device.get(name, 0)) for one in found]] for name in names]
     rows += [
-        [f"  {kind}", *[gib(one.activations.get(kind, 0)) for one in found]]
+        [f"  {kind}", *[size(one.activations.get(kind, 0)) for one in found]]
         for kind in dict.fromkeys(kind for one in found for kind in one.activations)
     ]
     at = names.index("activations") + 1 if "activations" in names else len(names)
     rows = rows[:at] + rows[len(names) :] + rows[at : len(names)]
-    rows.append(["all together", *[gib(one.total) for one in found]])
+    rows.append(["all together", *[size(one.total) for one in found]])
     rows.append(["of the device", *[f"{one.total / capacity:.0%}" for one in found]])
     if any(one.host for one in found):
-        rows.append(["on the host", *[gib(sum(one.host.values())) for one in found]])
-    return table(rows, ["bytes of a rank", *[f"stage rank {one.rank}" for one in found]])
+        rows.append(["on the host", *[size(sum(one.host.values())) for one in found]])
+    return table(rows, ["memory of pipeline rank", *[f"{one.rank}" for one in found]], width=width)
 
 
-def traffic(found: Sequence[Transfer]) -> str:
+def traffic(found: Sequence[Transfer], width: int = WIDTH) -> str:
     """Of one step of one rank."""
-    rows = [[t.op, t.axis, t.what, gib(t.bytes), f"{t.calls:,}", "beside" if t.beside else ""] for t in found]
-    return table(rows, ["collective", "axis", "of what", "bytes a step", "calls", ""], left=(0, 1, 2, 5))
+    rows = [[t.op, t.axis, t.what, size(t.bytes), f"{t.calls:,}", "beside" if t.beside else ""] for t in found]
+    return table(rows, ["collective", "axis", "of what", "a step", "calls", ""], left=(0, 1, 2, 5), width=width)
 
 
-def parts(step: StepTime) -> str:
+def parts(step: StepTime, cluster: Cluster, width: int = WIDTH) -> str:
     """What a step's time is made of."""
-    shares = [
-        f"{name} {duration(value)} ({value / step.seconds:.0%})"
+    rows = [
+        [name, seconds(value), f"{value / step.seconds:.0%}", basis(cluster)]
         for name, value in sorted(step.parts.items(), key=lambda item: -item[1])
         if value / step.seconds >= 0.0005
     ]
-    return ", ".join(shares)
+    return table(rows, ["part of a step", "time", "share", "speeds"], width=width)
 
 
 def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
     """Tokens a day, and days to a budget."""
-    each = plan.step.tokens_per_second(plan.job)
-    lines = [f"{each:,.0f} tokens/s, {each * 86400 / 1e9:,.2f} billion tokens a day"]
+    each, rests = plan.step.tokens_per_second(plan.job), resting_on(cluster)
+    lines = [f"{each:,.0f} tokens/s, {count(each * 86400)} tokens a day {rests}"]
     if tokens:
-        lines.append(
-            f"{tokens / 1e9:,.1f} billion tokens: {tokens / each / 86400:,.1f} days, "
-            f"{tokens / (plan.job.global_batch * plan.job.facts.seq_length):,.0f} steps, "
-            f"{tokens / each / 3600 * cluster.world_size:,.0f} device hours"
-        )
+        hours = tokens / each / 3600 * cluster.world_size
+        steps = tokens / (plan.job.global_batch * plan.job.facts.seq_length)
+        lines.append(f"{count(tokens)} tokens: {seconds(tokens / each)}, {count(hours)} device hours {rests}")
+        lines.append(f"{count(tokens)} tokens: {steps:,.0f} steps of {plan.job.global_batch:,} samples")
     return lines
 
 
-def described(job: Job, count: int) -> str:
+def described(job: Job) -> str:
     """The model in a line."""
-    return f"{job.facts.describe(f'{count / 1e9:.3f} B')}, {job.precision}"
+    return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}"

@@ -13,10 +13,10 @@ import torch
 
 from megatron.model.recipe import Recipe
 from megatron.mpu import collectives, initialize
-from megatron.planner import text
 from megatron.planner.choose import automatic, chosen_flags, in_layout
 from megatron.planner.layout import Layout
 from megatron.settings import schema
+from megatron.telemetry import figures
 from megatron.training.build import build_run
 from megatron.training.loop import train_step
 from megatron.training.rules import resolve
@@ -78,8 +78,8 @@ def _timed(
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
         log(
             f"  {layout.short()}, micro-batch {layout.micro}, recompute "
-            f"{layout.recompute.recompute_granularity or 'nothing'}: {text.duration(seconds)} a step, "
-            f"{text.duration(seconds / batch)} a sample"
+            f"{layout.recompute.recompute_granularity or 'nothing'}: {figures.seconds(seconds)} a step, "
+            f"{figures.seconds(seconds / batch)} a sample"
         )
         found.append((seconds / batch, len(found), (layout, batch)))
     found.sort(key=lambda entry: entry[:2])

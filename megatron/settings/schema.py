@@ -526,6 +526,7 @@ class Planner:
         "file of megatron.tools.plan --emit PLAN.json: train in its best layout", None
     )
     dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
+    wide: bool = setting("tables and sentences of plan and --dry-run as wide as they are, not of 80 columns", False)
     preflight: bool = setting(
         "check settings, every rank's shapes, a shrunk job of the job and the machines; train nothing", False
     )

@@ -3,12 +3,14 @@
 
 python -m megatron.tools.doctor
 python -m megatron.tools.doctor --json
+python -m megatron.tools.doctor --wide      (lines as long as they are: whole messages of libraries)
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -17,6 +19,7 @@ import time
 from pathlib import Path
 
 from megatron.errors import run_main
+from megatron.telemetry.figures import WIDE, WIDTH, labelled, sentence, several, shortened, size
 
 PACKAGES = {  # package: what it is for
     "tokenizers": "byte-level BPE and Hugging Face tokenizers",
@@ -31,6 +34,9 @@ PACKAGES = {  # package: what it is for
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m megatron.tools.doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument(
+        "--wide", action="store_true", help="lines as long as they are, and messages of libraries whole"
+    )
     parser.add_argument("--path", default=".", help="folder whose disk is looked at")
     arguments = parser.parse_args(argv)
     facts = dict(
@@ -42,7 +48,31 @@ def main(argv: list[str]) -> None:
         network=_network(),
         kernels=_kernels(),
     )
-    print(json.dumps(facts, indent=2) if arguments.json else _text(facts))
+    facts = dict(wrong=wrong(facts)) | facts
+    print(json.dumps(facts, indent=2) if arguments.json else _text(facts, WIDE if arguments.wide else WIDTH))
+
+
+BAD = ("FAILS", "COMPUTES WRONG", "UNKNOWN")  # how a fact begins, or goes on, that stands in the way of a training
+
+
+def wrong(facts: dict) -> list[str]:
+    """What stands in the way of a training."""
+    told = {f"GPU {number}": words for number, words in enumerate(facts["gpus"])} | facts["network"]
+    found = [f"{name}: {words}" for name, words in told.items() if any(bad in words for bad in BAD)]
+    if facts["gpus"] and facts["network"]["shared memory"].startswith("none"):
+        found.append(f"shared memory: {facts['network']['shared memory']}")
+    return found
+
+
+def verdict(facts: dict, width: int) -> str:
+    """What is wrong, or that nothing is, and what a training would run on."""
+    found = facts["wrong"]
+    if found:
+        lines = [sentence(f"  {number}. {_fitting(words, 2 * width)}", width) for number, words in enumerate(found, 1)]
+        return "\n".join([f"doctor: {several(len(found), 'thing')} in the way of a training", *lines])
+    cores, gpus = facts["processor"]["cores"], facts["gpus"]
+    where = f"a GPU ({several(len(gpus), 'GPU')})" if gpus else f"the CPU ({several(cores, 'core')})"
+    return f"doctor: nothing was found that is wrong; training runs on {where}"
 
 
 def _software() -> dict[str, str]:
@@ -94,11 +124,11 @@ def _cpu_flags() -> set[str]:
 
 def _memory() -> str:
     try:
-        size = os.sysconf("SC_PAGE_SIZE")
-        free, total = os.sysconf("SC_AVPHYS_PAGES") * size, os.sysconf("SC_PHYS_PAGES") * size
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     except (ValueError, OSError, AttributeError):
         return "unknown"
-    return f"{_gib(free)} free of {_gib(total)}"
+    return f"{size(free)} free of {size(total)}"
 
 
 def _gpus() -> list[str]:
@@ -107,7 +137,7 @@ def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    words = [f"{gpu.name}, {_gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in found]
+    words = [f"{gpu.name}, {size(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in found]
     return [f"{word}; {_gpu_check(number, len(found))}" for number, word in enumerate(words)]
 
 
@@ -125,7 +155,7 @@ def _gpu_check(number: int, count: int) -> str:
         str(other) for other in range(count) if other != number and torch.cuda.can_device_access_peer(number, other)
     ]
     peers = f", reads from GPU {', '.join(near)} directly" if near else ", no other GPU within direct reach"
-    return f"{'computes right' if right else 'COMPUTES WRONG'}, {_gib(free)} free" + (peers if count > 1 else "")
+    return f"{'computes right' if right else 'COMPUTES WRONG'}, {size(free)} free" + (peers if count > 1 else "")
 
 
 def _network() -> dict[str, str]:
@@ -207,7 +237,7 @@ def _collective(backend: str, device: str) -> str:
 
 def _disk(path: str) -> str:
     usage = shutil.disk_usage(path)
-    return f"{_gib(usage.free)} free of {_gib(usage.total)} at {Path(path).resolve()}"
+    return f"{size(usage.free)} free of {size(usage.total)} at {Path(path).resolve()}"
 
 
 def _kernels() -> dict[str, list[dict[str, str]]]:
@@ -219,23 +249,36 @@ def _kernels() -> dict[str, list[dict[str, str]]]:
     }
 
 
-def _text(facts: dict) -> str:
-    lines = []
+def _text(facts: dict, width: int) -> str:
+    """The verdict, then every fact."""
+
+    def rows(told: dict[str, object]) -> list[str]:
+        return [labelled(name, _fitting(str(value), width - 24), width) for name, value in told.items()]
+
+    lines = [verdict(facts, width), ""]
     for part in ("software", "processor"):
-        lines += [part] + [f"  {name:22s} {value}" for name, value in facts[part].items()]
-    lines += [f"memory  {facts['memory']}", f"disk    {facts['disk']}"]
-    lines += ["GPUs"] + [f"  {gpu}" for gpu in facts["gpus"] or ["none: training runs on the CPU"]]
-    lines += ["network"] + [f"  {name:22s} {value}" for name, value in facts["network"].items()]
+        lines += [part, *rows(facts[part])]
+    lines += ["memory and disk", *rows({name: facts[name] for name in ("memory", "disk")})]
+    lines += ["GPUs", *[sentence(f"  {_fitting(gpu, width - 2)}", width) for gpu in facts["gpus"] or [NO_GPU]]]
+    lines += ["network", *rows(facts["network"])]
     for op, entries in facts["kernels"].items():
         lines.append(f"kernels of {op}, best first")
         for entry in entries:
-            state = f"missing ({entry['lacking']})" if entry["lacking"] else "ready"
-            lines.append(f"  {entry['name']:22s} {state}: {entry['worth']}")
+            lacking = shortened(entry["lacking"], width // 2)
+            state = f"missing ({lacking})" if lacking else "ready"
+            lines.append(labelled(entry["name"], f"{state}: {entry['worth']}", width))
     return "\n".join(lines)
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+NO_GPU = "none: training runs on the CPU"
+
+
+def _fitting(value: str, width: int) -> str:
+    """A fact; the message of a library in it is cut, and is without the place in the library's source that it names."""
+    return shortened(SOURCE.sub("", value), width) if "FAILS" in value and width < WIDE // 2 else value
+
+
+SOURCE = re.compile(r"\[enforce fail at [^\]]*\] *|\[[^\] ]+\.(?:cc?|cpp|cu|h):\d+\] *")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ COMMON = (
     "device_name",
     "device_memory_gb",
     "calibration",
+    "wide",
     *PlanOptions.__dataclass_fields__,
 )
 PROG = "python -m megatron.tools.plan"
@@ -92,6 +93,7 @@ def _without_model(planner: schema.Planner, asked: PlanOptions) -> None:
     from megatron.planner import arithmetic
     from megatron.planner.device import choose
     from megatron.planner.target import device_memory
+    from megatron.telemetry import figures
 
     if asked.calibrate:
         _calibrate(asked.calibrate)
@@ -106,9 +108,9 @@ def _without_model(planner: schema.Planner, asked: PlanOptions) -> None:
         if asked.tokens:
             ranks = planner.world_size or 1
             took = arithmetic.days(asked.params, asked.tokens, device.peak("bf16"), 0.4, ranks)
-            print(
-                f"{asked.tokens / 1e9:g} billion tokens on {ranks} x {device.name} at 40 % of the peak: {took:,.1f} days"
-            )
+            what = f"{figures.count(asked.tokens)} tokens on {ranks} x {device.name}"
+            print(f"{what}: {took:,.1f} days (speeds are assumed)")
+            print("  assumed is 40 % of the peak of its data sheet")
 
 
 def _calibrate(path: str) -> None:
@@ -124,29 +126,19 @@ def _calibrate(path: str) -> None:
 
 
 def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
-    from megatron.planner import text
     from megatron.planner.choose import find, nothing_fits, plan_problems
     from megatron.planner.command import command_line, script
     from megatron.planner.plan_json import record
 
     outcome = find(config)
-    found, cluster, job = outcome.found, outcome.cluster, outcome.job
-    if not asked.json:
-        print(text.described(job, outcome.parameters))
-        print(
-            f"{cluster.world_size} x {cluster.device.name} of {cluster.device.memory_gb:.1f} GB, "
-            f"{cluster.local_size} a node ({outcome.source})"
-        )
-        for remark in outcome.remarks:
-            print(f"note: {remark}")
-        print(f"{found.looked_at:,} layouts looked at in {outcome.seconds:.1f} s, {found.too_large:,} do not fit\n")
-    if not found.plans:
-        if not asked.json:
-            print(text.rejected(found, asked.rejected))
-        raise nothing_fits(outcome)
-    best = found.plans[0]
-    for problem in plan_problems(config, best, cluster):
+    found, cluster = outcome.found, outcome.cluster
+    best = found.plans[0] if found.plans else None
+    for problem in plan_problems(config, best, cluster) if best else ():
         raise SettingsError(problem)
+    if not asked.json:
+        _show(outcome, asked, config.planner.wide)
+    if best is None:
+        raise nothing_fits(outcome)
 
     def everything() -> str:
         return json.dumps(
@@ -156,7 +148,6 @@ def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
     if asked.json:
         print(everything())
     else:
-        _show(outcome, best, asked)
         print(f"\n{command_line(config, best, cluster)}")
     if asked.picture:
         from megatron.planner.picture import draw
@@ -167,8 +158,8 @@ def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
     if asked.emit:
         data = asked.emit.endswith(".json")
         try:
-            text = everything() + "\n" if data else script(config, best, cluster)
-            Path(asked.emit).write_text(text, encoding="utf-8")
+            content = everything() + "\n" if data else script(config, best, cluster)
+            Path(asked.emit).write_text(content, encoding="utf-8")
             Path(asked.emit).chmod(0o644 if data else 0o755)
         except OSError as error:
             raise StorageError(f"cannot write --emit {asked.emit}", error.strerror) from error
@@ -176,22 +167,49 @@ def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
             print(f"\nwritten: {asked.emit}")
 
 
-def _show(outcome, best, asked: PlanOptions) -> None:
+def _show(outcome, asked: PlanOptions, wide: bool) -> None:
+    """The verdict, what was searched, the table, and all of the best plan."""
+    from megatron.planner import text
+    from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
+
+    found, cluster, width = outcome.found, outcome.cluster, WIDE if wide else WIDTH
+    best = found.plans[0] if found.plans else None
+    fit = found.looked_at - found.too_large
+    if best:
+        print(sentence(f"the best of {fit:,} layouts that fit: {best.layout.short()}", width))
+        print(text.verdict(best, cluster))
+    else:
+        print(f"nothing fits: {found.looked_at:,} layouts of {cluster.world_size:,} ranks, none within memory")
+    print()
+    for line in (text.described(outcome.job), text.devices(cluster, outcome.source)):
+        print(sentence(line, width))
+    for remark in outcome.remarks:
+        print(sentence(f"note: {remark}", width))
+    print(f"{found.looked_at:,} layouts looked at in {seconds(outcome.seconds)}, {found.too_large:,} do not fit\n")
+    if best:
+        print(text.plans(found, cluster, asked.top, width))
+    if found.rejected or found.impossible:
+        print(f"\nout of the question, the closest first:\n{text.rejected(found, asked.rejected, width)}")
+    if best:
+        print(f"\n{_of_the_best(best, cluster, asked, width)}")
+
+
+def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
+    """Its time, its memory, its messages."""
     from megatron.planner import text
     from megatron.planner.memory import ledger
     from megatron.planner.traffic import transfers
 
-    found, cluster = outcome.found, outcome.cluster
-    print(text.plans(found, cluster, asked.top))
-    if asked.rejected and (found.rejected or found.impossible):
-        print(f"\nout of the question, the closest first:\n{text.rejected(found, asked.rejected)}")
-    print(f"\nthe best: {best.layout.short()}, {text.duration(best.step.seconds)} a step: {text.parts(best.step)}")
-    print("\n".join(text.pace(best, cluster, asked.tokens)))
     ranks = sorted({0, best.rank, best.layout.pp - 1})
-    print(
-        f"\n{text.ledgers([ledger(best.job, best.layout, cluster.device, r) for r in ranks], cluster.device.memory_bytes)}"
-    )
-    print(f"\n{text.traffic(transfers(best.job, best.layout, 0))}" if cluster.world_size > 1 else "")
+    needed = [ledger(best.job, best.layout, cluster.device, rank) for rank in ranks]
+    parts = [
+        "\n".join([f"the best, {best.layout.short()}:", text.parts(best.step, cluster, width)]),
+        "\n".join(text.pace(best, cluster, asked.tokens)),
+        text.ledgers(needed, cluster.device.memory_bytes, width),
+    ]
+    if cluster.world_size > 1:
+        parts.append(text.traffic(transfers(best.job, best.layout, 0), width))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import ledger
 from megatron.planner.speed import Cluster, step
-from megatron.planner.text import duration
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import seconds
 from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
@@ -113,14 +113,14 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
     beside = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
     memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{beside}"
     pace = (
-        f"{duration(took.seconds)} a step of {batch * job.facts.seq_length:,} tokens, "
+        f"{seconds(took.seconds)} a step of {batch * job.facts.seq_length:,} tokens, "
         f"{took.tokens_per_second(job):,.0f} tokens/s"
     )
     rate = f"{took.tflops_per_rank(ranks):.0f} TFLOP/s a GPU" + (f", bubble {took.bubble:.1%}" if layout.pp > 1 else "")
     lines = [
         ("needs", f"{ranks} x {device.name}: {where}"),
         ("predicted", memory),
-        ("predicted", f"{pace}, {rate}"),
+        ("predicted", f"{pace}, {rate} (speeds assumed)"),
         ("assumed", ASSUMED),
     ]
     if found:

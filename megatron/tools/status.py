@@ -6,7 +6,8 @@
 
 Read from metrics.jsonl in a run's folder, its checkpoints, and the heartbeats of its ranks where it has any. A folder that
 is no run itself stands for the runs in it. States: starting, running, stalled (no sign of life for longer than its steps
-take), done, stopped (before its last step, in order; it can go on), interrupted (by Ctrl-C), failed (with the reason).
+take), done, stopped (before its last step, in order; it can go on), interrupted (by Ctrl-C), failed (with the reason),
+unreadable (no run, or damaged: the others are shown all the same).
 """
 
 import json
@@ -15,11 +16,12 @@ import os
 import socket
 import statistics
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, Interrupted, Preempted, UsageError, run_main
+from megatron.errors import DataError, Failure, Interrupted, Preempted, UsageError, run_main
 from megatron.guard import processes
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
@@ -27,7 +29,8 @@ from megatron.settings.batch import total_iterations
 from megatron.settings.parse import parse
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
-from megatron.telemetry.metrics import duration
+from megatron.telemetry import figures
+from megatron.telemetry.figures import WIDE, WIDTH, clock, count, sentence, several, shortened, since
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
@@ -41,6 +44,7 @@ class StatusOptions:
 
     json: bool = setting("print a JSON list instead of a table", False)
     watch: Optional[float] = setting("print again every so many seconds", None)
+    wide: bool = setting("all columns, and names and reasons whole: lines may be longer than 80 columns", False)
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,43 @@ def main(argv: list[str]) -> None:
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     while True:
-        lines = [look(folder) for folder in folders(names)]
-        text = json.dumps([asdict(line) for line in lines], indent=1) if asked.json else table(lines)
+        lines = [line for name in names for line in look_at(name)]
+        text = json.dumps([asdict(line) for line in lines], indent=1) if asked.json else table(lines, asked.wide)
         print(f"\033[H\033[J{text}" if asked.watch and os.isatty(1) else text, flush=True)
         if not asked.watch:
-            return
+            break
         time.sleep(asked.watch)
+    if lost := [f"{line.run}: {line.why}" for line in lines if line.state == UNREADABLE]:
+        raise DataError(
+            "; ".join(lost), "a run writes metrics.jsonl beside its checkpoints (--save), or to --metrics-file"
+        )
 
 
 PROG = "python -m megatron.tools.status"
 DESCRIPTION = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
 COMMON = tuple(StatusOptions.__dataclass_fields__)
+
+
+UNREADABLE = "unreadable"
+
+
+def look_at(name: str) -> list[Line]:
+    """The lines of a folder's runs. One that cannot be read hides no others: it has a line that says why."""
+    try:
+        return [_look(folder) for folder in folders([name])]
+    except Failure as error:
+        return [_unreadable(name, error.what)]
+
+
+def _look(folder: Path) -> Line:
+    try:
+        return look(folder)
+    except (Failure, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return _unreadable(str(folder), f"{type(error).__name__}: {error}")
+
+
+def _unreadable(name: str, why: str) -> Line:
+    return Line(name, UNREADABLE, shortened(why.removeprefix(f"{name}: "), WIDE), 0, *[None] * 6, restarts=0, age=0.0)
 
 
 def folders(names: list[str]) -> list[Path]:
@@ -220,43 +250,53 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-def table(lines: list[Line]) -> str:
-    """The lines under their titles."""
-    rows = [("run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint", "restarts", "")]
+URGENT = ("failed", "stalled", UNREADABLE, "interrupted", "stopped", "starting", "running", "done")
+
+
+def verdict(lines: list[Line]) -> str:
+    """How many runs are in which state, what needs somebody first."""
+    states = Counter(line.state for line in lines)
+    order = [*(state for state in URGENT if state in states), *(state for state in states if state not in URGENT)]
+    told = ", ".join(f"{states[state]} {state}" for state in order)
+    return f"{several(len(lines), 'run')}: {told if len(lines) > 1 else lines[0].state}" if lines else "no runs"
+
+
+def table(lines: list[Line], wide: bool = False) -> str:
+    """The verdict, and the runs under their titles; reasons under the run that they are of, or (wide) behind it."""
+    head = ["run", "state", "iteration", "done", "tokens/s", "loss", "left", "checkpoint"]
+    rows, notes = [], []
     for line in lines:
-        share = f" of {line.iterations} ({line.iteration / line.iterations:.0%})" if line.iterations else ""
-        saved = "-" if line.checkpoint is None else f"{line.checkpoint}, {_ago(line.checkpoint_age)} ago"
-        left = "-" if line.seconds_left is None else duration(line.seconds_left)
-        since = f"{', ' if line.why else ''}{_ago(line.age)} ago" if line.state in QUIET else ""
+        done = f"{line.iteration / line.iterations:.0%}" if line.iterations else "-"
+        quiet = [f"{since(line.age)} ago"] * (line.state in QUIET)
+        again = [several(line.restarts, "restart")] * (line.restarts > 0)
+        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet]))
         rows.append(
-            (
-                line.run,
+            [
+                line.run if wide or len(line.run) <= LONGEST else f"...{line.run[3 - LONGEST :]}",
                 line.state,
-                f"{line.iteration}{share}",
-                _or(line.tokens_per_second, "{:,.0f}"),
-                _or(line.loss, "{:.4f}"),
-                left,
-                saved,
-                str(line.restarts),
-                line.why + since,
-            )
+                f"{line.iteration}/{line.iterations}" if line.iterations else str(line.iteration),
+                done,
+                _or(line.tokens_per_second, count),
+                _or(line.loss, "{:.4f}".format),
+                _or(line.seconds_left, clock),
+                "-" if line.checkpoint is None else f"{line.checkpoint}, {since(line.checkpoint_age)} ago",
+            ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    if wide:
+        rows = [[*row, note] for row, note in zip(rows, notes)]
+        return f"{verdict(lines)}\n{figures.table(rows, [*head, ''], LEFT, WIDE)}"
+    titles, *found = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
+    under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(found, notes)]
+    return "\n".join([verdict(lines), titles, *(text for pair in under for text in pair)])
 
 
 QUIET = ("stalled", "failed", "stopped", "interrupted")
+LEFT = (0, 1, 2, 8)  # columns of words
+LONGEST, NOTE = 16, 2 * WIDTH  # characters of a run's name, and of what is said under it
 
 
-def _or(value: Optional[float], form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+def _or(value: Optional[float], words) -> str:
+    return "-" if value is None else words(value)
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def test_the_fastest_micro_batch_that_fits_is_chosen(world, words, sizes, chosen
     assert {plan.layout.micro: plan.step.seconds for plan in plans} == pytest.approx(fast)
     assert {one.layout.micro for one in outcome.found.rejected} == set(expected) - set(fast)
     reasons = " ".join(told)
-    assert f"--micro-batch-size auto: {found.batch.micro_batch_size} is expected" in told[0] and len(told) == 2
-    assert ("out of memory by" in reasons) == (len(fast) < len(expected)) and "GB" in told[1]
+    assert f"--micro-batch-size auto: {found.batch.micro_batch_size} is expected" in told[0] and len(told) == 3
+    assert ("out of memory by" in reasons) == (len(fast) < len(expected)) and "GB" in told[2]
 
 
 def test_a_schedule_in_a_file_says_how_many_micro_batches_there_are(tmp_path):

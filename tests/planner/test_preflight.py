@@ -39,8 +39,9 @@ def test_175b_passes_in_seconds(capsys, root):
     commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)
     [words] = [text.replace("\\\n", " ").split() for text in commands if "--preflight" in text]
     pretrain_gpt.main(words[2:])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == [
+    lines, _, end = capsys.readouterr().out.partition("preflight: all 11 checks passed\n")
+    lines = lines.splitlines()
+    assert [line.split()[1] for line in lines] == [
         "settings",
         "files",
         "memory",
@@ -53,18 +54,42 @@ def test_175b_passes_in_seconds(capsys, root):
         "shrunk",
         "shrunk",
     ]
-    assert all(line.startswith("PASS  ") for line in lines[:-1])
+    assert all(line.startswith("PASS  ") for line in lines)
     told = "\n".join(lines)
     for words in (
-        "174.616 B",
+        "174.6 B",
         "128 ranks: 16 tp of 8",
         "128 distinct rank(s), 16 x 8",
         "174,615,859,200 in 1,156 tensors",
         "tp2-pp2-sp on 4 rank(s)",
         "largest relative difference in loss",
-        "all 11 checks passed",
     ):
         assert words in told
+    unchecked = " ".join(end.split())
+    for words in (
+        "not checked: how fast a step is, real memory,",
+        "the machines of the 128 ranks",
+        "NCCL",
+        "the loss falls",
+    ):
+        assert words in unchecked
+
+
+@pytest.mark.parametrize(
+    "words, started, there, not_there",
+    [
+        ("--device cpu --world-size 8", 1, ["how fast", "real memory", "machines of the 8 ranks"], ["NCCL", "GPU"]),
+        ("--device cpu --world-size 8", 8, ["how fast", "real memory"], ["machines", "NCCL", "GPU"]),
+        ("--world-size 8", 1, ["how fast", "real memory", "machines", "NCCL", "kernels that a GPU takes"], []),
+        ("--world-size 8", 8, ["how fast", "real memory", "kernels that a GPU takes"], ["machines", "NCCL"]),
+        ("--world-size 1", 1, ["how fast", "kernels that a GPU takes"], ["machines", "NCCL"]),
+    ],
+)
+def test_what_was_not_checked_is_said(words, started, there, not_there):
+    device = "" if "cpu" in words else "--device-name A100"
+    line = f"{SHAPE} --mock-data --lr 1 --train-iters 1 {words} {device}"
+    told = ", ".join(run.unchecked(cluster_of(parse_pretrain(line.split()))[0], started))
+    assert [part for part in there if part not in told] == [part for part in not_there if part in told] == []
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ def test_figures_of_a_head_are_marked_as_predictions(name):
     lines = [line for line in SCRIPTS[name].read_text().splitlines() if line.startswith("# ")]
     figures = [line for line in lines if re.search(r"\d (GB|m?s|min|tokens/s|TFLOP/s)\b", line)]
     assert len(figures) == 2 and all(line.startswith("# predicted  ") for line in figures), figures
+    assert all(line.endswith(" (speeds assumed)") for line in figures if "a step" in line), figures
     assumed = next(line for line in lines if line.startswith("# assumed "))
     assert "not measured" in assumed and (FOLDER.parent / "docs" / "planning.md").exists()
 

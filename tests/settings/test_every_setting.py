@@ -226,6 +226,7 @@ CHECKS = dict(
         tune_steps=f"{LAYOUT}::test_tune_steps_times_as_many_steps_of_the_best_three",
         parallel_plan="test_choices::test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for",
         dry_run=f"{LAYOUT}::test_dry_run_trains_nothing",
+        wide="test_eighty_columns::test_wide_cuts_nothing",
         preflight=f"{LAYOUT}::test_preflight_checks_and_trains_nothing",
         world_size=CLUSTER,
         local_world_size=CLUSTER,

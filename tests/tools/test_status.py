@@ -120,13 +120,41 @@ def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
     run(*STEPS, name="one")
     run(*STEPS, end(4, "the file is gone"), name="two")
     main([str(tmp_path)])
-    first, one, two = capsys.readouterr().out.splitlines()
-    assert first.split() == ["run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint", "restarts"]
-    assert (
-        "running  30 of 100 (30%)  256       9.7000  0:00:35" in one and "failed" in two and "the file is gone" in two
-    )
+    verdict, titles, one, two, why = capsys.readouterr().out.splitlines()
+    assert verdict == "2 runs: 1 failed, 1 running" and why == "  the file is gone, 1 s ago"
+    assert titles.split() == ["run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint"]
+    assert one.split()[1:] == "running 30/100 256 9.7000 0:00:35 20,".split() + one.split()[-3:]
+    assert one.startswith("...") and one.split()[0].endswith("/one") and two.split()[1] == "failed"
+    main(["--wide", str(tmp_path)])
+    _, _, one, two = capsys.readouterr().out.splitlines()
+    assert one.startswith(f"{tmp_path / 'one'}  running") and two.endswith("the file is gone, 1 s ago")
     main(["--json", str(tmp_path / "two")])
     [found] = json.loads(capsys.readouterr().out)
     assert found["state"] == "failed" and found["checkpoint"] == 20
     with pytest.raises(UsageError, match="which runs"):
         main(["--json"])
+
+
+def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    run(*STEPS, name="good")
+    damaged = run(*STEPS, name="damaged")
+    launch = json.loads((damaged / "metrics.jsonl").read_text().splitlines()[0])
+    launch["config"]["model"] = 3
+    (damaged / "metrics.jsonl").write_text(json.dumps(launch) + "\n")
+    names = [str(tmp_path / name) for name in ("nowhere", "damaged", "good")]
+    with pytest.raises(DataError, match="nowhere: no metrics.jsonl in it.*damaged: ") as caught:
+        main(names)
+    assert "good" not in str(caught.value)
+    told = capsys.readouterr().out
+    assert told.startswith("3 runs: 2 unreadable, 1 running\n") and "30/100" in told
+    assert "no metrics.jsonl in it, nor in a folder in it" in told
+    with pytest.raises(DataError):
+        main(["--json", *names])
+    assert [line["state"] for line in json.loads(capsys.readouterr().out)] == ["unreadable", "unreadable", "running"]
+
+
+def test_what_a_supervisor_restarted_says_so_under_its_run(run, capsys, monkeypatch):
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    main([str(run(*STEPS, launches=3))])
+    assert capsys.readouterr().out.splitlines()[-1] == "  2 restarts"

@@ -16,6 +16,7 @@ from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env, schema
+from megatron.telemetry.figures import part_of
 from megatron.training import rules
 
 STEPS = 4  # of the shrunk job: the first one warms up
@@ -39,7 +40,17 @@ def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str
         check_design(found, cluster.world_size, recipe, report)
     if here.world_size > 1:
         together(config, found, report)
-    report.end()
+    report.end(unchecked(cluster, here.world_size))
+
+
+def unchecked(cluster: Cluster, started: int) -> list[str]:
+    """What a preflight cannot know, on this many ranks that it was started on."""
+    cuda = cluster.device.kind == "cuda"
+    found = ["how fast a step is", "real memory"] + ["the kernels that a GPU takes"] * cuda
+    if started == 1 and cluster.world_size > 1:
+        looks = "start it on them: software, files, disks, clocks and network are checked then"
+        found += [f"the machines of the {cluster.world_size} ranks ({looks})"] + ["NCCL"] * cuda
+    return [*found, "what the data say", "whether the loss falls"]
 
 
 def check_settings(config, found: Inspection, cluster: Cluster, source: str, started: int) -> list[Check]:
@@ -52,8 +63,7 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
     idle = [] if problems else rules.idle(config, world)
     checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in idle]
     if not checks:
-        count = found.job.facts.parameters
-        checks.append(Check("settings", f"{text.described(found.job, count)}; {found.layout.short()} on {world} ranks"))
+        checks.append(Check("settings", f"{text.described(found.job)}; {found.layout.short()} on {world} ranks"))
     checks += [Check("files", "", problem) for problem in found.files]
     if found.layout and not found.files:
         checks.append(Check("files", "everything that the settings name is here"))
@@ -63,7 +73,7 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
         checks.append(
             Check(
                 "memory",
-                f"{most / 1e9:.1f} of {cluster.device.memory_gb:.1f} GB on the fullest rank "
+                f"{part_of(most, cluster.device.memory_bytes)} on the fullest rank, predicted "
                 f"({cluster.device.name}, {source})",
             )
         )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of the checks of `--preflight`, and the lines that report them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.errors import SettingsError, numbered
+from megatron.telemetry.figures import sentence
 
 
 class Check(NamedTuple):
@@ -43,11 +44,12 @@ class PreflightReport:
     def failed(self) -> list[Check]:
         return [check for check in self.checks if check.fault]
 
-    def end(self) -> None:
-        """Raise SettingsError with everything that failed, or say that nothing did."""
+    def end(self, unchecked: Sequence[str]) -> None:
+        """Raise SettingsError with everything that failed, or say that nothing did, and what nobody has looked at."""
         if self.failed:
             raise refusal(self.failed, len(self.checks))
-        self.log(f"preflight: all {len(self.checks)} checks passed")
+        not_checked = sentence(f"  not checked: {', '.join(unchecked)}")
+        self.log(f"preflight: all {len(self.checks)} checks passed\n{not_checked}")
 
 
 def refusal(failed: list[Check], number: int) -> SettingsError:
