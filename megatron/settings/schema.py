@@ -74,6 +74,7 @@ class Model:
     norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon", on_resume="refused")
     qk_layernorm: bool = setting("normalise queries and keys of each head", False, on_resume="another model")
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
+    squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
     bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting("linear layers without bias", False, on_resume="another model")
     untie_embeddings_and_output_weights: bool = setting(

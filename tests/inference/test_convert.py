@@ -77,7 +77,10 @@ def assert_same(a: dict, b: dict):
 UNTIED, TIED = dict(untie_embeddings_and_output_weights=True), dict(untie_embeddings_and_output_weights=False)
 
 
-@pytest.mark.parametrize("model", [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), LLAMA, LLAMA | TIED])
+@pytest.mark.parametrize(
+    "model",
+    [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), dict(GPT2, squared_relu=True), LLAMA, LLAMA | TIED],
+)
 def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
     pytest.importorskip("transformers")
     weights = save(tmp_path / "ours", model)
@@ -96,6 +99,7 @@ def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
         "norm_epsilon",
         "rotary_base",
         "bias_gelu_fusion",
+        "squared_relu",
     ):
         assert getattr(saved, name) == getattr(schema.Model(**model), name), name
 

@@ -45,6 +45,7 @@ CHECKS = dict(
         norm_epsilon=PLAIN,
         qk_layernorm=PLAIN,
         swiglu=PLAIN,
+        squared_relu=PLAIN,
         bias_gelu_fusion=PLAIN,
         disable_bias_linear=PLAIN,
         untie_embeddings_and_output_weights=PLAIN,

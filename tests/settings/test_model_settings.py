@@ -119,6 +119,7 @@ def plain(
     qk_norm=False,
     gated=False,
     erf=False,
+    squared=False,
     position="learned_absolute",
     base=1e4,
     share=1.0,
@@ -139,6 +140,8 @@ def plain(
         if gated:
             gate, value = up.chunk(2, -1)
             up = gate * torch.sigmoid(gate) * value
+        elif squared:
+            up = up * up * (up > 0)
         elif erf:
             up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
         else:
@@ -148,6 +151,7 @@ def plain(
     return x @ w["embedding.word.weight" if tied else "output.weight"][:V].t()
 
 
+NO_SHAPE = ("erf", "squared", "position", "base", "share", "epsilon")  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
     ("", {}, dict(erf=True)),
@@ -175,6 +179,7 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
         None,
     ),
     ("--swiglu", dict(gated=True, ffn=64), None),  # 8/3 of 32, rounded down to 64 and at least that
+    ("--squared-relu", dict(squared=True), dict(squared=False)),
     ("--no-bias-gelu-fusion", dict(erf=True), dict(erf=False)),
     ("--disable-bias-linear", dict(bias=False), None),
     ("--untie-embeddings-and-output-weights", dict(tied=False), dict(tied=True)),
@@ -203,7 +208,7 @@ def test_a_network_is_the_plain_one(flags, told, unlike, build):
     (model,) = run.stages
     weights = randomise(model)
     assert {name: tuple(w.shape) for name, w in weights.items()} == shapes(
-        **{name: value for name, value in told.items() if name not in ("erf", "position", "base", "share", "epsilon")}
+        **{name: value for name, value in told.items() if name not in NO_SHAPE}
     )
     [micro] = run.train_batches.step(0, 1)
     assert micro.tokens.shape == (run.config.model.seq_length, 2)

@@ -113,10 +113,11 @@ def _branches(facts: GPTFacts, share: Share) -> tuple[Branch, ...]:
     scores = 0 if core.kernel == "flash" else 2 * share.micro * m.num_attention_heads // share.tp * m.seq_length**2 * e
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
-    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU, or gate, value and silu(gate)
+    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
+    moved = n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
     return (
         Branch("attention", (fused,), width, n * 4 * width, 0, scores, core),
-        Branch("mlp", up, ffn, n * ffn * (5 if m.swiglu else 2), kept, mlp_workspace),
+        Branch("mlp", up, ffn, moved, kept, mlp_workspace),
     )
 
 

@@ -157,7 +157,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
             n_layer=model.num_layers,
             n_head=model.num_attention_heads,
             n_inner=model.ffn_size,
-            activation_function="gelu_new" if model.bias_gelu_fusion else "gelu",
+            activation_function="relu2" if model.squared_relu else "gelu_new" if model.bias_gelu_fusion else "gelu",
             layer_norm_epsilon=model.norm_epsilon,
             embd_pdrop=model.hidden_dropout,
             resid_pdrop=model.hidden_dropout,
@@ -221,7 +221,7 @@ def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
     off = (False, None)
     _refuse(
         c,
-        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
         add_cross_attention=off,
         scale_attn_by_inverse_layer_idx=off,
         scale_attn_weights=(True,),
@@ -238,6 +238,7 @@ def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
         hidden_dropout=float(c.get("resid_pdrop", 0.1)),
         attention_dropout=float(c.get("attn_pdrop", 0.1)),
         init_method_std=float(c.get("initializer_range", 0.02)),
+        squared_relu=c.get("activation_function") == "relu2",
         bias_gelu_fusion=c.get("activation_function", "gelu_new") != "gelu",
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", True),
     )

@@ -48,6 +48,10 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.squared_relu and s.swiglu,
+        lambda s: "--squared-relu and --swiglu are two activations of the MLP; give one of them",
+    ),
+    Rule(
         lambda s: (
             s.position_embedding_type == "learned_absolute"
             and s.max_position_embeddings
@@ -68,6 +72,10 @@ RULES = (
 )
 
 IDLE = (
+    Rule(
+        lambda s: not s.bias_gelu_fusion and (s.squared_relu or s.swiglu),
+        lambda s: f"--no-bias-gelu-fusion has no effect with --{'swiglu' if s.swiglu else 'squared-relu'}",
+    ),
     Rule(
         lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
         lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope",

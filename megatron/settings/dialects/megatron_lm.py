@@ -249,8 +249,8 @@ norms have a plain scale; use --normalization LayerNorm
     --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
-the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion) or --swiglu
-    --squared-relu --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
+the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu or --swiglu
+    --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
 rotary positions rotate halves (as Llama does), unscaled
     --rotary-interleaved --rotary-scaling-factor --rotary-seq-len-interpolation-factor --use-rope-scaling
     --rope-scaling-factor --rope-type --yarn-* --no-yarn-* --no-rope-freq --mrope-section --mscale*
