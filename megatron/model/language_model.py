@@ -70,6 +70,7 @@ class LanguageModel(nn.Module):
         self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
+        self.softcap = model.final_logit_softcapping
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.seed, self.kind = seed, dict(dtype=dtype, device=device)
         self.units = facts.units(layers, first, last, self.sequence_parallel)
@@ -128,6 +129,7 @@ class LanguageModel(nn.Module):
                 vocab_size=self.vocab_size,
                 tp=self.tp,
                 label_smoothing=self.label_smoothing if self.training else 0.0,
+                softcap=self.softcap,
                 chunk=self.kernels.cross_entropy_chunk,
                 deferred=self.weight_gradients,
             )
@@ -146,6 +148,7 @@ class LanguageModel(nn.Module):
                 batch.labels.reshape(-1),
                 vocab_size=self.vocab_size,
                 tp=self.tp,
+                softcap=self.softcap,
                 chunk=self.kernels.cross_entropy_chunk,
             )
         return losses.view(batch.labels.shape)

@@ -6,6 +6,8 @@ at once its gradients, since d loss / d logits = softmax - onehot needs nothing 
 for the weight's gradient, which may be deferred (`deferred_wgrad.py`), and multiplies by the gradient that arrives.
 Rows of the vocabulary that are padding are kept out of the softmax: no probability, no gradient.
 
+A soft cap replaces logits by cap x tanh(logit / cap), whose slope multiplies their gradient.
+
 With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
 adds up its own logits, and the sum over ranks that brings the label's logit brings the mean along.
@@ -43,6 +45,7 @@ def linear_cross_entropy(
     tp: Axis,
     mask: Optional[torch.Tensor] = None,
     label_smoothing: float = 0.0,
+    softcap: Optional[float] = None,
     chunk: Optional[int] = None,
     deferred: Optional[WeightGradients] = None,
 ) -> torch.Tensor:
@@ -51,11 +54,12 @@ def linear_cross_entropy(
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
     onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
-    label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time;
+    label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
+    softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
     deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing)
+    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing, softcap)
     losses, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
     loss = losses.sum() if mask is None else (losses * mask).sum()
     if not wanted:
@@ -66,9 +70,11 @@ def linear_cross_entropy(
 
 @op
 @torch.no_grad()
-def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Optional[int] = None) -> torch.Tensor:
+def token_losses(
+    hidden, weight, labels, *, vocab_size: int, tp: Axis, softcap: Optional[float] = None, chunk: Optional[int] = None
+) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
-    return _chunks(hidden, weight, labels, None, _Vocabulary(weight, vocab_size, tp, 0.0), chunk, False)[0]
+    return _chunks(hidden, weight, labels, None, _Vocabulary(weight, vocab_size, tp, 0.0, softcap), chunk, False)[0]
 
 
 class _Precomputed(torch.autograd.Function):
@@ -101,12 +107,14 @@ def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tens
 
 
 class _Vocabulary:
-    """Which rows of the vocabulary this rank holds, how many of those are real, and what a real row and a label's own
-    row have as target.
+    """Which rows of the vocabulary this rank holds, how many of those are real, what a real row and a label's own row
+    have as target, and the cap of the logits.
     """
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, tp: Axis, label_smoothing: float):
-        self.tp, self.rows = tp, weight.shape[0]
+    def __init__(
+        self, weight: torch.Tensor, vocab_size: int, tp: Axis, label_smoothing: float, softcap: Optional[float]
+    ):
+        self.tp, self.rows, self.softcap = tp, weight.shape[0], softcap
         self.everywhere, self.label = label_smoothing / vocab_size, 1.0 - label_smoothing
         self.first = tp.rank * self.rows
         self.real = max(0, min(self.rows, vocab_size - self.first))
@@ -162,7 +170,11 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
 
 def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocabulary, wanted: bool):
     """Losses [c] and, with `wanted`, softmax - target [c, v/tp] in fp32, from logits [c, v/tp] of any format."""
-    logits = logits.float()
+    logits, slope = logits.float(), None
+    if vocabulary.softcap is not None:
+        tanh = logits.div_(vocabulary.softcap).tanh_()
+        slope = 1.0 - tanh.square() if wanted else None
+        logits = tanh.mul_(vocabulary.softcap)
     logits[:, vocabulary.real :] = float("-inf")
     local = labels - vocabulary.first
     elsewhere = (local < 0) | (local >= vocabulary.real)
@@ -184,7 +196,7 @@ def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocab
     if vocabulary.everywhere:
         probabilities[:, : vocabulary.real] -= vocabulary.everywhere
     probabilities.scatter_add_(1, local, (elsewhere.float().unsqueeze(1) - 1.0) * vocabulary.label)
-    return (log_sum - target).squeeze(1), probabilities
+    return (log_sum - target).squeeze(1), probabilities if slope is None else probabilities.mul_(slope)
 
 
 def _log_sum_exp(logits: torch.Tensor, tp: Axis) -> torch.Tensor:

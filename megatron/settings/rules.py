@@ -66,7 +66,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v > 0,
         """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
-        mean_time_to_interruption
+        mean_time_to_interruption attn_logit_softcapping final_logit_softcapping
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
     ),
     "at least 0 and below 1": (

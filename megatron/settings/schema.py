@@ -87,6 +87,15 @@ class Model:
         "--scale-qk-by-layer-num",
     )
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    attn_logit_softcapping: Optional[float] = setting(
+        "attention scores become cap x tanh(score / cap), as in Gemma 2",
+        None,
+        "--attention-logit-softcapping",
+        on_resume="refused",
+    )
+    final_logit_softcapping: Optional[float] = setting(
+        "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
+    )
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)

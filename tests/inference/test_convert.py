@@ -78,8 +78,7 @@ UNTIED, TIED = dict(untie_embeddings_and_output_weights=True), dict(untie_embedd
 
 
 @pytest.mark.parametrize(
-    "model",
-    [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), dict(GPT2, squared_relu=True), LLAMA, LLAMA | TIED],
+    "model", [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), dict(GPT2, squared_relu=True), LLAMA, LLAMA | TIED]
 )
 def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
     pytest.importorskip("transformers")

@@ -5,6 +5,7 @@ tp.
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,9 @@ def problem(dtype=torch.float32, seed=0):
     return hidden, weight, labels, mask
 
 
-def plain(hidden, weight, labels, mask=None, label_smoothing=0.0):
+def plain(hidden, weight, labels, mask=None, label_smoothing=0.0, softcap=None):
     logits = (hidden @ weight[:V].t()).float()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     return losses.sum() if mask is None else (losses * mask).sum()
 
@@ -48,6 +50,33 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     for gradient, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
     assert gradients[1][V:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_capped_logits(run_ranks, chunk, label_smoothing):
+    """On one rank, and on two that each hold a part of the vocabulary, padding at the end of the second."""
+    hidden, weight, labels, mask = problem()
+    told = dict(mask=mask, label_smoothing=label_smoothing, softcap=3.0)
+    want = plain(hidden, weight, labels, **told)
+    assert abs(want - plain(hidden, weight, labels, mask, label_smoothing)) > 1.0
+    wanted = torch.autograd.grad(want, (hidden, weight))
+    losses = token_losses(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, softcap=3.0, chunk=chunk)
+    torch.testing.assert_close((losses * mask).sum(), plain(hidden, weight, labels, mask, softcap=3.0))
+
+    def body(rank, tp):
+        rows = PADDED // tp
+        own = weight.detach()[rank * rows : rank * rows + rows].clone().requires_grad_()
+        mine = hidden.detach().clone().requires_grad_()
+        loss = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=Mesh(rank, tp=tp).tp, chunk=chunk, **told)
+        loss.backward()
+        return loss.item(), mine.grad.numpy(), own.grad.numpy()
+
+    for results in ([body(0, 1)], run_ranks(2, body, 2)):
+        assert all(loss == pytest.approx(want.item(), rel=1e-6) for loss, _, _ in results)
+        of_hidden, of_weight = (sum(r[1] for r in results), np.concatenate([r[2] for r in results]))
+        np.testing.assert_allclose(of_hidden, wanted[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(of_weight, wanted[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, None])

@@ -84,13 +84,17 @@ def rotated(x, base, share):
     return turned
 
 
+def capped(x, cap):
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def linear(w, name, x):
     weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
     y = x @ weight.reshape(-1, weight.shape[-1]).t()
     return y if bias is None else y + bias.flatten()
 
 
-def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share):
+def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share, cap=None):
     """Head by head, each query head with the key-value head of its group."""
     d = w[f"{name}.qkv.weight"].shape[2]
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
@@ -103,7 +107,7 @@ def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base,
             q, k = normed(w, f"{name}.q_norm", q, norm, epsilon), normed(w, f"{name}.k_norm", k, norm, epsilon)
         if position == "rope":
             q, k = rotated(q, base, share), rotated(k, base, share)
-        scores = torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(d) + mask
+        scores = capped(torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(d), cap) + mask
         outputs.append(torch.einsum("bij,jbd->ibd", scores.softmax(-1), v))
     return linear(w, f"{name}.output", torch.cat(outputs, -1))
 
@@ -124,6 +128,8 @@ def plain(
     base=1e4,
     share=1.0,
     tied=True,
+    score_cap=None,
+    cap=None,
     **_,
 ):
     """Logits [s, b, V] of a GPT with weights `w` (our names and shapes)."""
@@ -134,7 +140,18 @@ def plain(
         block = f"blocks.{n}"
         inside = normed(w, f"{block}.attention_norm", x, norm, epsilon)
         x = x + attention(
-            w, f"{block}.attention", inside, heads, groups or heads, norm, epsilon, qk_norm, position, base, share
+            w,
+            f"{block}.attention",
+            inside,
+            heads,
+            groups or heads,
+            norm,
+            epsilon,
+            qk_norm,
+            position,
+            base,
+            share,
+            score_cap,
         )
         up = linear(w, f"{block}.mlp.up", normed(w, f"{block}.mlp_norm", x, norm, epsilon))
         if gated:
@@ -148,10 +165,19 @@ def plain(
             up = up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         x = x + linear(w, f"{block}.mlp.down", up)
     x = normed(w, "final_norm", x, norm, epsilon)
-    return x @ w["embedding.word.weight" if tied else "output.weight"][:V].t()
+    return capped(x @ w["embedding.word.weight" if tied else "output.weight"][:V].t(), cap)
 
 
-NO_SHAPE = ("erf", "squared", "position", "base", "share", "epsilon")  # of what is told, that changes no weight's shape
+NO_SHAPE = (
+    "erf",
+    "squared",
+    "position",
+    "base",
+    "share",
+    "epsilon",
+    "cap",
+    "score_cap",
+)  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
     ("", {}, dict(erf=True)),
@@ -181,6 +207,8 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
     ("--swiglu", dict(gated=True, ffn=64), None),  # 8/3 of 32, rounded down to 64 and at least that
     ("--squared-relu", dict(squared=True), dict(squared=False)),
     ("--no-bias-gelu-fusion", dict(erf=True), dict(erf=False)),
+    ("--attn-logit-softcapping 0.3", dict(score_cap=0.3), dict(score_cap=None)),
+    ("--final-logit-softcapping 1.5", dict(cap=1.5), dict(cap=None)),
     ("--disable-bias-linear", dict(bias=False), None),
     ("--untie-embeddings-and-output-weights", dict(tied=False), dict(tied=True)),
     ("--make-vocab-size-divisible-by 24", dict(rows=120), None),

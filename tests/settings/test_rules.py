@@ -121,6 +121,14 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             "--num-attention-heads 8 cannot be shared by --num-query-groups 3; nearest: 2 or 4",
         ),
         ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
+        ("--squared-relu --swiglu", 1, "--squared-relu and --swiglu are two activations of the MLP; give one of them"),
+        (
+            "--attn-logit-softcapping 50 --attention-backend sdpa",
+            1,
+            "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash",
+        ),
+        ("--attn-logit-softcapping 0", 1, "--attn-logit-softcapping 0.0 must be above 0"),
+        ("--final-logit-softcapping -1", 1, "--final-logit-softcapping -1.0 must be above 0"),
         ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
         (
             "--position-embedding-type rope --rotary-percent 0.4",

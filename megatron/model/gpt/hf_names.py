@@ -110,6 +110,10 @@ def _output(model: Model) -> list[Match]:
 def kind_of(model: Model) -> str:
     """gpt2 or llama. Raises SettingsError with what keeps the model from being either."""
     m = model
+    capped = {
+        "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
+        "--final-logit-softcapping": m.final_logit_softcapping is not None,
+    }
     gpt2 = {
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "learned_absolute",
         f"--normalization {m.normalization}": m.normalization != "LayerNorm",
@@ -118,6 +122,7 @@ def kind_of(model: Model) -> str:
         f"--num-query-groups {m.query_groups}": m.query_groups != m.num_attention_heads,
         f"--kv-channels {m.head_dim}": m.head_dim * m.num_attention_heads != m.hidden_size,
         "--qk-layernorm": m.qk_layernorm,
+        **capped,
     }
     llama = {
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "rope",
@@ -126,6 +131,7 @@ def kind_of(model: Model) -> str:
         "no --swiglu": not m.swiglu,
         "no --disable-bias-linear": not m.disable_bias_linear,
         "--qk-layernorm": m.qk_layernorm,
+        **capped,
     }
     for kind, against in (("gpt2", gpt2), ("llama", llama)):
         if not any(against.values()):

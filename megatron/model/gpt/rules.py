@@ -48,6 +48,13 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.attn_logit_softcapping and s.attention_backend == "sdpa",
+        lambda s: (
+            "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash (with the package "
+            "flash-attn)"
+        ),
+    ),
+    Rule(
         lambda s: s.squared_relu and s.swiglu,
         lambda s: "--squared-relu and --swiglu are two activations of the MLP; give one of them",
     ),
