@@ -60,7 +60,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
-        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
+        z_loss_coeff lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,

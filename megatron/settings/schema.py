@@ -99,6 +99,12 @@ class Model:
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
+    z_loss_coeff: float = setting(
+        "added to the loss: this x the square of log sum exp of each token's logits, which keeps them from drifting",
+        0.0,
+        "--z-loss-coef",
+        "--z-loss-weight",
+    )
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
     make_vocab_size_divisible_by: int = setting(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"

@@ -56,6 +56,7 @@ CHECKS = dict(
         hidden_dropout=f"{MODEL}::test_hidden_dropout_is_at_its_three_sites",
         attention_dropout=f"{MODEL}::test_attention_dropout_drops_attention_weights",
         label_smoothing=f"{MODEL}::test_label_smoothing_is_torchs_in_training_alone",
+        z_loss_coeff=f"{MODEL}::test_z_loss_is_added_to_the_loss",
         init_method_std=f"{MODEL}::test_initial_weights_have_their_standard_deviation",
         make_vocab_size_divisible_by=PLAIN,
         model_type=f"{MODEL}::test_a_script_trains_its_own_model_type",

@@ -13,6 +13,7 @@ from megatron.model.attention import ForwardContext, scaled_dot_product_attentio
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
+from megatron.training.loop import objective
 
 FP16 = torch.float16
 V, S, B = 101, 16, 3  # 100 numbers, and the end of document that NullTokenizer adds
@@ -347,6 +348,30 @@ def test_label_smoothing_is_torchs_in_training_alone(build):
         loss, count = model.train(training)(None, micro)[1].values()
         want = F.cross_entropy(logits, micro.labels.flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss / count, want, rtol=1e-5, atol=1e-5)
+
+
+def test_z_loss_is_added_to_the_loss(build, train):
+    """In training: its gradient goes into every weight's. It is logged beside the loss, which stays the cross-entropy."""
+    run = build("--z-loss-coeff 0.05 --untie-embeddings-and-output-weights")
+    (model,), [micro] = run.stages, run.train_batches.step(0, 1)
+    weights = {name: weight.clone().requires_grad_() for name, weight in randomise(model).items()}
+    logits = plain(weights, micro.tokens, tied=False).flatten(0, 1)
+    loss, z = F.cross_entropy(logits, micro.labels.flatten()), logits.logsumexp(-1).square().mean()
+    (loss + 0.05 * z).backward()
+    sums, tokens = model(None, micro)[1], micro.tokens.numel()
+    assert set(sums) == {"lm loss", "tokens", "z loss"}
+    torch.testing.assert_close(sums["lm loss"] / tokens, loss)
+    torch.testing.assert_close(sums["z loss"] / tokens, z)
+    minimised = objective(run.config, run.sums, 1.0, 2, 1)[0](sums, micro)
+    torch.testing.assert_close(minimised, loss + 0.05 * z)
+    gradients = torch.autograd.grad(minimised, list(model.parameters()))
+    for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-3, atol=1e-5, msg=name)
+    [step] = train("--z-loss-coeff 0.05 --train-iters 1 --log-interval 1").steps
+    [bare] = train("--train-iters 1 --log-interval 1", "bare").steps
+    assert step["lm loss"] == bare["lm loss"] and "z loss" not in bare
+    assert step["z loss"] == pytest.approx(math.log(V) ** 2, rel=0.05)  # of a fresh model all tokens are alike
+    assert step["grad_norm"] != bare["grad_norm"]
 
 
 # ---- number formats of attention -------------------------------------------------------------------------------------

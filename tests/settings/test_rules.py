@@ -128,6 +128,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash",
         ),
         ("--attn-logit-softcapping 0", 1, "--attn-logit-softcapping 0.0 must be above 0"),
+        ("--z-loss-coeff -1", 1, "--z-loss-coeff -1.0 must be at least 0"),
         ("--final-logit-softcapping -1", 1, "--final-logit-softcapping -1.0 must be above 0"),
         ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
         (
