@@ -177,7 +177,14 @@ def test_large_models_come_in_several_files(tmp_path, monkeypatch):
     "change, text",
     [
         (dict(model_type="bert"), "model_type 'bert'"),
-        (dict(rope_scaling=dict(type="linear")), "rope_scaling"),
+        (dict(rope_scaling=dict(type="linear")), "not complete"),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type 'dynamic' in config.json cannot be expressed"),
+        (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "not complete: KeyError\\('low_freq_factor'"),
+        (
+            dict(rope_scaling=dict(rope_type="yarn", factor=2.0, long_factor=[1.0])),
+            "long_factor in the rope_parameters",
+        ),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (dict(attention_bias=True), "attention_bias True"),
         (dict(hidden_act="relu"), "hidden_act 'relu'"),
         (dict(num_hidden_layers=3), "9 are unknown"),

@@ -25,7 +25,7 @@ class GPT(LanguageModel):
         super().__init__(GPTFacts(model, vocab_size), mesh, **keywords)
         self.rotary = None
         if model.position_embedding_type == "rope":
-            self.rotary = Rotary(model.head_dim, model.rotary_base, model.rotary_percent)
+            self.rotary = Rotary(model)
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
         return Block(
