@@ -11,6 +11,8 @@ first one that this machine has and that covers the case at hand. `python -m meg
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Optional
 
 import torch
 
@@ -25,6 +27,8 @@ class Case:
     masked:  a mask comes besides; of a causal case it takes pairs away within that order, as documents do
     grouped: several queries share a key and a value
     scaled_softmax: scores that only fit fp16 when they are divided before and multiplied after
+    softcap: scores are capped by a tanh
+    window:  keys before its own that a query sees; None: all
     """
 
     device: str
@@ -36,6 +40,13 @@ class Case:
     dropout: bool = False
     grouped: bool = False
     scaled_softmax: bool = False
+    softcap: bool = False
+    window: Optional[int] = None
+
+    @property
+    def reach(self) -> int:
+        """Most keys that a query sees."""
+        return self.keys if self.window is None else min(self.keys, self.window + 1)
 
     @property
     def asks(self) -> frozenset[str]:
@@ -44,13 +55,15 @@ class Case:
             order = "causal" if self.queries == self.keys > 1 else "cached"
         else:
             order = "bidirectional" if self.queries == self.keys else "cross"
-        extras = ("masked", "dropout", "grouped", "scaled_softmax")
-        return frozenset([order, *(extra for extra in extras if getattr(self, extra))])
+        extras = [
+            extra for extra in ("masked", "dropout", "grouped", "scaled_softmax", "softcap") if getattr(self, extra)
+        ]
+        return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
 
 
 # Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them,
 # or no order, with as many queries as keys or not. Then what a case may have besides.
-EVERYTHING = frozenset("causal cached bidirectional cross masked dropout grouped scaled_softmax".split())
+EVERYTHING = frozenset("causal cached bidirectional cross masked dropout grouped scaled_softmax softcap window".split())
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,18 @@ def _package(name: str, cuda: str) -> str:
     return cuda or ("" if importlib.util.find_spec(name) else f"the package {name.replace('_', '-')} is not installed")
 
 
+def _flash_attn() -> frozenset[str]:
+    """What the flash-attn package covers: windows since 2.3, caps since 2.6."""
+    try:
+        release = tuple(int(part) for part in version("flash_attn").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        release = (0, 0)
+    newer = {"window": (2, 3), "softcap": (2, 6)}
+    return frozenset(
+        {"causal", "bidirectional", "cross", "grouped"} | {ask for ask, of in newer.items() if release >= of}
+    )
+
+
 def _onednn() -> str:
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return "" if has else "this build of torch has no oneDNN linear op"
@@ -110,7 +135,7 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cuda", torch.bfloat16, torch.float16),
             _package("flash_attn", NO_CUDA),
             "flash",
-            frozenset({"causal", "bidirectional", "cross", "grouped"}),
+            _flash_attn(),
         ),
         Implementation(  # like flash-attn it keeps scores in fp32, which scaled_softmax asks for
             "sdpa (CUDA)",
@@ -119,16 +144,16 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cuda"),
             NO_CUDA,
             "sdpa",
-            EVERYTHING - {"dropout"},
+            EVERYTHING - {"dropout", "softcap"},
         ),
         Implementation(
             "block-causal",
             attention.block_causal,
-            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout",
-            lambda case: case.device != "cpu" or case.dropout or case.keys <= EXPLICIT_KEYS,
+            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys out of a window",
+            lambda case: case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS,
             "",
             "explicit",
-            frozenset({"causal", "masked", "dropout", "grouped"}),
+            frozenset({"causal", "masked", "dropout", "grouped", "softcap", "window"}),
         ),
         Implementation(  # for a few new tokens over cached keys the reference is as good
             "sdpa (CPU)",
@@ -137,7 +162,7 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cpu"),
             "",
             "sdpa",
-            EVERYTHING - {"dropout", "scaled_softmax", "cached"},
+            EVERYTHING - {"dropout", "scaled_softmax", "cached", "softcap"},
         ),
         Implementation(
             "reference", reference.attention, "covers everything: caches, scaled scores in fp16", backend="explicit"

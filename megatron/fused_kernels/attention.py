@@ -5,50 +5,62 @@ Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.dropout import DropoutMask, numbers
-from megatron.fused_kernels.reference import visible_keys
-from megatron.settings.kernel_sizes import causal_blocks
+from megatron.fused_kernels.reference import in_window, visible_keys
+from megatron.settings.kernel_sizes import causal_blocks, first_key
 
 
-def block_causal(query, key, value, *, scale: float, causal: bool, allowed=None, dropout=None, **_) -> torch.Tensor:
-    """Explicit attention: blocks of queries against the keys up to them, so half of the scores never exist."""
+def block_causal(
+    query, key, value, *, scale: float, causal: bool, allowed=None, dropout=None, softcap=None, window=None, **_
+) -> torch.Tensor:
+    """Explicit attention: blocks of queries against the keys up to them and in the window of one of them, so half of the
+    scores or more never exist.
+    """
     assert causal and query.shape[0] == key.shape[0], "keys after a block of queries are never looked at"
     if allowed is None:
-        return _BlockCausal.apply(query, key, value, None, dropout, scale)
-    visible, blind = visible_keys(allowed, causal)
-    return _BlockCausal.apply(query, key, value, visible, dropout, scale).masked_fill(blind, 0.0)
+        return _BlockCausal.apply(query, key, value, None, dropout, scale, softcap, window)
+    visible, blind = visible_keys(allowed, causal, window)
+    return _BlockCausal.apply(query, key, value, visible, dropout, scale, softcap, window).masked_fill(blind, 0.0)
 
 
 class _BlockCausal(torch.autograd.Function):
     """Operands are first copied to [b g, s (q), d]: batched products of contiguous matrices are 1.4 x as fast.
 
-    Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows.
+    Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows. A block sees a slice
+    of the keys: from the first one in the window of its first query to its own last one.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, visible, dropout, scale):
+    def forward(ctx, query, key, value, visible, dropout, scale, softcap, window):
         s, b, g, q, d = query.shape
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         keys, values = (x.reshape(s, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
-        attended, nothing = torch.empty_like(rows), rows.new_empty(1)
-        weights, masks = [], []  # of each block: [b g, block q, stop]
+        attended = torch.empty_like(rows)
+        weights, masks = [], []  # of each block: [b g, block q, keys]
         for start, stop in causal_blocks(s, q):
-            block = rows[:, start * q : stop * q]
-            block = torch.baddbmm(nothing, block, keys[:, :stop].transpose(1, 2), beta=0, alpha=scale)
-            if visible is None:
-                block[:, :, start:] += _causal_bias(stop - start, q, block)
+            first = first_key(start, window)
+            block = _scores(rows[:, start * q : stop * q], keys[:, first:stop], scale)
+            if softcap is not None:
+                block = block.div_(softcap).tanh_().mul_(softcap)
+            if visible is not None:
+                block.view(b, g, -1, q, stop - first).add_(_bias(visible[:, start:stop, first:stop], block))
+            elif window is not None:
+                block += _window_bias(start, stop, window, q, block)
             else:
-                block.view(b, g, -1, q, stop).add_(_bias(visible[:, start:stop, :stop], block))
+                block[:, :, start:] += _causal_bias(stop - start, q, block)
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
-                masks.append(_mask(dropout, query.shape, start, stop))
+                masks.append(_mask(dropout, query.shape, start, stop, first))
             dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
-            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, :stop])
+            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:stop])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
+        ctx.softcap, ctx.window = softcap, window
         if dropout is not None:  # of the weights, here applied to what they add up to
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
@@ -61,28 +73,47 @@ class _BlockCausal(torch.autograd.Function):
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
-        d_rows, d_keys, d_values = torch.empty_like(rows), torch.empty_like(keys), torch.empty_like(values)
-        # From the last block, which touches every key and so writes where the others add.
+        # Without a window the last block touches every key: it comes first, and so writes where the others add.
+        empty = torch.empty_like if ctx.window is None else torch.zeros_like
+        d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
         for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
-            mine, dropped = slice(start * q, stop * q), weight
-            d_scores = torch.bmm(gradient[:, mine], values[:, :stop].transpose(1, 2))
+            mine, seen, dropped = slice(start * q, stop * q), slice(first_key(start, ctx.window), stop), weight
+            d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
             if mask is not None:
                 kept = numbers(mask, weight.dtype)
                 d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
             d_scores = torch._softmax_backward_data(d_scores, weight, -1, weight.dtype)
-            d_rows[:, mine] = torch.bmm(d_scores, keys[:, :stop])
+            if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
+                tanh = _scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
+                d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
+            d_rows[:, mine] = torch.bmm(d_scores, keys[:, seen])
             for total, left, right in ((d_keys, d_scores, rows), (d_values, dropped, gradient)):
                 part = torch.bmm(left.transpose(1, 2), right[:, mine])
-                total[:, :stop] = part if stop == s else part.add_(total[:, :stop])
+                total[:, seen] = part if stop == s else part.add_(total[:, seen])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
         d_key, d_value = (x.view(b, g, s, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
-        return d_query, d_key, d_value, None, None, None
+        return d_query, d_key, d_value, None, None, None, None, None
+
+
+def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """rows [b g, n, d] and keys [b g, t, d] -> scale x their products [b g, n, t]."""
+    return torch.baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
 
 
 def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:
     """[size q, size]: 0 where the key is not after the query, else -inf; q rows for each position."""
     return like.new_full((size, size), float("-inf")).triu(1).repeat_interleave(q, 0)
+
+
+def _window_bias(start: int, stop: int, window: int, q: int, like: torch.Tensor) -> torch.Tensor:
+    """[n q, keys] for the n queries from start to stop and the keys that any of them sees: 0 where one does, else -inf."""
+    n, keys = stop - start, stop - first_key(start, window)
+    return (
+        like.new_zeros(n, keys)
+        .masked_fill_(~in_window(n, keys, window, like.device), float("-inf"))
+        .repeat_interleave(q, 0)
+    )
 
 
 def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -91,11 +122,11 @@ def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
-def _mask(dropout: DropoutMask, shape, start: int, stop: int) -> torch.Tensor:
-    """Which weights [b g, n q, stop] of the positions from start to stop stay, bool."""
+def _mask(dropout: DropoutMask, shape, start: int, stop: int, first: int) -> torch.Tensor:
+    """Which weights [b g, n q, stop - first] of the positions from start to stop stay, bool, for the keys from `first`."""
     s, b, g, q, _ = shape
-    words = dropout.words.view(b, g, q, s, s)[:, :, :, start:stop, :stop].transpose(2, 3)  # [b, g, n, q, stop]
-    return (words >= dropout.threshold).contiguous().view(b * g, -1, stop)
+    words = dropout.words.view(b, g, q, s, s)[:, :, :, start:stop, first:stop].transpose(2, 3)  # [b, g, n, q, keys]
+    return (words >= dropout.threshold).contiguous().view(b * g, -1, stop - first)
 
 
 def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
@@ -103,14 +134,18 @@ def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
     return x.view(b, g, s, q, d).permute(2, 0, 1, 3, 4)
 
 
-def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, **_) -> torch.Tensor:
-    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs."""
+def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=None, **_) -> torch.Tensor:
+    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. It knows no
+    windows: they are masks.
+    """
     s, b, g, q, d = query.shape
     t, heads = key.shape[0], g * q
     mask = blind = None
     if allowed is not None:
-        visible, blind = visible_keys(allowed, causal)
+        visible, blind = visible_keys(allowed, causal, window)
         mask = visible.unsqueeze(1)
+    elif window is not None:
+        mask = _shared_bias(s, t, window, query.dtype, query.device)
     elif causal and s != t:  # torch's own causal order has the queries first among the tokens
         mask = torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
@@ -124,11 +159,22 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, **_) ->
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
-def flash_attn(query, key, value, *, scale: float, causal: bool, **_) -> torch.Tensor:
+@lru_cache(maxsize=2)  # of each length: the backward pass of every layer keeps it
+def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[s, t]: 0 where the query sees the key, else -inf."""
+    with torch.inference_mode(False):
+        bias = torch.zeros(s, t, dtype=dtype, device=device)
+        return bias.masked_fill_(~in_window(s, t, window, device), float("-inf"))
+
+
+def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, window=None, **_) -> torch.Tensor:
     """The flash-attn package (arXiv:2307.08691)."""
     from flash_attn import flash_attn_func
 
+    more = {} if window is None else dict(window_size=(window, 0))
+    more |= {} if softcap is None else dict(softcap=softcap)
+
     s, b, g, q, d = query.shape
     query, key, value = (x.transpose(0, 1) for x in (query.reshape(s, b, g * q, d), key, value))
-    attended = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal)  # [b, s, heads, d]
+    attended = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal, **more)  # [b, s, heads, d]
     return attended.transpose(0, 1).reshape(s, b, g * q * d)

@@ -23,6 +23,8 @@ def attention(
     score_divisor: float = 1.0,
     softmax_in_fp32: bool = False,
     dropout: DropoutMask | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
@@ -32,6 +34,8 @@ def attention(
                gives no gradient
     dropout:   which weights stay, [b, g q, s, t]
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
+    softcap:   scores become softcap x tanh(score / softcap)
+    window:    of a causal case: a query sees its own key and at most this many before it
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
@@ -40,10 +44,14 @@ def attention(
     scores = torch.bmm(rows * (scale / score_divisor), keys.transpose(1, 2)).view(b, g * q, s, t)
     if softmax_in_fp32 or score_divisor != 1.0:
         scores = scores.float() * score_divisor
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     blind = None
     if allowed is not None:
-        visible, blind = visible_keys(allowed, causal)
+        visible, blind = visible_keys(allowed, causal, window)
         scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    elif window is not None:
+        scores = scores.masked_fill(~in_window(s, t, window, scores.device), float("-inf"))
     elif causal and s > 1:
         scores = scores + torch.full((s, t), float("-inf"), dtype=scores.dtype, device=scores.device).triu(t - s + 1)
     weights = scores.softmax(-1).to(value.dtype)
@@ -54,7 +62,14 @@ def attention(
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
-def visible_keys(allowed: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def in_window(s: int, t: int, window: int, device) -> torch.Tensor:
+    """[s, t] bool: the key is the query's own, or one of `window` before it; the queries are the last s of t tokens."""
+    return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s).triu(t - s - window)
+
+
+def visible_keys(
+    allowed: torch.Tensor, causal: bool, window: Optional[int] = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a softmax may look at, [b, s, t] bool, and queries whose results become zeros, [s, b, 1] bool.
 
     Those are the queries that see no key. In the first tensor they see all keys: a softmax over none is NaN, and so
@@ -63,6 +78,8 @@ def visible_keys(allowed: torch.Tensor, causal: bool) -> tuple[torch.Tensor, tor
     s, t = allowed.shape[1:]
     if causal:
         allowed = allowed.tril(t - s)
+    if window is not None:
+        allowed = allowed.triu(t - s - window)
     blind = ~allowed.any(-1, keepdim=True)  # [b, s, 1]
     return allowed | blind, blind.transpose(0, 1)
 

@@ -87,6 +87,7 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
+        self.softcap = model.attn_logit_softcapping
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -121,6 +122,7 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
         dropout=layer.dropout.p > 0 and layer.training,
         grouped=layer.queries > 1,
         scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
+        softcap=layer.softcap is not None,
     )
     dropout = None
     if case.dropout:
@@ -136,4 +138,5 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
         score_divisor=layer.score_divisor,
         softmax_in_fp32=layer.softmax_in_fp32,
         dropout=dropout,
+        softcap=layer.softcap,
     )

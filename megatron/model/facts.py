@@ -309,7 +309,9 @@ class Facts:
     def loss_workspace(self, share: Share) -> int:
         """Most bytes of logits and their gradients at a time, beside what is kept."""
         n, rows, (chunk, block) = self._tokens(share), self.vocabulary_rows(share.tp), self._chunks(share)
-        logits, product = 3 * 4 * min(n, chunk) * rows, rows * self.settings.hidden_size
+        # In fp32: the logits, their gradients, one for the ops in between, and the slopes of their caps.
+        logits = (4 if self.settings.final_logit_softcapping else 3) * 4 * min(n, chunk) * rows
+        product = rows * self.settings.hidden_size
         if n <= block:
             return max(logits, product * share.element)
         return block * rows * share.element + logits + 2 * 4 * product  # weight gradients of blocks are summed in fp32

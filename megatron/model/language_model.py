@@ -16,6 +16,7 @@ from megatron.fused_kernels.autocast import Autocast
 from megatron.model.facts import Facts
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
+from megatron.model.recipe import Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.weights import Table, inside
@@ -70,6 +71,7 @@ class LanguageModel(nn.Module):
         self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
+        self.softcap, self.z_loss = model.final_logit_softcapping, model.z_loss_coeff
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.seed, self.kind = seed, dict(dtype=dtype, device=device)
         self.units = facts.units(layers, first, last, self.sequence_parallel)
@@ -113,14 +115,15 @@ class LanguageModel(nn.Module):
 
         x: None on the first stage, else what the stage before returned, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": how many count}),
-        fp32 scalars. With sums of the layers: (that, {name: sum}) on any stage.
+        fp32 scalars, with --z-loss-coeff also "z loss", whose gradient comes with that of the first. With sums of the
+        layers: (that, {name: sum}) on any stage.
         """
         with self.region():
             x, sums = self._hidden(x, batch)
             if not self.last:
                 return (x, sums) if sums else x
             mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
-            loss = linear_cross_entropy(
+            loss, z = linear_cross_entropy(
                 x.flatten(0, 1),
                 self.output_weight,
                 batch.labels.reshape(-1),
@@ -128,10 +131,12 @@ class LanguageModel(nn.Module):
                 vocab_size=self.vocab_size,
                 tp=self.tp,
                 label_smoothing=self.label_smoothing if self.training else 0.0,
+                softcap=self.softcap,
+                z_loss=self.z_loss,
                 chunk=self.kernels.cross_entropy_chunk,
                 deferred=self.weight_gradients,
             )
-        return None, {LOSS: loss, TOKENS: batch.num_tokens, **sums}
+        return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
@@ -146,6 +151,7 @@ class LanguageModel(nn.Module):
                 batch.labels.reshape(-1),
                 vocab_size=self.vocab_size,
                 tp=self.tp,
+                softcap=self.softcap,
                 chunk=self.kernels.cross_entropy_chunk,
             )
         return losses.view(batch.labels.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward half of a block: GeLU, or gated SiLU (SwiGLU, arXiv:2002.05202)."""
+"""The feed-forward half of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model, tp: Axis, weights: Table, **common):
         super().__init__()
-        self.gated = model.swiglu
+        self.gated, self.squared = model.swiglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
         self.up = ColumnParallelLinear(inside(weights, "up"), tp, **common)
         self.down = RowParallelLinear(inside(weights, "down"), tp, **common)
@@ -29,4 +29,6 @@ class MLP(nn.Module):
         if self.gated:
             gate, value = x.chunk(2, -1)
             return self.down(F.silu(gate) * value)
+        if self.squared:
+            return self.down(F.relu(x).square())
         return self.down(F.gelu(x, approximate=self.approximate))

@@ -84,12 +84,14 @@ def refuse_split(config: Config) -> None:
         f"--recompute-granularity {granularity}": granularity is not None,
         "--amp-level O1": config.precision.amp_level == "O1",
         "--torch-compile": config.kernels.torch_compile,
+        f"--z-loss-coeff {config.model.z_loss_coeff:g}": config.model.z_loss_coeff > 0,
     }
     wrong = [flag for flag, so in given.items() if so]
     if wrong:
         raise SettingsError(
             f"{', '.join(wrong)}: this model is a plain torch.nn.Module",
-            "it trains on one process or with data parallelism: nothing says how its layers are divided or recomputed",
+            "it trains on one process or with data parallelism: nothing says how its layers are divided or recomputed, and "
+            "its loss is its own",
             NEEDS,
         )
 

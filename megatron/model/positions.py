@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a token's position enters: a learned table added to the embedding, or rotations of queries and keys (RoPE)."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.weights import Table
 from megatron.mpu.layers import create_parameters
+from megatron.settings.schema import Model
 
 
 class LearnedPositions(nn.Module):
@@ -23,20 +26,57 @@ class LearnedPositions(nn.Module):
 class Rotary:
     """Rotation of pairs of channels by position x frequency (RoFormer, arXiv:2104.09864).
 
-    Channel i is paired with channel i + n/2 of the n = `percent` x head_dim that are rotated, as in Megatron-LM and
-    in Hugging Face's Llama; the rest pass.
+    Channel i is paired with channel i + n/2 of the n = `rotary_percent` x head_dim that are rotated, as in Megatron-LM and
+    in Hugging Face's Llama; the rest pass. Frequencies may be scaled for longer sequences than they were made for
+    (`scaled_frequencies`), and YaRN stretches what is rotated.
     """
 
-    def __init__(self, head_dim: int, base: float, percent: float = 1.0):
-        self.width = int(head_dim * percent) // 2 * 2
-        self.base = base
+    def __init__(self, model: Model):
+        self.width = int(model.head_dim * model.rotary_percent) // 2 * 2
+        self.model = model
+        self.stretch = model.yarn_stretch if model.rope_type == "yarn" else 1.0
 
     def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, [s, b or 1, 1, 1, width], for position ids [s, b or 1]."""
         exponents = torch.arange(0, self.width, 2, device=position_ids.device, dtype=torch.float32) / self.width
-        angles = position_ids.float().unsqueeze(-1) * self.base**-exponents  # [s, b, width/2]
+        frequencies = scaled_frequencies(self.model.rotary_base**-exponents, self.model)
+        angles = position_ids.float().unsqueeze(-1) * frequencies  # [s, b, width/2]
         angles = torch.cat((angles, angles), -1)[:, :, None, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if self.stretch != 1.0:
+            cos, sin = cos * self.stretch, sin * self.stretch
+        return cos.to(dtype), sin.to(dtype)
+
+
+def scaled_frequencies(frequencies: torch.Tensor, model: Model) -> torch.Tensor:
+    """Rotary frequencies [n/2] in radians a token, as the settings scale them."""
+    if model.rotary_seq_len_interpolation_factor is not None:
+        return frequencies / model.rotary_seq_len_interpolation_factor
+    if model.use_rope_scaling:
+        low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+        turns = model.rope_scaling_original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: turns often enough in the original length
+        return frequencies * (kept + (1 - kept) / model.rope_scaling_factor)
+    if model.rope_type == "yarn":
+        kept = 1 - _yarn_ramp(len(frequencies), model).to(frequencies)
+        return frequencies * (kept + (1 - kept) / model.rotary_scaling_factor)
+    return frequencies
+
+
+def _yarn_ramp(half: int, model: Model) -> torch.Tensor:
+    """[half]: 0 for channels that turn more than beta_fast times in the original length, 1 for those that turn less than
+    beta_slow times, and a line between.
+    """
+
+    def channel(turns: float) -> float:  # where a frequency turns so often
+        waves = model.yarn_original_max_position_embeddings / (2 * math.pi * turns)
+        return half * math.log(waves) / math.log(model.rotary_base)
+
+    low, high = channel(model.yarn_beta_fast), channel(model.yarn_beta_slow)
+    if model.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    return ((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
 MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
+Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Recipe:
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           settings of its that do nothing as things are
-    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone
+    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
+                    Those that settings add: `sums_of`
     """
 
     model_type: str
@@ -92,6 +94,12 @@ def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({})
     recipe = named_recipe("GPT" if model_type is None else model_type)
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
     return parse_pretrain(argv, {**recipe.groups, **groups}, description, defaults)
+
+
+def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
+    """Name of a sum that the stages of a run return -> its weight in what is minimised."""
+    z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
+    return {**recipe.sums, **z_loss}
 
 
 def facts_of(config: Config, vocab_size: int) -> Facts:

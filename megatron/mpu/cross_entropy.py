@@ -6,6 +6,11 @@ at once its gradients, since d loss / d logits = softmax - onehot needs nothing 
 for the weight's gradient, which may be deferred (`deferred_wgrad.py`), and multiplies by the gradient that arrives.
 Rows of the vocabulary that are padding are kept out of the softmax: no probability, no gradient.
 
+A soft cap replaces logits by cap x tanh(logit / cap), whose slope multiplies their gradient.
+
+The z-loss of a token is the square of its log sum exp (arXiv:2204.02311, section 5), whose gradient is softmax x
+2 log sum exp: it goes into the same gradients, so it costs no second pass.
+
 With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
 adds up its own logits, and the sum over ranks that brings the label's logit brings the mean along.
@@ -43,32 +48,39 @@ def linear_cross_entropy(
     tp: Axis,
     mask: Optional[torch.Tensor] = None,
     label_smoothing: float = 0.0,
+    softcap: Optional[float] = None,
+    z_loss: float = 0.0,
     chunk: Optional[int] = None,
     deferred: Optional[WeightGradients] = None,
-) -> torch.Tensor:
-    """Sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`: a scalar in fp32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
+    fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
     onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
-    label_smoothing: share of the target that is spread over the vocabulary; chunk: rows of logits that exist at a time;
+    label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
+    softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
     deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing)
-    losses, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
-    loss = losses.sum() if mask is None else (losses * mask).sum()
+    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
+    losses, log_sums, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
+    loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
-        return loss
+        return loss, z
     defer = defer_function(deferred, hidden, weight)
-    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer)
+    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer), z
 
 
 @op
 @torch.no_grad()
-def token_losses(hidden, weight, labels, *, vocab_size: int, tp: Axis, chunk: Optional[int] = None) -> torch.Tensor:
+def token_losses(
+    hidden, weight, labels, *, vocab_size: int, tp: Axis, softcap: Optional[float] = None, chunk: Optional[int] = None
+) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
-    return _chunks(hidden, weight, labels, None, _Vocabulary(weight, vocab_size, tp, 0.0), chunk, False)[0]
+    vocabulary = _Vocabulary(weight, vocab_size, tp, 0.0, softcap, 0.0)
+    return _chunks(hidden, weight, labels, None, vocabulary, chunk, False)[0]
 
 
 class _Precomputed(torch.autograd.Function):
@@ -101,20 +113,28 @@ def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tens
 
 
 class _Vocabulary:
-    """Which rows of the vocabulary this rank holds, how many of those are real, and what a real row and a label's own
-    row have as target.
+    """Which rows of the vocabulary this rank holds, how many of those are real, what a real row and a label's own row
+    have as target, the cap of the logits and the weight of the z-loss.
     """
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, tp: Axis, label_smoothing: float):
-        self.tp, self.rows = tp, weight.shape[0]
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        vocab_size: int,
+        tp: Axis,
+        label_smoothing: float,
+        softcap: Optional[float],
+        z_loss: float,
+    ):
+        self.tp, self.rows, self.softcap, self.z_loss = tp, weight.shape[0], softcap, z_loss
         self.everywhere, self.label = label_smoothing / vocab_size, 1.0 - label_smoothing
         self.first = tp.rank * self.rows
         self.real = max(0, min(self.rows, vocab_size - self.first))
 
 
 def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted: bool):
-    """Losses [n]; with `wanted` also what gives the gradients of their masked sum to hidden [n, h] and weight [v/tp, h],
-    each with the factor that it is multiplied by.
+    """Losses [n] and log sum exp of each token's logits [n]; with `wanted` also what gives the gradients of their masked
+    sum (with z-losses) to hidden [n, h] and weight [v/tp, h], each with the factor that it is multiplied by.
 
     Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
     of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
@@ -123,18 +143,20 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     n, product = hidden.shape[0], matmul(hidden)
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
     chunk, block = LossChunks.of(vocabulary.rows, weight.element_size(), device, chunk)
-    losses = torch.empty(n, dtype=torch.float32, device=hidden.device)
+    losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     if not wanted:
         for rows in _slices(0, n, chunk):
-            losses[rows], _ = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, False)
-        return losses, None
+            found = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, False)
+            losses[rows], log_sums[rows], _ = found
+        return losses, log_sums, None
     half = hidden.dtype == torch.float16
     up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
     hidden_gradient, total = torch.empty_like(hidden), None
     waiting = torch.empty((min(n, block), vocabulary.rows), dtype=hidden.dtype, device=hidden.device)
     for whole in _slices(0, n, block):
         for rows in _slices(whole.start, whole.stop, chunk):
-            losses[rows], gradient = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, True)
+            found = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, True)
+            losses[rows], log_sums[rows], gradient = found
             if mask is not None:
                 gradient.mul_(mask[rows].unsqueeze(1))
             if half:
@@ -148,7 +170,7 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     if total is not None:
         total = total.to(weight.dtype)
         part = lambda: total
-    return losses, ((lambda: hidden_gradient, up), (part, up * down))
+    return losses, log_sums, ((lambda: hidden_gradient, up), (part, up * down))
 
 
 def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:
@@ -161,8 +183,14 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
 
 
 def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocabulary, wanted: bool):
-    """Losses [c] and, with `wanted`, softmax - target [c, v/tp] in fp32, from logits [c, v/tp] of any format."""
-    logits = logits.float()
+    """Losses [c], log sum exp [c] and, with `wanted`, the gradients [c, v/tp] of losses and weighted z-losses: without
+    these and caps softmax - target. In fp32, from logits [c, v/tp] of any format.
+    """
+    logits, slope = logits.float(), None
+    if vocabulary.softcap is not None:
+        tanh = logits.div_(vocabulary.softcap).tanh_()
+        slope = 1.0 - tanh.square() if wanted else None
+        logits = tanh.mul_(vocabulary.softcap)
     logits[:, vocabulary.real :] = float("-inf")
     local = labels - vocabulary.first
     elsewhere = (local < 0) | (local >= vocabulary.real)
@@ -174,17 +202,21 @@ def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocab
         log_sum = _log_sum_exp(logits, vocabulary.tp)
         target = collectives.all_reduce(target, vocabulary.tp)
     if not wanted:
-        return (log_sum - target).squeeze(1), None
+        return (log_sum - target).squeeze(1), log_sum.squeeze(1), None
     if vocabulary.tp.size > 1:
         probabilities = logits.sub_(log_sum).exp_()
     else:  # one pass; the sum is read off the largest probability, which is far from underflow
         largest = logits.amax(1, keepdim=True)
         probabilities = torch.softmax(logits, 1)
         log_sum = largest - probabilities.amax(1, keepdim=True).log()
+    if vocabulary.z_loss:
+        probabilities.mul_(1.0 + 2.0 * vocabulary.z_loss * log_sum)
     if vocabulary.everywhere:
         probabilities[:, : vocabulary.real] -= vocabulary.everywhere
     probabilities.scatter_add_(1, local, (elsewhere.float().unsqueeze(1) - 1.0) * vocabulary.label)
-    return (log_sum - target).squeeze(1), probabilities
+    if slope is not None:
+        probabilities.mul_(slope)
+    return (log_sum - target).squeeze(1), log_sum.squeeze(1), probabilities
 
 
 def _log_sum_exp(logits: torch.Tensor, tp: Axis) -> torch.Tensor:

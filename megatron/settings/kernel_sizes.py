@@ -33,10 +33,15 @@ def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, s)) for start in range(0, s, size)]
 
 
-def causal_pairs(s: int, q: int) -> int:
+def first_key(start: int, window: Optional[int]) -> int:
+    """The first key that a block of queries from `start` on may see, where each sees `window` keys before its own."""
+    return 0 if window is None else max(0, start - window)
+
+
+def causal_pairs(s: int, q: int, window: Optional[int] = None) -> int:
     """Pairs of query and key whose weights block-causal attention keeps, of one head.
 
     >>> causal_pairs(256, 1) / 256**2
     0.75
     """
-    return sum((stop - start) * stop for start, stop in causal_blocks(s, q))
+    return sum((stop - start) * (stop - first_key(start, window)) for start, stop in causal_blocks(s, q))

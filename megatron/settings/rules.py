@@ -53,6 +53,8 @@ RANGES = {  # what a value must be -> test, fields
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
+        rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
+        rotary_scaling_factor rotary_seq_len_interpolation_factor
         spike_skip_steps recompute_num_layers max_global_batch_size world_size local_world_size top""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none
@@ -60,13 +62,15 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
+        z_loss_coeff mscale_all_dim
         lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,
         """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
-        mean_time_to_interruption
+        mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
+        rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
     ),
     "at least 0 and below 1": (

@@ -14,6 +14,7 @@ docs/flags.md`; and in tests/settings/test_every_setting.py the name of the test
 Nothing here imports torch, reads the command line or the environment: `parse.py` does.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
@@ -70,10 +71,55 @@ class Model:
         on_resume="refused",
     )
     rotary_percent: float = setting("share of each head that is rotated", 1.0, on_resume="refused")
+    rotary_seq_len_interpolation_factor: Optional[float] = setting(
+        "rotary positions are divided by this: linear scaling of RoPE", None, on_resume="refused"
+    )
+    use_rope_scaling: bool = setting("scale the slow rotary frequencies as Llama 3.1 does", False, on_resume="refused")
+    rope_scaling_factor: float = setting(
+        "--use-rope-scaling: what frequencies of long waves are divided by", 8.0, on_resume="refused"
+    )
+    rope_scaling_low_freq_factor: float = setting(
+        "--use-rope-scaling: waves longer than the original length / this are scaled", 1.0, on_resume="refused"
+    )
+    rope_scaling_high_freq_factor: float = setting(
+        "--use-rope-scaling: waves shorter than the original length / this are not", 4.0, on_resume="refused"
+    )
+    rope_scaling_original_max_position_embeddings: int = setting(
+        "--use-rope-scaling: the length that the frequencies were made for", 8192, on_resume="refused"
+    )
+    rope_type: Literal["rope", "yarn"] = setting(
+        "yarn: frequencies scaled by how often they turn in the original length (arXiv:2309.00071)",
+        "rope",
+        on_resume="refused",
+    )
+    rotary_scaling_factor: float = setting(
+        "--rope-type yarn: how many times longer than the original length sequences may be", 1.0, on_resume="refused"
+    )
+    yarn_original_max_position_embeddings: int = setting(
+        "--rope-type yarn: the length that the frequencies were made for", 4096, on_resume="refused"
+    )
+    yarn_beta_fast: float = setting(
+        "--rope-type yarn: frequencies that turn more often than this are kept", 32.0, on_resume="refused"
+    )
+    yarn_beta_slow: float = setting(
+        "--rope-type yarn: frequencies that turn less often than this are divided by the factor",
+        1.0,
+        on_resume="refused",
+    )
+    yarn_correction_range_round_to_int: bool = setting(
+        "--rope-type yarn: the two limits are whole channels", True, on_resume="refused"
+    )
+    mscale: float = setting(
+        "--rope-type yarn: rotations also stretch, by 0.1 x this x ln(factor) + 1", 1.0, on_resume="refused"
+    )
+    mscale_all_dim: float = setting(
+        "--rope-type yarn: the stretch is divided by that of this --mscale", 0.0, on_resume="refused"
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm", on_resume="another model")
     norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon", on_resume="refused")
     qk_layernorm: bool = setting("normalise queries and keys of each head", False, on_resume="another model")
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
+    squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
     bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting("linear layers without bias", False, on_resume="another model")
     untie_embeddings_and_output_weights: bool = setting(
@@ -86,9 +132,24 @@ class Model:
         "--scale-qk-by-layer-num",
     )
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    attn_logit_softcapping: Optional[float] = setting(
+        "attention scores become cap x tanh(score / cap), as in Gemma 2",
+        None,
+        "--attention-logit-softcapping",
+        on_resume="refused",
+    )
+    final_logit_softcapping: Optional[float] = setting(
+        "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
+    )
     hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
+    z_loss_coeff: float = setting(
+        "added to the loss: this x the square of log sum exp of each token's logits, which keeps them from drifting",
+        0.0,
+        "--z-loss-coef",
+        "--z-loss-weight",
+    )
     init_method_std: float = setting("standard deviation of initial weights", 0.02)
     make_vocab_size_divisible_by: int = setting(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
@@ -114,6 +175,12 @@ class Model:
     @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def yarn_stretch(self) -> float:
+        """What YaRN multiplies rotated queries and keys by, its attention factor."""
+        stretch = lambda mscale: 0.1 * mscale * math.log(self.rotary_scaling_factor) + 1.0
+        return stretch(self.mscale) / stretch(self.mscale_all_dim) if self.rotary_scaling_factor > 1 else 1.0
 
     @property
     def position_table(self) -> int:

@@ -28,7 +28,7 @@ from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, Share
-from megatron.model.recipe import Recipe
+from megatron.model.recipe import Recipe, sums_of
 from megatron.mpu import collectives, cpu_threads, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
@@ -117,7 +117,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         config=config,
         context=context,
         vocab_size=vocab_size,
-        sums=dict(recipe.sums),
+        sums=sums_of(recipe, config),
         stages=stages,
         pipeline=pipeline,
         wire=wire_of(config, context, dtype, pipeline, facts),

@@ -5,10 +5,14 @@ chosen for. `tests/gpu/test_gpu_kernels.py` runs the same tests on CUDA.
 Legend: s queries, t keys, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 """
 
+import sys
+import types
+from functools import partial
+
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, attention, reference
+from megatron.fused_kernels import TABLE, Case, attention, choose, reference
 from megatron.fused_kernels.dropout import DropoutMask
 
 B, SCALE = 2, 0.3
@@ -57,7 +61,7 @@ def mask(name: str, positions: torch.Tensor, t: int) -> torch.Tensor | None:
     return (torch.rand(B, s, t, generator=generator) > 0.5) & (positions % 3 != 1).unsqueeze(1)
 
 
-def formula(query, key, value, pairs, kept) -> torch.Tensor:
+def formula(query, key, value, pairs, kept, softcap=None) -> torch.Tensor:
     """[s, b, g q d], one head of one sample at a time, from pairs [b, s, t] and kept [b, g q, s, t] or None."""
     s, b, g, q, d = query.shape
     heads = []
@@ -65,6 +69,8 @@ def formula(query, key, value, pairs, kept) -> torch.Tensor:
         for head in range(g * q):
             group = head // q
             scores = SCALE * query[:, sample, group, head % q] @ key[:, sample, group].t()
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             scores = torch.where(pairs[sample], scores, -1e30)
             powers = (scores - scores.detach().amax(1, keepdim=True)).exp() * pairs[sample]
             weights = powers / powers.sum(1, keepdim=True).clamp(min=1e-30)  # none for a query that sees no key
@@ -102,7 +108,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, devic
     assert (got - want).norm() <= of_all * want.norm(), f"{what}: {(got - want).norm() / want.norm():.1e}"
 
 
-def check(device, dtype, order, masked, dropped, shape) -> set[str]:
+def check(device, dtype, order, masked, dropped, shape, softcap=None, window=None) -> set[str]:
     """All implementations that may be chosen for a case against the formula; returns their names."""
     (length, g, q), (causal, sizes), d = shape, ORDERS[order], 16
     s, t = sizes(length)
@@ -111,17 +117,21 @@ def check(device, dtype, order, masked, dropped, shape) -> set[str]:
     pairs = torch.ones(B, s, t, dtype=torch.bool) if allowed is None else allowed
     if causal:
         pairs = pairs & (torch.arange(t) <= positions.unsqueeze(1))
+    if window is not None:
+        pairs = pairs & (torch.arange(t) >= positions.unsqueeze(1) - window)
     words = torch.randint(-32768, 32768, (B, g * q, s, t), generator=torch.Generator().manual_seed(3)).short()
     inputs = operands(s, t, g, q, d, dtype, device)
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    wanted = results(lambda *x: formula(*x, pairs, (words >= THRESHOLD) if dropped else None), exact)
+    wanted = results(lambda *x: formula(*x, pairs, (words >= THRESHOLD) if dropped else None, softcap), exact)
     how = dict(
         scale=SCALE,
         causal=causal,
         allowed=None if allowed is None else allowed.to(device),
         dropout=DropoutMask(words.to(device), THRESHOLD, FACTOR) if dropped else None,
+        softcap=softcap,
+        window=window,
     )
-    case = Case(device, dtype, s, t, causal, masked != "none", dropped, grouped=q > 1)
+    case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, softcap=bool(softcap), window=window)
     fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
     for entry in fitting:
         got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
@@ -144,6 +154,73 @@ def test_fp32(device, order, masked, dropped):
 def test_bf16(device, order, masked, dropped):
     for shape in ((200, 2, 3), (300, 4, 1)):
         assert "reference" in check(device, torch.bfloat16, order, masked, dropped, shape)
+
+
+# Windows inside a block of block-causal, of about one, over several, and longer than the sequence.
+@pytest.mark.parametrize("window", [8, 64, 150, 1000])
+@pytest.mark.parametrize("masked, order", [("none", "causal"), ("documents", "causal"), ("blind", "causal")])
+def test_windows(device, masked, order, window):
+    for dropped, shape in ((False, (300, 2, 1)), (True, (150, 1, 4)), (False, (600, 1, 2))):
+        found = check(device, torch.float32, order, masked, dropped, shape, window=window)
+        assert {"reference", "block-causal"} <= found
+        assert dropped or any(name.startswith("sdpa") for name in found)
+
+
+@pytest.mark.parametrize("order", ["cached", "one cached"])
+@pytest.mark.parametrize("masked", ["none", "documents"])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_windows_over_cached_keys(device, masked, order, softcap):
+    for window in (8, 150):
+        assert "reference" in check(device, torch.float32, order, masked, False, (200, 2, 3), softcap, window)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("masked", ["none", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_scores(device, dtype, masked, window):
+    """At a cap that bends most scores; kernels without caps are not chosen."""
+    for dropped, shape in ((False, (300, 2, 1)), (True, (150, 1, 4))):
+        found = check(device, dtype, "causal", masked, dropped, shape, 0.7, window)
+        assert {"reference", "block-causal"} <= found <= {"reference", "block-causal", "flash-attn"}
+    assert "reference" in check(device, dtype, "bidirectional", masked, False, (37, 3, 1), 0.7)
+
+
+def test_long_sequences_keep_block_causal_where_a_window_keeps_it_small():
+    long = dict(device="cpu", dtype=torch.float32, queries=10000, keys=10000, causal=True)
+    assert choose("attention", Case(**long)).name == "sdpa (CPU)"
+    assert choose("attention", Case(**long, window=1023)).name == "block-causal"
+    assert choose("attention", Case(**long, window=9000)).name == "sdpa (CPU)"
+    assert choose("attention", Case(**long, softcap=True)).name == "block-causal"
+    assert not any("softcap" in entry.covers for entry in TABLE["attention"] if entry.backend == "sdpa")  # on no device
+
+
+def test_flash_attn_is_told_of_windows_and_caps(monkeypatch):
+    """A stand-in with the package's signature, computed by the formula."""
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        s, left = len(q), window_size[0] if window_size[0] >= 0 else len(q)
+        assert softmax_scale == SCALE and causal and window_size[1] in (-1, 0)
+        pairs = torch.ones(B, s, s, dtype=torch.bool).tril().triu(-left)
+        groups = k.shape[2]
+        result = formula(q.view(s, B, groups, -1, q.shape[-1]), k, v, pairs, None, softcap)
+        return result.view(s, B, -1, q.shape[-1]).transpose(0, 1)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    inputs = operands(40, 40, 2, 2, 16, torch.float32, "cpu")
+    for softcap, window in ((None, None), (0.7, None), (None, 6), (0.7, 1)):
+        how = dict(scale=SCALE, causal=True, softcap=softcap, window=window)
+        got, want = (results(partial(run, **how), inputs) for run in (attention.flash_attn, reference.attention))
+        for mine, theirs in zip(got, want, strict=True):
+            assert_near(mine, theirs, torch.float32, "cpu", str(how))
+
+
+def test_releases_of_flash_attn(monkeypatch):
+    from megatron import fused_kernels
+
+    for release, asks in {"2.0.4": set(), "2.3.0": {"window"}, "2.8.3": {"window", "softcap"}, "": set()}.items():
+        monkeypatch.setattr(fused_kernels, "version", lambda name, release=release: release)
+        assert fused_kernels._flash_attn() & {"window", "softcap"} == asks
 
 
 def test_scaled_softmax_in_fp16(device):
@@ -189,12 +266,14 @@ def test_cached_keys(device, run, how, masked):
         assert_near(mine, theirs, torch.float32, device, run.__name__)
 
 
+@pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
-def test_gradients_of_block_causal_numerically(dropped):
+def test_gradients_of_block_causal_numerically(dropped, softcap, window):
     s = 5
     inputs = [x.detach().double().requires_grad_() for x in operands(s, s, 2, 2, 3, torch.float32, "cpu")]
     words = torch.randint(-32768, 32768, (B, 4, s, s), generator=torch.Generator().manual_seed(3)).short()
     more = dict(scale=0.5, causal=True, dropout=DropoutMask(words, THRESHOLD, FACTOR) if dropped else None)
+    more |= dict(softcap=softcap, window=window)
     assert torch.autograd.gradcheck(lambda *x: attention.block_causal(*x, **more), inputs)
 
 

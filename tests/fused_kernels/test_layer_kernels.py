@@ -13,6 +13,7 @@ from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings import kernel_sizes
+from megatron.settings.schema import Model
 
 # Relative errors, in the norm over a tensor: of sums in fp32 on CPUs, on GPUs (which may make products in TF32), of bf16.
 TOLERANCE = {
@@ -175,7 +176,8 @@ def test_rotary(device, dtype, percent):
     s, b, d, base = 300, 2, 16, 10000.0
     n = int(d * percent)
     ids = torch.stack((torch.arange(s), torch.arange(s).flip(0) // 2), 1)
-    rotary = Rotary(d, base, percent)
+    sizes = dict(num_layers=1, hidden_size=d, num_attention_heads=1)
+    rotary = Rotary(Model(**sizes, rotary_base=base, rotary_percent=percent))
     angles = rotary.angles(ids.to(device), torch.float32)
 
     def formula(x):
@@ -224,7 +226,7 @@ def test_cross_entropy(device, monkeypatch, dtype, blocked, masked, smoothing, c
     losses = cross_entropies(*exact, labels, smoothing)
     want = (losses * mask.double()).sum()
     inputs = [x.requires_grad_() for x in (hidden, weight)]
-    got = linear_cross_entropy(
+    got, _ = linear_cross_entropy(
         *inputs, labels.to(device), mask=mask.to(device) if masked else None, label_smoothing=smoothing, **more
     )
     found = [got, *torch.autograd.grad(got * 0.25, inputs)]

@@ -3,7 +3,15 @@
 
 import pytest
 
-from tests.fused_kernels.test_attention import test_bf16, test_cached_keys, test_fp32, test_scaled_softmax_in_fp16
+from tests.fused_kernels.test_attention import (
+    test_bf16,
+    test_cached_keys,
+    test_capped_scores,
+    test_fp32,
+    test_scaled_softmax_in_fp16,
+    test_windows,
+    test_windows_over_cached_keys,
+)
 from tests.fused_kernels.test_layer_kernels import (
     test_cross_entropy,
     test_dropout,
@@ -16,6 +24,7 @@ from tests.fused_kernels.test_layer_kernels import (
 __all__ = [
     "test_bf16",
     "test_cached_keys",
+    "test_capped_scores",
     "test_cross_entropy",
     "test_dropout",
     "test_fp32",
@@ -24,6 +33,8 @@ __all__ = [
     "test_products_of_any_strides",
     "test_rotary",
     "test_scaled_softmax_in_fp16",
+    "test_windows",
+    "test_windows_over_cached_keys",
 ]
 
 pytestmark = pytest.mark.gpu

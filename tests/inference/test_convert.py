@@ -77,7 +77,9 @@ def assert_same(a: dict, b: dict):
 UNTIED, TIED = dict(untie_embeddings_and_output_weights=True), dict(untie_embeddings_and_output_weights=False)
 
 
-@pytest.mark.parametrize("model", [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), LLAMA, LLAMA | TIED])
+@pytest.mark.parametrize(
+    "model", [GPT2, dict(GPT2, bias_gelu_fusion=False, **UNTIED), dict(GPT2, squared_relu=True), LLAMA, LLAMA | TIED]
+)
 def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
     pytest.importorskip("transformers")
     weights = save(tmp_path / "ours", model)
@@ -96,6 +98,7 @@ def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
         "norm_epsilon",
         "rotary_base",
         "bias_gelu_fusion",
+        "squared_relu",
     ):
         assert getattr(saved, name) == getattr(schema.Model(**model), name), name
 
@@ -174,7 +177,14 @@ def test_large_models_come_in_several_files(tmp_path, monkeypatch):
     "change, text",
     [
         (dict(model_type="bert"), "model_type 'bert'"),
-        (dict(rope_scaling=dict(type="linear")), "rope_scaling"),
+        (dict(rope_scaling=dict(type="linear")), "not complete"),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type 'dynamic' in config.json cannot be expressed"),
+        (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "not complete: KeyError\\('low_freq_factor'"),
+        (
+            dict(rope_scaling=dict(rope_type="yarn", factor=2.0, long_factor=[1.0])),
+            "long_factor in the rope_parameters",
+        ),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (dict(attention_bias=True), "attention_bias True"),
         (dict(hidden_act="relu"), "hidden_act 'relu'"),
         (dict(num_hidden_layers=3), "9 are unknown"),

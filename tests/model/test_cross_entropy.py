@@ -5,6 +5,7 @@ tp.
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     mask = mask if masked else None
     want = plain(hidden, weight, labels, mask, label_smoothing)
     wanted = torch.autograd.grad(want * 0.25, (hidden, weight))
-    got = linear_cross_entropy(
+    got, _ = linear_cross_entropy(
         hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk, label_smoothing=label_smoothing
     )
     torch.testing.assert_close(got, want)
@@ -50,6 +51,38 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     assert gradients[1][V:].abs().sum() == 0
 
 
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("softcap, z_loss", [(3.0, 0.0), (None, 0.05), (3.0, 0.05)])
+def test_capped_logits_and_z_losses(run_ranks, chunk, label_smoothing, softcap, z_loss):
+    """On one rank, and on two that each hold a part of the vocabulary, padding at the end of the second."""
+    hidden, weight, labels, mask = problem()
+    capped = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else lambda x: x
+    logits = capped(hidden @ weight[:V].t())
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    want, want_z = (losses * mask).sum(), (logits.exp().sum(1).log() ** 2 * mask).sum()
+    wanted = torch.autograd.grad(want + z_loss * want_z, (hidden, weight))
+    each = token_losses(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, softcap=softcap, chunk=chunk)
+    torch.testing.assert_close(each, F.cross_entropy(logits, labels, reduction="none"))
+    told = dict(mask=mask, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk=chunk)
+
+    def body(rank, tp):
+        rows = PADDED // tp
+        own = weight.detach()[rank * rows : rank * rows + rows].clone().requires_grad_()
+        mine = hidden.detach().clone().requires_grad_()
+        loss, z = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=Mesh(rank, tp=tp).tp, **told)
+        assert not z.requires_grad
+        (loss + z_loss * z).backward()
+        return loss.item(), z.item(), mine.grad.numpy(), own.grad.numpy()
+
+    for results in ([body(0, 1)], run_ranks(2, body, 2)):
+        for loss, z, _, _ in results:
+            assert (loss, z) == pytest.approx((want.item(), want_z.item()), rel=2e-6)
+        of_hidden, of_weight = sum(r[2] for r in results), np.concatenate([r[3] for r in results])
+        np.testing.assert_allclose(of_hidden, wanted[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(of_weight, wanted[1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, None])
 def test_bf16_gradients_do_not_lose_by_chunking(chunk):
     """The error against fp64 stays that of the bf16 format itself, however many chunks are added up."""
@@ -57,7 +90,7 @@ def test_bf16_gradients_do_not_lose_by_chunking(chunk):
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     losses = F.cross_entropy(exact[0] @ exact[1][:V].t(), labels, reduction="sum")
     wanted = torch.autograd.grad(losses, exact)
-    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=chunk)
+    got, _ = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=chunk)
     assert abs(got.item() - losses.item()) < 0.01 * losses.item()
     for gradient, expected in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
         assert gradient.dtype == torch.bfloat16
@@ -78,7 +111,7 @@ def test_fp16_keeps_small_probabilities_and_large_sums():
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     losses = F.cross_entropy(exact[0] @ exact[1][:V].t(), labels, reduction="sum")
     wanted = torch.autograd.grad(losses * scale, exact)
-    got = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp)
+    got, _ = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp)
     gradients = torch.autograd.grad(got * scale, (hidden, weight))
     for gradient, expected in zip(gradients, wanted, strict=True):
         assert gradient.dtype == torch.float16
@@ -93,12 +126,12 @@ def test_losses_of_tokens_and_no_gradient_work():
     got = token_losses(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=8)
     torch.testing.assert_close(got, want.detach())
     with torch.no_grad():
-        assert not linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp).requires_grad
+        assert not linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp)[0].requires_grad
 
 
 def test_extreme_logits_stay_finite():
     hidden, weight, labels, _ = problem()
-    got = linear_cross_entropy(hidden * 100, weight * 100, labels, vocab_size=V, tp=Mesh().tp, chunk=7)
+    got, _ = linear_cross_entropy(hidden * 100, weight * 100, labels, vocab_size=V, tp=Mesh().tp, chunk=7)
     torch.testing.assert_close(got, plain(hidden * 100, weight * 100, labels))
     assert all(g.isfinite().all() for g in torch.autograd.grad(got, (hidden, weight)))
 
@@ -114,7 +147,7 @@ def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
         tp = Mesh(rank, tp=4).tp
         own = weight.detach()[rank * 32 : rank * 32 + 32].clone().requires_grad_()
         mine = hidden.detach().clone().requires_grad_()
-        loss = linear_cross_entropy(
+        loss, _ = linear_cross_entropy(
             mine, own, labels, vocab_size=V, tp=tp, mask=mask, chunk=10, label_smoothing=label_smoothing
         )
         loss.backward()
@@ -137,7 +170,7 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
         hidden, weight, labels, mask = problem(dtype)
         with deferred.collect() if deferred else nullcontext([]) as products:
             more = dict(mask=mask, chunk=10, deferred=deferred)
-            loss = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, **more)
+            loss, _ = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, **more)
             (loss * 0.3).backward()
         assert (weight.grad is None) == bool(deferred) and len(products) == bool(deferred)
         deliver(products)

@@ -92,6 +92,7 @@ def test_resumes_bit_for_bit(tmp_path):
         "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2",
         "--amp-level O1 --bf16",
+        "--z-loss-coeff 0.1",
     ],
 )
 def test_what_a_plain_module_cannot_is_told_once(flag, capfd):

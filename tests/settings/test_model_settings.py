@@ -13,6 +13,7 @@ from megatron.model.attention import ForwardContext, scaled_dot_product_attentio
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
+from megatron.training.loop import objective
 
 FP16 = torch.float16
 V, S, B = 101, 16, 3  # 100 numbers, and the end of document that NullTokenizer adds
@@ -84,13 +85,17 @@ def rotated(x, base, share):
     return turned
 
 
+def capped(x, cap):
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def linear(w, name, x):
     weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
     y = x @ weight.reshape(-1, weight.shape[-1]).t()
     return y if bias is None else y + bias.flatten()
 
 
-def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share):
+def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share, cap=None):
     """Head by head, each query head with the key-value head of its group."""
     d = w[f"{name}.qkv.weight"].shape[2]
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
@@ -103,7 +108,7 @@ def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base,
             q, k = normed(w, f"{name}.q_norm", q, norm, epsilon), normed(w, f"{name}.k_norm", k, norm, epsilon)
         if position == "rope":
             q, k = rotated(q, base, share), rotated(k, base, share)
-        scores = torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(d) + mask
+        scores = capped(torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(d), cap) + mask
         outputs.append(torch.einsum("bij,jbd->ibd", scores.softmax(-1), v))
     return linear(w, f"{name}.output", torch.cat(outputs, -1))
 
@@ -119,10 +124,13 @@ def plain(
     qk_norm=False,
     gated=False,
     erf=False,
+    squared=False,
     position="learned_absolute",
     base=1e4,
     share=1.0,
     tied=True,
+    score_cap=None,
+    cap=None,
     **_,
 ):
     """Logits [s, b, V] of a GPT with weights `w` (our names and shapes)."""
@@ -133,21 +141,44 @@ def plain(
         block = f"blocks.{n}"
         inside = normed(w, f"{block}.attention_norm", x, norm, epsilon)
         x = x + attention(
-            w, f"{block}.attention", inside, heads, groups or heads, norm, epsilon, qk_norm, position, base, share
+            w,
+            f"{block}.attention",
+            inside,
+            heads,
+            groups or heads,
+            norm,
+            epsilon,
+            qk_norm,
+            position,
+            base,
+            share,
+            score_cap,
         )
         up = linear(w, f"{block}.mlp.up", normed(w, f"{block}.mlp_norm", x, norm, epsilon))
         if gated:
             gate, value = up.chunk(2, -1)
             up = gate * torch.sigmoid(gate) * value
+        elif squared:
+            up = up * up * (up > 0)
         elif erf:
             up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
         else:
             up = up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         x = x + linear(w, f"{block}.mlp.down", up)
     x = normed(w, "final_norm", x, norm, epsilon)
-    return x @ w["embedding.word.weight" if tied else "output.weight"][:V].t()
+    return capped(x @ w["embedding.word.weight" if tied else "output.weight"][:V].t(), cap)
 
 
+NO_SHAPE = (
+    "erf",
+    "squared",
+    "position",
+    "base",
+    "share",
+    "epsilon",
+    "cap",
+    "score_cap",
+)  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
     ("", {}, dict(erf=True)),
@@ -175,7 +206,10 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
         None,
     ),
     ("--swiglu", dict(gated=True, ffn=64), None),  # 8/3 of 32, rounded down to 64 and at least that
+    ("--squared-relu", dict(squared=True), dict(squared=False)),
     ("--no-bias-gelu-fusion", dict(erf=True), dict(erf=False)),
+    ("--attn-logit-softcapping 0.3", dict(score_cap=0.3), dict(score_cap=None)),
+    ("--final-logit-softcapping 1.5", dict(cap=1.5), dict(cap=None)),
     ("--disable-bias-linear", dict(bias=False), None),
     ("--untie-embeddings-and-output-weights", dict(tied=False), dict(tied=True)),
     ("--make-vocab-size-divisible-by 24", dict(rows=120), None),
@@ -203,7 +237,7 @@ def test_a_network_is_the_plain_one(flags, told, unlike, build):
     (model,) = run.stages
     weights = randomise(model)
     assert {name: tuple(w.shape) for name, w in weights.items()} == shapes(
-        **{name: value for name, value in told.items() if name not in ("erf", "position", "base", "share", "epsilon")}
+        **{name: value for name, value in told.items() if name not in NO_SHAPE}
     )
     [micro] = run.train_batches.step(0, 1)
     assert micro.tokens.shape == (run.config.model.seq_length, 2)
@@ -314,6 +348,30 @@ def test_label_smoothing_is_torchs_in_training_alone(build):
         loss, count = model.train(training)(None, micro)[1].values()
         want = F.cross_entropy(logits, micro.labels.flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss / count, want, rtol=1e-5, atol=1e-5)
+
+
+def test_z_loss_is_added_to_the_loss(build, train):
+    """In training: its gradient goes into every weight's. It is logged beside the loss, which stays the cross-entropy."""
+    run = build("--z-loss-coeff 0.05 --untie-embeddings-and-output-weights")
+    (model,), [micro] = run.stages, run.train_batches.step(0, 1)
+    weights = {name: weight.clone().requires_grad_() for name, weight in randomise(model).items()}
+    logits = plain(weights, micro.tokens, tied=False).flatten(0, 1)
+    loss, z = F.cross_entropy(logits, micro.labels.flatten()), logits.logsumexp(-1).square().mean()
+    (loss + 0.05 * z).backward()
+    sums, tokens = model(None, micro)[1], micro.tokens.numel()
+    assert set(sums) == {"lm loss", "tokens", "z loss"}
+    torch.testing.assert_close(sums["lm loss"] / tokens, loss)
+    torch.testing.assert_close(sums["z loss"] / tokens, z)
+    minimised = objective(run.config, run.sums, 1.0, 2, 1)[0](sums, micro)
+    torch.testing.assert_close(minimised, loss + 0.05 * z)
+    gradients = torch.autograd.grad(minimised, list(model.parameters()))
+    for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-3, atol=1e-5, msg=name)
+    [step] = train("--z-loss-coeff 0.05 --train-iters 1 --log-interval 1").steps
+    [bare] = train("--train-iters 1 --log-interval 1", "bare").steps
+    assert step["lm loss"] == bare["lm loss"] and "z loss" not in bare
+    assert step["z loss"] == pytest.approx(math.log(V) ** 2, rel=0.05)  # of a fresh model all tokens are alike
+    assert step["grad_norm"] != bare["grad_norm"]
 
 
 # ---- number formats of attention -------------------------------------------------------------------------------------

@@ -121,6 +121,37 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             "--num-attention-heads 8 cannot be shared by --num-query-groups 3; nearest: 2 or 4",
         ),
         ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
+        ("--squared-relu --swiglu", 1, "--squared-relu and --swiglu are two activations of the MLP; give one of them"),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-type yarn --rotary-scaling-factor 2",
+            1,
+            "--rotary-seq-len-interpolation-factor, --use-rope-scaling and --rope-type yarn scale the same frequencies; "
+            "give one of them",
+        ),
+        (
+            "--use-rope-scaling --rope-scaling-low-freq-factor 4",
+            1,
+            "--rope-scaling-low-freq-factor 4 must be below --rope-scaling-high-freq-factor 4, as 1 and 4 are",
+        ),
+        (
+            "--rope-type yarn --yarn-beta-fast 1",
+            1,
+            "--yarn-beta-slow 1 must be below --yarn-beta-fast 1, as 1 and 32 are",
+        ),
+        (
+            "--rope-type yarn --rotary-base 1",
+            1,
+            "--rope-type yarn needs a --rotary-base above 1, as 10000 is; 1 is not",
+        ),
+        ("--rope-scaling-factor 0.5", 1, "--rope-scaling-factor 0.5 must be at least 1"),
+        (
+            "--attn-logit-softcapping 50 --attention-backend sdpa",
+            1,
+            "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash",
+        ),
+        ("--attn-logit-softcapping 0", 1, "--attn-logit-softcapping 0.0 must be above 0"),
+        ("--z-loss-coeff -1", 1, "--z-loss-coeff -1.0 must be at least 0"),
+        ("--final-logit-softcapping -1", 1, "--final-logit-softcapping -1.0 must be above 0"),
         ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
         (
             "--position-embedding-type rope --rotary-percent 0.4",
@@ -312,3 +343,39 @@ def test_remarks():
         "90 times as slow" in found and "nothing of this training will be kept" in found and "--rotary-percent" in found
     )
     assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))
+
+
+ROPE = "--position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--no-bias-gelu-fusion --swiglu", "--no-bias-gelu-fusion has no effect with --swiglu"),
+        ("--no-bias-gelu-fusion --squared-relu", "--no-bias-gelu-fusion has no effect with --squared-relu"),
+        ("--use-rope-scaling", "--use-rope-scaling has no effect without --position-embedding-type rope"),
+        (
+            "--rope-type yarn --rotary-scaling-factor 2",
+            "--rope-type yarn has no effect without --position-embedding-type rope",
+        ),
+        (
+            "--rotary-seq-len-interpolation-factor 2",
+            "--rotary-seq-len-interpolation-factor has no effect without --position-embedding-type rope",
+        ),
+        (f"{ROPE} --rope-scaling-factor 4", "--rope-scaling-factor 4 has no effect without --use-rope-scaling"),
+        (f"{ROPE} --mscale 2", "--mscale 2 has no effect without --rope-type yarn"),
+        (
+            f"{ROPE} --no-yarn-correction-range-round-to-int",
+            "--no-yarn-correction-range-round-to-int has no effect without --rope-type yarn",
+        ),
+        (f"{ROPE} --rope-type yarn", "--rope-type yarn has no effect with --rotary-scaling-factor 1"),
+    ],
+)
+def test_what_a_network_makes_no_use_of_is_told(line, words):
+    told = remarks(config(line), 1)
+    assert [said for said in told if said.startswith(words)] and len(told) == 1 + len(remarks(config(), 1)), told
+
+
+def test_scalings_that_are_made_use_of_are_not_told():
+    for line in ("--use-rope-scaling --rope-scaling-factor 4", "--rope-type yarn --rotary-scaling-factor 2 --mscale 2"):
+        assert remarks(config(f"{ROPE} {line}"), 1) == remarks(config(), 1)

@@ -69,13 +69,11 @@ _REFUSED = (
     "num_experts",
     "multi_latent_attention",
     "apply_layernorm_1p",
-    "squared_relu",
     "rotary_interleaved",
     "add_qkv_bias",
     "apply_residual_connection_post_layernorm",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
-    "use_rope_scaling",
     "heterogeneous_layers_config_path",
 )
 
@@ -264,6 +262,9 @@ def _settings(
         raise CheckpointError("the first file has no word embedding")
     if not heads:
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
+    if args.get("position_embedding_type") in ("yarn", "mrope", "relative"):
+        what = f"position_embedding_type {args['position_embedding_type']}"
+        raise CheckpointError(f"the checkpoint uses {what}, which cannot be expressed here")
     positions = named.get((None, "embedding.position.weight"))
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
     layers = len(
@@ -285,6 +286,9 @@ def _settings(
             "make_vocab_size_divisible_by",
             "kv_channels",
             "apply_query_key_layer_scaling",
+            "use_rope_scaling",
+            "rope_scaling_factor",
+            "rotary_seq_len_interpolation_factor",
         )
         if args.get(name) is not None
     }
@@ -302,6 +306,7 @@ def _settings(
         rotary_base=float(args.get("rotary_base") or 10000.0),
         norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
         swiglu=bool(args.get("swiglu")),
+        squared_relu=bool(args.get("squared_relu")),
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
         untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),

@@ -84,9 +84,12 @@ class GPTFacts(Facts):
         if share.backend == "stored":
             return "reference"
         drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
-        if scaled and (drops or share.device == "cpu"):
+        capped = m.attn_logit_softcapping is not None
+        if scaled and (drops or capped or share.device == "cpu"):
             return "reference"
-        if drops:
+        if capped and share.device == "cuda" and share.backend == "flash":
+            return "flash"  # of the package flash-attn; torch has no caps
+        if drops or capped:
             return "block-causal"
         if share.device == "cuda":
             return "block-causal" if share.backend == "explicit" and not scaled else "flash"
@@ -113,10 +116,11 @@ def _branches(facts: GPTFacts, share: Share) -> tuple[Branch, ...]:
     scores = 0 if core.kernel == "flash" else 2 * share.micro * m.num_attention_heads // share.tp * m.seq_length**2 * e
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
-    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU, or gate, value and silu(gate)
+    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
+    moved = n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
     return (
         Branch("attention", (fused,), width, n * 4 * width, 0, scores, core),
-        Branch("mlp", up, ffn, n * ffn * (5 if m.swiglu else 2), kept, mlp_workspace),
+        Branch("mlp", up, ffn, moved, kept, mlp_workspace),
     )
 
 
@@ -151,9 +155,10 @@ def _core_kept(facts: GPTFacts, share: Share, kernel: str) -> tuple[int, int]:
         pairs = n * heads * causal_pairs(s, m.num_attention_heads // m.query_groups) // s
         return turned + rows + 2 * kv + pairs * (e + (m.attention_dropout > 0)), recomputed
     wide = weights * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
+    capped = wide if m.attn_logit_softcapping else 0
     if m.attention_dropout > 0:
         dropped = weights * e + weights
     else:
         dropped = weights * e if wide != weights * e else 0
     keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
-    return turned + keys + q + wide + dropped, recomputed
+    return turned + keys + q + wide + capped + dropped, recomputed

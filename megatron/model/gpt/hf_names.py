@@ -10,6 +10,7 @@
 Legend: h hidden, g key-value groups, q queries of a group, d channels of a head. GPT-2 keeps its matrices transposed.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,6 +111,10 @@ def _output(model: Model) -> list[Match]:
 def kind_of(model: Model) -> str:
     """gpt2 or llama. Raises SettingsError with what keeps the model from being either."""
     m = model
+    capped = {
+        "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
+        "--final-logit-softcapping": m.final_logit_softcapping is not None,
+    }
     gpt2 = {
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "learned_absolute",
         f"--normalization {m.normalization}": m.normalization != "LayerNorm",
@@ -118,6 +123,7 @@ def kind_of(model: Model) -> str:
         f"--num-query-groups {m.query_groups}": m.query_groups != m.num_attention_heads,
         f"--kv-channels {m.head_dim}": m.head_dim * m.num_attention_heads != m.hidden_size,
         "--qk-layernorm": m.qk_layernorm,
+        **capped,
     }
     llama = {
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "rope",
@@ -126,6 +132,7 @@ def kind_of(model: Model) -> str:
         "no --swiglu": not m.swiglu,
         "no --disable-bias-linear": not m.disable_bias_linear,
         "--qk-layernorm": m.qk_layernorm,
+        **capped,
     }
     for kind, against in (("gpt2", gpt2), ("llama", llama)):
         if not any(against.values()):
@@ -157,7 +164,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
             n_layer=model.num_layers,
             n_head=model.num_attention_heads,
             n_inner=model.ffn_size,
-            activation_function="gelu_new" if model.bias_gelu_fusion else "gelu",
+            activation_function="relu2" if model.squared_relu else "gelu_new" if model.bias_gelu_fusion else "gelu",
             layer_norm_epsilon=model.norm_epsilon,
             embd_pdrop=model.hidden_dropout,
             resid_pdrop=model.hidden_dropout,
@@ -180,9 +187,94 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         mlp_bias=False,
         attention_dropout=model.attention_dropout,
         rope_theta=model.rotary_base,
-        rope_parameters=dict(rope_type="default", rope_theta=model.rotary_base),
+        rope_parameters=dict(rope_theta=model.rotary_base, **_their_rope(model)),
         **shared,
     )
+
+
+def _their_rope(m: Model) -> dict[str, Any]:
+    """How rotary frequencies are scaled, in the words of `rope_parameters`."""
+    if m.rotary_seq_len_interpolation_factor is not None:
+        return dict(rope_type="linear", factor=m.rotary_seq_len_interpolation_factor)
+    if m.use_rope_scaling:
+        return dict(
+            rope_type="llama3",
+            factor=m.rope_scaling_factor,
+            low_freq_factor=m.rope_scaling_low_freq_factor,
+            high_freq_factor=m.rope_scaling_high_freq_factor,
+            original_max_position_embeddings=m.rope_scaling_original_max_position_embeddings,
+        )
+    if m.rope_type == "yarn":
+        return dict(
+            rope_type="yarn",
+            factor=m.rotary_scaling_factor,
+            beta_fast=m.yarn_beta_fast,
+            beta_slow=m.yarn_beta_slow,
+            truncate=m.yarn_correction_range_round_to_int,
+            attention_factor=m.yarn_stretch,
+            original_max_position_embeddings=m.yarn_original_max_position_embeddings,
+        )
+    return dict(rope_type="default")
+
+
+def _our_rope(c: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Settings of ours from `rope_parameters`, or from `rope_scaling` of older files."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": (
+            *("factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+            "original_max_position_embeddings",
+        ),
+    }
+    _refuse(dict(rope_type=kind), rope_type=tuple(known))
+    _refuse(rope, partial_rotary_factor=(1, 1.0))
+    common = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    other = sorted(set(rope) - set(known[kind]) - set(common)) if kind != "default" else []
+    if other:
+        raise CheckpointError(
+            f"{', '.join(other)} in the rope_parameters of config.json cannot be expressed here",
+            f"known of {kind}: {', '.join(known[kind])}",
+        )
+    if kind == "default":
+        return {}
+    name = "original_max_position_embeddings"
+    original = (
+        c.get(name) or rope.get(name) or c["max_position_embeddings"]
+    )  # in this order, as transformers reads them
+    if kind == "linear":
+        return dict(rotary_seq_len_interpolation_factor=float(rope["factor"]))
+    if kind == "llama3":
+        return dict(
+            use_rope_scaling=True,
+            rope_scaling_factor=float(rope["factor"]),
+            rope_scaling_low_freq_factor=float(rope["low_freq_factor"]),
+            rope_scaling_high_freq_factor=float(rope["high_freq_factor"]),
+            rope_scaling_original_max_position_embeddings=int(original),
+        )
+    factor = float(rope.get("factor") or c["max_position_embeddings"] / original)
+    return dict(
+        rope_type="yarn",
+        rotary_scaling_factor=factor,
+        yarn_original_max_position_embeddings=int(original),
+        yarn_beta_fast=float(rope.get("beta_fast") or 32),
+        yarn_beta_slow=float(rope.get("beta_slow") or 1),
+        yarn_correction_range_round_to_int=bool(rope.get("truncate", True)),
+        **_our_stretch(rope, factor),
+    )
+
+
+def _our_stretch(rope: dict[str, Any], factor: float) -> dict[str, float]:
+    """--mscale and --mscale-all-dim for a YaRN of theirs, which may give their result itself."""
+    given, pair = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
+    if given is None:
+        return dict(mscale=float(pair[0]), mscale_all_dim=float(pair[1])) if all(pair) else {}
+    if factor > 1:
+        return dict(mscale=(float(given) - 1) / (0.1 * math.log(factor)))
+    _refuse(rope, attention_factor=(1, 1.0))
+    return {}
 
 
 def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
@@ -221,7 +313,7 @@ def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
     off = (False, None)
     _refuse(
         c,
-        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
         add_cross_attention=off,
         scale_attn_by_inverse_layer_idx=off,
         scale_attn_weights=(True,),
@@ -238,6 +330,7 @@ def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
         hidden_dropout=float(c.get("resid_pdrop", 0.1)),
         attention_dropout=float(c.get("attn_pdrop", 0.1)),
         init_method_std=float(c.get("initializer_range", 0.02)),
+        squared_relu=c.get("activation_function") == "relu2",
         bias_gelu_fusion=c.get("activation_function", "gelu_new") != "gelu",
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", True),
     )
@@ -246,9 +339,8 @@ def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
 
 def _from_llama(c: dict[str, Any]) -> tuple[Model, int]:
     off = (False, None)
-    rope = c.get("rope_parameters") or {}
-    _refuse(c, hidden_act=("silu",), attention_bias=off, mlp_bias=off, rope_scaling=(None, {"rope_type": "default"}))
-    _refuse(rope, rope_type=("default",), partial_rotary_factor=(1, 1.0))
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # in this order, as transformers reads them
+    _refuse(c, hidden_act=("silu",), attention_bias=off, mlp_bias=off, partial_rotary_factor=(1, 1.0, None))
     heads, length = int(c["num_attention_heads"]), int(c["max_position_embeddings"])
     groups = int(c.get("num_key_value_heads") or heads)
     model = Model(
@@ -271,5 +363,6 @@ def _from_llama(c: dict[str, Any]) -> tuple[Model, int]:
         attention_dropout=float(c.get("attention_dropout") or 0.0),
         init_method_std=float(c.get("initializer_range", 0.02)),
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", False),
+        **_our_rope(c, rope),
     )
     return model, int(c["vocab_size"])

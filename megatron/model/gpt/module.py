@@ -25,7 +25,7 @@ class GPT(LanguageModel):
         super().__init__(GPTFacts(model, vocab_size), mesh, **keywords)
         self.rotary = None
         if model.position_embedding_type == "rope":
-            self.rotary = Rotary(model.head_dim, model.rotary_base, model.rotary_percent)
+            self.rotary = Rotary(model)
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
         return Block(
@@ -68,7 +68,8 @@ class GPT(LanguageModel):
                 cache.length += tokens.shape[0]
             x = self.gather_input(self.final_norm(x), self.tp)
             x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
-            return mappings.join_last(linear(x, self.output_weight), self.tp)[..., : self.vocab_size].float()
+            scores = mappings.join_last(linear(x, self.output_weight), self.tp)[..., : self.vocab_size].float()
+            return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
         return self.positions(s, position_ids, 0 if cache is None else cache.length)

@@ -1,9 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of a GPT work together (`settings.rules`)."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 from megatron.settings.rules import Rule, divisors, either, multiples
+from megatron.settings.schema import Model
+
+_DEFAULTS = {field.name: field.default for field in fields(Model)}
+_LLAMA3 = tuple(name for name in _DEFAULTS if name.startswith("rope_scaling_"))
+_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim", *(name for name in _DEFAULTS if name.startswith("yarn_")))
+
+
+def _scalings(s: SimpleNamespace) -> dict[str, bool]:
+    """The ways to scale rotary frequencies, and whether each is asked for."""
+    return {
+        "--rotary-seq-len-interpolation-factor": s.rotary_seq_len_interpolation_factor is not None,
+        "--use-rope-scaling": s.use_rope_scaling,
+        "--rope-type yarn": s.rope_type == "yarn",
+    }
+
+
+def _flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    return f"--no-{flag}" if value is False else f"--{flag} {value:g}"
+
 
 RULES = (
     Rule(
@@ -48,6 +69,17 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.attn_logit_softcapping and s.attention_backend == "sdpa",
+        lambda s: (
+            "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash (with the package "
+            "flash-attn)"
+        ),
+    ),
+    Rule(
+        lambda s: s.squared_relu and s.swiglu,
+        lambda s: "--squared-relu and --swiglu are two activations of the MLP; give one of them",
+    ),
+    Rule(
         lambda s: (
             s.position_embedding_type == "learned_absolute"
             and s.max_position_embeddings
@@ -65,9 +97,62 @@ RULES = (
             f"width of a head) is not an even number above zero; {_even_rotary(s)}"
         ),
     ),
+    Rule(
+        lambda s: sum(_scalings(s).values()) > 1,
+        lambda s: (
+            "--rotary-seq-len-interpolation-factor, --use-rope-scaling and --rope-type yarn scale the same frequencies; "
+            "give one of them"
+        ),
+    ),
+    Rule(
+        lambda s: s.use_rope_scaling and s.rope_scaling_low_freq_factor >= s.rope_scaling_high_freq_factor,
+        lambda s: (
+            f"--rope-scaling-low-freq-factor {s.rope_scaling_low_freq_factor:g} must be below "
+            f"--rope-scaling-high-freq-factor {s.rope_scaling_high_freq_factor:g}, as 1 and 4 are"
+        ),
+    ),
+    Rule(
+        lambda s: s.rope_type == "yarn" and s.yarn_beta_slow >= s.yarn_beta_fast,
+        lambda s: (
+            f"--yarn-beta-slow {s.yarn_beta_slow:g} must be below --yarn-beta-fast {s.yarn_beta_fast:g}, as 1 and 32 are"
+        ),
+    ),
+    Rule(
+        lambda s: s.rope_type == "yarn" and s.rotary_base <= 1,
+        lambda s: f"--rope-type yarn needs a --rotary-base above 1, as 10000 is; {s.rotary_base:g} is not",
+    ),
 )
 
 IDLE = (
+    *(
+        Rule(
+            lambda s, name=name, without=without: s.position_embedding_type != "rope" and getattr(s, name) != without,
+            lambda s, flag=flag: f"{flag} has no effect without --position-embedding-type rope",
+        )
+        for name, without, flag in (
+            ("use_rope_scaling", False, "--use-rope-scaling"),
+            ("rope_type", "rope", "--rope-type yarn"),
+            ("rotary_seq_len_interpolation_factor", None, "--rotary-seq-len-interpolation-factor"),
+        )
+    ),
+    *(
+        Rule(
+            lambda s, name=name, needs=needs: (
+                getattr(s, name) != _DEFAULTS[name] and not _scalings(s)[needs] and s.position_embedding_type == "rope"
+            ),
+            lambda s, name=name, needs=needs: f"{_flag(name, getattr(s, name))} has no effect without {needs}",
+        )
+        for needs, names in {"--use-rope-scaling": _LLAMA3, "--rope-type yarn": _YARN}.items()
+        for name in names
+    ),
+    Rule(
+        lambda s: s.rope_type == "yarn" and s.rotary_scaling_factor == 1,
+        lambda s: "--rope-type yarn has no effect with --rotary-scaling-factor 1: give how many times longer",
+    ),
+    Rule(
+        lambda s: not s.bias_gelu_fusion and (s.squared_relu or s.swiglu),
+        lambda s: f"--no-bias-gelu-fusion has no effect with --{'swiglu' if s.swiglu else 'squared-relu'}",
+    ),
     Rule(
         lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
         lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope",

@@ -243,12 +243,10 @@ norms have a plain scale; use --normalization LayerNorm
     --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
-the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion) or --swiglu
-    --squared-relu --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
-rotary positions rotate halves (as Llama does), unscaled
-    --rotary-interleaved --rotary-scaling-factor --rotary-seq-len-interpolation-factor --use-rope-scaling
-    --rope-scaling-factor --rope-type --yarn-* --no-yarn-* --no-rope-freq --mrope-section --mscale*
-    --relative-attention-*
+the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu or --swiglu
+    --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
+rotary positions rotate halves (as Llama does), in all layers
+    --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
     --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
 biases are on, or off everywhere with --disable-bias-linear
@@ -323,7 +321,7 @@ NEUTRAL = """
 --num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
 --moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1 --cp-comm-type=p2p
 --fp8-recipe=delayed --moe-aux-loss-coeff=0
---moe-aux-loss-coeff=0.0 --softmax-type=vanilla --rope-type=rope --rotary-scaling-factor=1.0
+--moe-aux-loss-coeff=0.0 --softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 
