@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron.errors import SettingsError, UsageError
 from megatron.model.recipe import recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
-from megatron.settings.schema import GROUPS, ON_RESUME, Config
+from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
 # What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "told")
@@ -97,6 +97,21 @@ def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
         "the checkpoint is of a run whose results depend on other settings",
         f"give the checkpoint's settings, or --override {names} to go on with these",
     )
+
+
+def refuse_another_optimizer(config: Config, saved: dict[str, dict]) -> None:
+    """Raise SettingsError when a checkpoint's optimizer state is that of another update rule."""
+    was, now = (Optimizer(optimizer=name).rule for name in (_optimizer(saved), config.optimizer.optimizer))
+    if was != now:
+        raise SettingsError(
+            f"--optimizer {now} cannot go on with the state of {was}, which the checkpoint holds",
+            "the two keep different numbers of each weight",
+            f"give --optimizer {was}; or --no-load-optim, which goes on with the weights and state that starts anew",
+        )
+
+
+def _optimizer(saved: dict[str, dict]) -> str:
+    return saved.get("optimizer", {}).get("optimizer", "adam")
 
 
 def _with_other_samples(config: Config, found: list[Change]) -> list[str]:

@@ -102,7 +102,8 @@ def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
 def word_table(model: Model, vocab_size: int) -> dict[str, Placement]:
     """Of an embedding of words, or an output layer: [v, h], its rows divided, padded on each rank."""
     shape, multiple = (vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
-    return {"weight": Placement(shape, Normal(model.init_method_std), cut={"tp": 0}, multiple=multiple)}
+    init = Normal(model.init_method_std)
+    return {"weight": Placement(shape, init, cut={"tp": 0}, multiple=multiple, embedding_or_output=True)}
 
 
 def positions(model: Model, sequence_parallel: bool) -> dict[str, Placement]:

@@ -43,6 +43,7 @@ class Placement:
     init:     initial values
     decay:    weight decay applies (matrices: yes; biases and norms: no)
     multiple: a cut dim is padded to a multiple of this many for each rank (rows of a vocabulary)
+    embedding_or_output: a table of words at the input, or the output layer's: --decoupled-lr is theirs
 
     A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
     part of the model, has no gradient and is not stored.
@@ -54,6 +55,7 @@ class Placement:
     partial: tuple[str, ...] = ()
     decay: bool = True
     multiple: int = 1
+    embedding_or_output: bool = False
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.

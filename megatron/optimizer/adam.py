@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW (arXiv:1711.05101) on flat fp32 memory: main weights and moments of some units' shards, on one device.
+"""The state of an optimizer on flat fp32 memory: main weights and moments of some units' shards, on one device.
 
-State that is offloaded lives in the memory of the host and is stepped by the CPU: gradients go there, weights come back.
-State in a file is `disk.py`'s.
+Moments are whatever tensors the update rule keeps (`update.py`). State that is offloaded lives in the memory of the host
+and is stepped by the CPU: gradients go there, weights come back. State in a file is `disk.py`'s.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Optional
 
 import torch
-from torch.optim.adamw import adamw
 
-from megatron.optimizer.units import Owned
-from megatron.settings import schema
+from megatron.optimizer.units import FlatUnit, Owned
+from megatron.optimizer.update import Group, Rates, UpdateRule
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-Ranges = dict[bool, list[slice]]  # with weight decay or without -> stretches of flat state
+Ranges = dict[Group, list[slice]]  # what stretches of flat state have in common -> these
 Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
 
 
 class OwnedState:
-    """State of consecutive owned ranges, wherever it is stored: on the device, on the host (`AdamState`), in a file.
+    """State of consecutive owned ranges, wherever it is stored: on the device, on the host (`MemoryState`), in a file.
 
     main, moments:  flat fp32 tensors of `size` elements, and name -> such a tensor; to be used between two steps
     nbytes:         what it holds in memory
@@ -33,25 +33,17 @@ class OwnedState:
     offload: bool
     direct = False
 
-    def __init__(self, owned: Sequence[Owned]):
-        self.owned = owned
+    def __init__(self, owned: Sequence[Owned], rule: UpdateRule):
+        self.owned, self.rule = owned, rule
         self.span = slice(owned[0].place.start, owned[-1].place.stop)  # of the rank's whole shard
         self.size = self.span.stop - self.span.start
-        self.ranges: Ranges = {decay: self._ranges(decay) for decay in (True, False)}
+        self.ranges = self._ranges()
 
     def place(self, own: Owned) -> slice:
         """Where an owned range lies in `main` and the moments."""
         return slice(own.place.start - self.span.start, own.place.stop - self.span.start)
 
-    def step(
-        self,
-        reduced: torch.Tensor,
-        step_count: int,
-        lr: float,
-        weight_decay: float,
-        settings: schema.Optimizer,
-        targets: Targets = (),
-    ) -> None:
+    def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
         """One update from the shard's gradients; `step_count`: updates so far; `targets` matter where it is `direct`."""
         raise NotImplementedError
 
@@ -62,19 +54,27 @@ class OwnedState:
         """Whether `keep` is about `flat`, which is the main weights or one of the moments."""
         return False
 
-    def _ranges(self, decay: bool) -> list[slice]:
-        """The stretches of the state with (or without) weight decay."""
-        found = []
+    def _ranges(self) -> Ranges:
+        """The stretches of the state by what they have in common, each with the padding behind its parameters."""
+        found: Ranges = {}
         for own in self.owned:
-            border = min(max(own.unit.decay, own.low), own.high)
-            start, stop = (own.low, border) if decay else (border, own.high)
-            if start < stop:
-                first = self.place(own).start - own.low
-                found.append(slice(first + start, first + stop))
+            first = self.place(own).start - own.low
+            for group, start, stop in _stretches(own.unit):
+                start, stop = max(start, own.low), min(stop, own.high)
+                if start < stop:
+                    found.setdefault(group, []).append(slice(first + start, first + stop))
         return found
 
 
-class AdamState(OwnedState):
+def _stretches(unit: FlatUnit) -> Iterator[tuple[Group, int, int]]:
+    """(group, start, stop) of neighbouring parameters of a unit of one group; the last one ends with the unit."""
+    groups = [(group, list(slots)) for group, slots in groupby(unit.slots, lambda slot: Group.of(slot.placement))]
+    starts = [slots[0].start for _, slots in groups]
+    for (group, _), start, stop in zip(groups, starts, [*starts[1:], unit.size]):
+        yield group, start, stop
+
+
+class MemoryState(OwnedState):
     """Main weights, moments and the step of consecutive owned ranges.
 
     reduced:   fp32 gradients of the rank's whole shard
@@ -82,13 +82,21 @@ class AdamState(OwnedState):
     memory:    what to use for the main weights instead of memory of their own
     """
 
-    def __init__(self, owned: Sequence[Owned], reduced: torch.Tensor, *, offload: bool, memory: torch.Tensor = None):
-        super().__init__(owned)
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        rule: UpdateRule,
+        reduced: torch.Tensor,
+        *,
+        offload: bool,
+        memory: Optional[torch.Tensor] = None,
+    ):
+        super().__init__(owned, rule)
         self.offload = offload
         own = reduced[self.span]
         host = dict(device="cpu", pin_memory=own.device.type == "cuda") if offload else dict(device=own.device)
         self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
-        self.moments = {name: torch.zeros_like(self.main, **host) for name in MOMENTS}
+        self.moments = {name: torch.zeros_like(self.main, **host) for name in rule.state}
         self.arriving = torch.zeros_like(self.main, **host) if offload else None
 
     @property
@@ -96,45 +104,19 @@ class AdamState(OwnedState):
         return self.main.nbytes + sum(moment.nbytes for moment in self.moments.values())
 
     @torch.no_grad()
-    def step(
-        self,
-        reduced: torch.Tensor,
-        step_count: int,
-        lr: float,
-        weight_decay: float,
-        settings: schema.Optimizer,
-        targets: Targets = (),
-    ) -> None:
+    def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)
         flats = (self.main, gradients, *self.moments.values())
-        update(flats, self.ranges, step_count, lr, weight_decay, settings)
+        update(self.rule, flats, self.ranges, step_count, rates)
 
 
-def update(
-    flats: Sequence[torch.Tensor],
-    ranges: Ranges,
-    step_count: int,
-    lr: float,
-    weight_decay: float,
-    settings: schema.Optimizer,
-) -> None:
-    """AdamW on stretches of flat main weights, gradients and both moments, which all lie on one device."""
-    for decay, stretches in ranges.items():
-        adamw(
-            *[[flat[where] for where in stretches] for flat in flats],
-            [],
-            [torch.tensor(float(step_count), device=flats[0].device) for _ in stretches],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=lr,
-            weight_decay=weight_decay if decay else 0.0,
-            beta1=settings.adam_beta1,
-            beta2=settings.adam_beta2,
-            eps=settings.adam_eps,
-        )
+def update(rule: UpdateRule, flats: Sequence[torch.Tensor], ranges: Ranges, step_count: int, rates: Rates) -> None:
+    """A rule's step on stretches of flat main weights, gradients and moments, which all lie on one device."""
+    for group, stretches in ranges.items():
+        weights, gradients, *states = ([flat[where] for where in stretches] for flat in flats)
+        rule.update(weights, gradients, states, step_count, *rates.of(group))
 
 
 def divide(owned: Sequence[Owned], *shares: float) -> list[list[Owned]]:

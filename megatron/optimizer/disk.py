@@ -2,7 +2,7 @@
 """Optimizer state in a file, as in ZeRO-Infinity (arXiv:2104.07857): it passes through memory part by part, once a step.
 
     read ahead    | part 2 |
-    AdamW         | part 1 |      on the CPU, from gradients that come there; new weights go to the model at once
+    update        | part 1 |      on the CPU, from gradients that come there; new weights go to the model at once
     write behind  | part 0 |
 
 Two threads read and write while the CPU updates, in three buffers that serve all of the state (`scratch.SLOTS`,
@@ -23,10 +23,10 @@ from typing import Optional
 
 import torch
 
-from megatron.optimizer.adam import MOMENTS, OwnedState, Ranges, Targets, update
+from megatron.optimizer.adam import OwnedState, Ranges, Targets, update
 from megatron.optimizer.scratch import SLOTS, Scratch, buffer_bytes, file_bytes, part_size
 from megatron.optimizer.units import Owned
-from megatron.settings import schema
+from megatron.optimizer.update import Rates, UpdateRule
 
 
 class DiskState(OwnedState):
@@ -41,21 +41,22 @@ class DiskState(OwnedState):
     def __init__(
         self,
         owned: Sequence[Owned],
+        rule: UpdateRule,
         reduced: torch.Tensor,
         folder: str,
         *,
         memory: Optional[torch.Tensor] = None,
         copies: int = 1,
     ):
-        super().__init__(owned)
+        super().__init__(owned, rule)
         self.memory, self.offload, self.direct = memory, memory is None, memory is None
-        self.names = MOMENTS if memory is not None else ("main", *MOMENTS)
+        self.names = rule.state if memory is not None else ("main", *rule.state)
         self.away = reduced.device.type != "cpu"  # gradients and weights of the model are not in the host's memory
         self.on_disk = file_bytes(self.size, len(self.names) * copies)
         self._scratch = Scratch(folder, len(self.names) * copies, self.size)
         self._copies, self._current, self._next = copies, 0, 0
         self._width = part_size(self.size)
-        self._planes = 3 if self.away else len(self.names)
+        self._planes = 1 + len(rule.state) if self.away else len(self.names)
         self._buffers = _page_aligned(buffer_bytes(self.size, self._planes), self.away)
         self._buffers = self._buffers.view(SLOTS, self._planes, self._width)
         self._arriving = _page_aligned(4 * self._width, True) if self.away else None
@@ -75,8 +76,8 @@ class DiskState(OwnedState):
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """Both moments, mapped from the file. For use between two steps."""
-        return {name: self._mapped(self.names.index(name)) for name in MOMENTS}
+        """The moments, mapped from the file. For use between two steps."""
+        return {name: self._mapped(self.names.index(name)) for name in self.rule.state}
 
     def _mapped(self, plane: int) -> torch.Tensor:
         memory = self._scratch.map(self._current * len(self.names) + plane)
@@ -92,16 +93,8 @@ class DiskState(OwnedState):
         return flat is not self.memory
 
     @torch.no_grad()
-    def step(
-        self,
-        reduced: torch.Tensor,
-        step_count: int,
-        lr: float,
-        weight_decay: float,
-        settings: schema.Optimizer,
-        targets: Targets = (),
-    ):
-        """One update from the shard's gradients, as `AdamState.step`; new main weights go to `targets` on the way.
+    def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
+        """One update from the shard's gradients, as `MemoryState.step`; new main weights go to `targets` on the way.
 
         Raises StorageError when the disk fails.
         """
@@ -115,7 +108,7 @@ class DiskState(OwnedState):
                         leaving[number + 1 - SLOTS].result()  # from the slot that is filled next
                     coming = disk.submit(self._read, number + 1)
                 flats = self._flats(number, part, gradients)
-                update(flats, within(self.ranges, part), step_count, lr, weight_decay, settings)
+                update(self.rule, flats, within(self.ranges, part), step_count, rates)
                 self._deliver(flats[0], part, targets)
                 leaving.append(disk.submit(self._write, number))
             for write in leaving:
@@ -125,11 +118,12 @@ class DiskState(OwnedState):
     def _flats(self, number: int, part: slice, gradients: torch.Tensor) -> list[torch.Tensor]:
         """Main weights, gradients and moments of a part, in the host's memory."""
         size = part.stop - part.start
-        *main, first, second = self._buffers[number % SLOTS, :, :size]
+        buffers = list(self._buffers[number % SLOTS, :, :size])
+        main, states = buffers[: self._planes - len(self.rule.state)], buffers[self._planes - len(self.rule.state) :]
         gradient = self._arriving[:size].copy_(gradients[part]) if self.away else gradients[part]
         if self.memory is not None:
             main = [main[0].copy_(self.memory[part]) if main else self.memory[part]]
-        return [*main, gradient, first, second]
+        return [*main, gradient, *states]
 
     def _deliver(self, main: torch.Tensor, part: slice, targets: list[tuple[slice, torch.Tensor]]) -> None:
         if self.memory is not None:
@@ -157,9 +151,9 @@ class DiskState(OwnedState):
 def within(ranges: Ranges, part: slice) -> Ranges:
     """What lies in a part, as ranges of the part."""
     cut = {}
-    for decay, stretches in ranges.items():
+    for group, stretches in ranges.items():
         edges = [(max(where.start, part.start), min(where.stop, part.stop)) for where in stretches]
-        cut[decay] = [slice(start - part.start, stop - part.start) for start, stop in edges if start < stop]
+        cut[group] = [slice(start - part.start, stop - part.start) for start, stop in edges if start < stop]
     return cut
 
 

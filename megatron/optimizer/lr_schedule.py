@@ -12,7 +12,7 @@ rate at 0 samples, the second with the rate at one batch, and so on.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.settings.batch import full_size
@@ -64,6 +64,14 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
         done = (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
         share = CURVES[settings.lr_decay_style](done)
     return lowest + share * (highest - lowest)
+
+
+def decoupled_learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> Optional[float]:
+    """That of input and output embeddings: the same curve between ends of their own; None without --decoupled-lr."""
+    if settings.decoupled_lr is None:
+        return None
+    lowest = settings.min_lr if settings.decoupled_min_lr is None else settings.decoupled_min_lr
+    return learning_rate(replace(settings, lr=settings.decoupled_lr, min_lr=lowest), lengths, samples)
 
 
 def _annealed_share(style: str, lengths: Lengths, samples: int) -> float:
@@ -141,10 +149,15 @@ def _rate_problems(settings: Optimizer) -> list[str]:
     if settings.lr is None:
         found.append("--lr is missing: the highest learning rate, such as 3e-4")
         return found
-    if not 0 <= settings.min_lr <= settings.lr:
-        found.append(f"--min-lr {settings.min_lr:g} must lie between 0 and --lr {settings.lr:g}")
-    if not 0 <= settings.lr_warmup_init <= settings.lr:
-        found.append(f"--lr-warmup-init {settings.lr_warmup_init:g} must lie between 0 and --lr {settings.lr:g}")
+    ends = [("--lr", settings.lr, "--min-lr", settings.min_lr)]
+    if settings.decoupled_lr is not None:
+        own = settings.decoupled_min_lr
+        low = ("--min-lr", settings.min_lr) if own is None else ("--decoupled-min-lr", own)
+        ends.append(("--decoupled-lr", settings.decoupled_lr, *low))
+    for flag, highest, low_flag, lowest in ends:
+        for name, value in ((low_flag, lowest), ("--lr-warmup-init", settings.lr_warmup_init)):
+            if not 0 <= value <= highest:
+                found.append(f"{name} {value:g} must lie between 0 and {flag} {highest:g}")
     if settings.lr_warmup_fraction is not None and not 0 <= settings.lr_warmup_fraction < 1:
         found.append(f"--lr-warmup-fraction {settings.lr_warmup_fraction:g} must lie in [0, 1)")
     return found

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of the optimizer work together (`settings.rules`)."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+from megatron.optimizer.kinds import KINDS, state_of
 from megatron.settings.rules import Rule
+from megatron.settings.schema import Optimizer
 
 RULES = (
     Rule(
@@ -28,7 +33,25 @@ RULES = (
         lambda s: s.precision == "fp16" and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale,
         lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}",
     ),
+    Rule(
+        lambda s: s.nvme_offload_fraction and not state_of(s.settings.optimizer),
+        lambda s: (
+            f"--nvme-offload-fraction has nothing to put into files: --optimizer {s.settings.optimizer.rule} keeps "
+            "no state with these settings"
+        ),
+    ),
+    Rule(
+        lambda s: s.decoupled_min_lr is not None and s.decoupled_lr is None,
+        lambda s: f"--decoupled-min-lr {s.decoupled_min_lr} needs --decoupled-lr, the highest rate of the embeddings",
+    ),
 )
+
+
+def _changed(s: SimpleNamespace, names: Iterable[str]) -> list[str]:
+    """Those of the optimizer's settings that do not have their default, as flags."""
+    plain = Optimizer()
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(s, name) != getattr(plain, name)]
+
 
 IDLE = (
     Rule(
@@ -49,6 +72,16 @@ IDLE = (
     Rule(
         lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
         lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction",
+    ),
+    *(
+        Rule(
+            lambda s, optimizer=optimizer, names=names: s.settings.optimizer.rule != optimizer and _changed(s, names),
+            lambda s, optimizer=optimizer, names=names: (
+                f"{' and '.join(_changed(s, names))} without effect: --optimizer is {s.settings.optimizer.rule}, "
+                f"not {optimizer}"
+            ),
+        )
+        for optimizer, (_, names) in KINDS.items()
     ),
     Rule(
         lambda s: s.precision != "fp16" and s.loss_scale is not None,

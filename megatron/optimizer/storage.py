@@ -6,9 +6,10 @@ from typing import Optional
 
 import torch
 
-from megatron.optimizer.adam import AdamState, OwnedState, divide
+from megatron.optimizer.adam import MemoryState, OwnedState, divide
 from megatron.optimizer.disk import DiskState
 from megatron.optimizer.units import Owned
+from megatron.optimizer.update import UpdateRule
 from megatron.settings import schema
 
 MemoryOf = Callable[[list[Owned], bool], Optional[torch.Tensor]]
@@ -16,6 +17,7 @@ MemoryOf = Callable[[list[Owned], bool], Optional[torch.Tensor]]
 
 def store(
     owned: Sequence[Owned],
+    rule: UpdateRule,
     reduced: torch.Tensor,
     settings: schema.Optimizer,
     memory_of: MemoryOf,
@@ -25,6 +27,7 @@ def store(
 ) -> list[OwnedState]:
     """State of all owned ranges, in the shares of `--optimizer-offload-fraction` and `--nvme-offload-fraction`.
 
+    rule:       what is updated how, and with which state
     reduced:    fp32 gradients of the rank's whole shard
     memory_of:  (ranges, whether the model's weights are kept whole) -> fp32 weights of the model that are main weights, too
     whole:      the model's weights are kept whole on every rank
@@ -33,10 +36,11 @@ def store(
     states: list[OwnedState] = []
     on_host, on_disk, others = divide(owned, settings.host_share, settings.nvme_offload_fraction)
     if on_host:
-        states.append(AdamState(on_host, reduced, offload=True))
+        states.append(MemoryState(on_host, rule, reduced, offload=True))
     if on_disk:
         memory = memory_of(on_disk, whole)
-        states.append(DiskState(on_disk, reduced, settings.nvme_offload_dir, memory=memory, copies=copies))
+        states.append(DiskState(on_disk, rule, reduced, settings.nvme_offload_dir, memory=memory, copies=copies))
     if others:
-        states.append(AdamState(others, reduced, offload=False, memory=memory_of(others, True) if whole else None))
+        memory = memory_of(others, True) if whole else None
+        states.append(MemoryState(others, rule, reduced, offload=False, memory=memory))
     return states

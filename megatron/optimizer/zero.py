@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW over flat units: fp32 main weights, fp32 gradients, sharded or not by one mechanism (ZeRO, arXiv:1910.02054).
+"""An optimizer over flat units: fp32 main weights and gradients, sharded or not by one mechanism (ZeRO, arXiv:1910.02054).
 
 | stage | parameters                       | gradients                                | main weights and moments |
 |-------|----------------------------------|------------------------------------------|--------------------------|
@@ -43,6 +43,7 @@ from megatron.optimizer.units import (
     owned_ranges,
     pieces_of,
 )
+from megatron.optimizer.update import Rates, rule_of
 from megatron.optimizer.weights import Weights
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
@@ -84,7 +85,7 @@ class ShardedAdamW:
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
-        self.settings, self.step_count = settings, 0
+        self.settings, self.rule, self.step_count = settings, rule_of(settings), 0
         axis_of = partial(getattr, mesh)
         self.units = lay_out(model, axis_of)
         self.owned = owned_ranges(self.units, axis_of)
@@ -108,7 +109,13 @@ class ShardedAdamW:
         if settings.gradient_accumulation_fusion:
             attach(as_chunks(model), self.gradients.accumulator)
         self.states = store(
-            self.owned, self.reduced, settings, self._parameters_of, whole=self.weights.keep, copies=1 + lasting
+            self.owned,
+            self.rule,
+            self.reduced,
+            settings,
+            self._parameters_of,
+            whole=self.weights.keep,
+            copies=1 + lasting,
         )
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
@@ -252,15 +259,19 @@ class ShardedAdamW:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, scale: float) -> None:
-        """AdamW on gradients times `scale`; new weights go to every rank that uses them."""
+    def step(self, lr: float, weight_decay: float, scale: float, decoupled_lr: Optional[float] = None) -> None:
+        """The rule's update from gradients times `scale`; new weights go to every rank that uses them.
+
+        decoupled_lr: of input and output embeddings, if they have another one
+        """
+        rates = Rates(lr, weight_decay, decoupled_lr)
         with phase("scale"):
             if scale != 1.0:
                 self.reduced.mul_(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
         with phase("inner"), self.present() if direct else nullcontext():  # nothing is on its way into the parameters
             for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
-                state.step(self.reduced, self.step_count, lr, weight_decay, self.settings, self._targets(state))
+                state.step(self.reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
         self.publish(read=False)
 

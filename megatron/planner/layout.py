@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Optional
 
 from megatron.model.facts import Facts, Share
+from megatron.optimizer.kinds import state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
@@ -31,6 +32,7 @@ class Job:
     device:   "cuda" or "cpu": which kernels run, and what they keep
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
+    moments:  numbers that the optimizer keeps of each weight, beside it
     """
 
     facts: Facts
@@ -41,6 +43,7 @@ class Job:
     documents: bool = False  # --reset-attention-mask
     mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which is a little too many
     chunk: Optional[int] = None
+    moments: int = 2
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -55,6 +58,7 @@ class Job:
             config.data.reset_attention_mask,
             config.precision.amp_level == "O1",
             config.kernels.cross_entropy_chunk,
+            len(state_of(config.optimizer)),
         )
 
     @property
@@ -175,7 +179,7 @@ class Layout:
         )
         optimizer = replace(
             config.optimizer,
-            optimizer="adam",
+            optimizer=config.optimizer.rule,
             optimizer_cpu_offload=self.offload > 0,
             param_cpu_offload=self.param_offload,
             optimizer_offload_fraction=self.offload or 1.0,

@@ -36,10 +36,11 @@ class Ledger:
 
 def state(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state."""
-    return _state(rank_units(job, layout, rank), job.element, layout, job.device == "cuda")
+    return _state(rank_units(job, layout, rank), job, layout, job.device == "cuda")
 
 
-def _state(units: Units, element: int, layout: Layout, cuda: bool):
+def _state(units: Units, job: Job, layout: Layout, cuda: bool):
+    element, moments = job.element, job.moments
     whole = units.padded(layout.shard)
     own = whole // layout.shard
     away, filed = _shares(units, layout)
@@ -58,11 +59,11 @@ def _state(units: Units, element: int, layout: Layout, cuda: bool):
         same = element == 4 and not (layout.param_offload and cuda)
         low = ((0 if same else here) + away + filed) * element  # what stage 3 gathers from
         (host if layout.param_offload and cuda else device)["weights"] += low
-    device["optimizer moments"] = 8 * here
-    if away:
-        (host if cuda else device)["offloaded optimizer state"] = 16 * away  # main weights, moments, arriving gradients
+    device["optimizer moments"] = 4 * moments * here
+    if away:  # main weights, arriving gradients, moments
+        (host if cuda else device)["offloaded optimizer state"] = 4 * (2 + moments) * away
     if filed:
-        planes = 3 if cuda else _planes(element, layout)
+        planes = 1 + moments if cuda else _planes(job, layout)
         size = buffer_bytes(filed, planes) + (4 * part_size(filed) if cuda else 0)  # arriving gradients
         (host if cuda else device)["buffers of state on disk"] = size
     return device, dict(host)
@@ -71,13 +72,13 @@ def _state(units: Units, element: int, layout: Layout, cuda: bool):
 def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
     """Bytes of a rank's files of optimizer state; two copies with --async-save."""
     filed = _shares(rank_units(job, layout, rank), layout)[1]
-    return file_bytes(filed, copies * _planes(job.element, layout)) if filed else 0
+    return file_bytes(filed, copies * _planes(job, layout)) if filed else 0
 
 
-def _planes(element: int, layout: Layout) -> int:
+def _planes(job: Job, layout: Layout) -> int:
     """Numbers of each element in a file: moments, and main weights unless weights that are there anyway are the same."""
-    same = element == 4 and (layout.zero == 3 or layout.shard == 1)
-    return 2 if same else 3
+    same = job.element == 4 and (layout.zero == 3 or layout.shard == 1)
+    return job.moments if same else job.moments + 1
 
 
 def _shares(units: Units, layout: Layout) -> tuple[int, int]:

@@ -320,9 +320,11 @@ def _place(transfer: Transfer, layout: Layout) -> str:
 def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
     own = units.padded(layout.shard) // layout.shard
-    update = 30 * own / device.bandwidth + 20 * own * layout.offload / device.host
-    update += 20 * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
-    return update + 24 * own * layout.disk * min(cluster.local_size, cluster.world_size) / DISK
+    moved, away = 14 + 8 * job.moments, 12 + 4 * job.moments  # bytes of an element: moments are read and written
+    update = moved * own / device.bandwidth + away * own * layout.offload / device.host
+    update += away * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
+    filed = 8 * (1 + job.moments) * own * layout.disk
+    return update + filed * min(cluster.local_size, cluster.world_size) / DISK
 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:

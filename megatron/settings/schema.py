@@ -517,16 +517,20 @@ class Guard:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, its learning rate and its weight decay."""
+    """The update rule, its learning rate and its weight decay."""
 
-    optimizer: Literal["adam", "cpu_adam"] = setting(
+    optimizer: Literal["adam", "cpu_adam", "sgd", "lion"] = setting(
         "adam is AdamW, as in Megatron-LM, for each part of the state where that lies; cpu_adam: with "
-        "--optimizer-cpu-offload",
+        "--optimizer-cpu-offload; docs/optimizers.md has the others",
         "adam",
         also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam"),
     )
     lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
     min_lr: float = setting("lowest learning rate", 0.0)
+    decoupled_lr: Optional[float] = setting(
+        "highest learning rate of input and output embeddings, on the same curve (default: --lr)", None
+    )
+    decoupled_min_lr: Optional[float] = setting("lowest learning rate of these (default: --min-lr)", None)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
         "curve after warm-up", "linear", also=dict(none="constant")
     )
@@ -551,6 +555,9 @@ class Optimizer:
     adam_beta1: float = setting("first moment's decay", 0.9)
     adam_beta2: float = setting("second moment's decay", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
+    sgd_momentum: float = setting("momentum of --optimizer sgd; 0 keeps no state", 0.9)
+    lion_beta1: float = setting("share of the mean in the direction that --optimizer lion takes", 0.95)
+    lion_beta2: float = setting("decay of Lion's mean", 0.98)
     optimizer_cpu_offload: bool = setting(
         "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
     )
@@ -570,6 +577,11 @@ class Optimizer:
         "token",
         "--calculate-per-token-loss=token",
     )
+
+    @property
+    def rule(self) -> str:
+        """What updates weights: --optimizer without where it does."""
+        return "adam" if self.optimizer == "cpu_adam" else self.optimizer
 
     @property
     def host_share(self) -> float:

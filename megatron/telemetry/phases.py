@@ -47,7 +47,7 @@ PHASES = {
     "partial": Phase("sum partial gradients", Timed("partial-grads-all-reduce", 2)),
     "norm": Phase("gradient norm", Timed("optimizer-grad-norm", 2)),
     "scale": Phase("scale gradients", Timed("optimizer-unscale-and-clip", 2)),
-    "inner": Phase("AdamW", Timed("optimizer-inner-step", 2)),
+    "inner": Phase("update rule", Timed("optimizer-inner-step", 2)),
     "copy": Phase("copy weights", Timed("optimizer-copy-main-to-model-params", 2)),
 }
 

@@ -76,6 +76,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh)
     facts = recipe.facts(config, vocab_size)
+    refuse_idle_rate(config.optimizer, facts)
     prove_complete(stages, context.mesh, exchange_over(context), facts.weights)
     optimizer = ShardedAdamW(
         stages,
@@ -306,6 +307,8 @@ def load(
         compare(config, record["config"])
         if not weights_only and record["optimizer_steps"] is None:
             raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
+        if not weights_only:
+            changes.refuse_another_optimizer(config, record["config"])
 
     names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
     restored = restore(
@@ -329,6 +332,15 @@ def load(
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+
+
+def refuse_idle_rate(settings: schema.Optimizer, facts: Facts) -> None:
+    """Raise SettingsError for `--decoupled-lr` where no weight of the model is an input or output embedding."""
+    if settings.decoupled_lr is not None and not any(w.embedding_or_output for w in facts.weights.values()):
+        raise SettingsError(
+            f"--decoupled-lr {settings.decoupled_lr:g}: no weight of this model says that it is an embedding",
+            do="set embedding_or_output in its placements (docs/extending.md), or leave the flag out",
+        )
 
 
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None:

@@ -20,7 +20,7 @@ from megatron.guard.stopping import Stop
 from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
-from megatron.optimizer.lr_schedule import learning_rate, weight_decay
+from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
@@ -114,10 +114,11 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     if verdict is StepVerdict.ROLLBACK:
         return rewind(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
+    decoupled = decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
     if verdict is StepVerdict.UPDATE:
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
-            run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad))
+            run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad), decoupled)
     run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
     return StepMetrics(
         run.state.iteration,
@@ -129,7 +130,8 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         loss_scale=run.state.scaler.scale,
         skipped=verdict is StepVerdict.SKIP,
         ledger=watch.ledger,
-        extra={"spike": watch.spike.score} if watch.spike else {},
+        extra=({"spike": watch.spike.score} if watch.spike else {})
+        | ({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
     )
 
 

@@ -98,7 +98,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
         batch=replace(b, global_batch_size=batch.full_size(b, dp)),
         optimizer=replace(
             o,
-            optimizer="adam",
+            optimizer=o.rule,
             optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
             lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
             lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,

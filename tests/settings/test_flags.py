@@ -270,7 +270,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--deepspeed", "DeepSpeed"),
         ("--use_mcore_model", "did you mean --use-mcore-models"),
         ("--bf16;", "did you mean --bf16?"),
-        ("--optimizer sgd", "'sgd' is none of adam"),
+        ("--optimizer lamb", "'lamb' is none of adam"),
     ],
 )
 def test_what_is_not_supported_says_what_to_do(line, words):

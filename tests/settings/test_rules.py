@@ -183,11 +183,21 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         # learning rate
         ("--min-lr 1", 1, "--min-lr 1 must lie between 0 and --lr 0.001"),
         ("--lr 0", 1, "--lr 0.0 must be above 0"),
+        ("--decoupled-lr 0", 1, "--decoupled-lr 0.0 must be above 0"),
+        ("--decoupled-lr 1e-4 --min-lr 2e-4", 1, "--min-lr 0.0002 must lie between 0 and --decoupled-lr 0.0001"),
+        ("--decoupled-lr 1 --decoupled-min-lr 2", 1, "--decoupled-min-lr 2 must lie between 0 and --decoupled-lr 1"),
+        ("--decoupled-min-lr 1e-5", 1, "--decoupled-min-lr 1e-05 needs --decoupled-lr"),
         ("--lr-warmup-iters 20", 1, "warm-up of 20 iters is not shorter than the decay length of 10 iters"),
         ("--lr-warmup-fraction 2", 1, "--lr-warmup-fraction 2 must lie in [0, 1)"),
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
+        ("--optimizer sgd --sgd-momentum 1", 1, "--sgd-momentum 1.0 must be at least 0 and below 1"),
+        (
+            "--optimizer sgd --sgd-momentum 0 --nvme-offload-fraction 1 --nvme-offload-dir .",
+            1,
+            "--nvme-offload-fraction has nothing to put into files",
+        ),
         ("--fp16 --min-loss-scale 4 --initial-loss-scale 2", 1, "--min-loss-scale 4 is above --initial-loss-scale 2"),
         (
             "--bf16 --amp-level O1 --torch-compile",
@@ -343,6 +353,9 @@ def test_remarks():
         "90 times as slow" in found and "nothing of this training will be kept" in found and "--rotary-percent" in found
     )
     assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))
+    of_another = "\n".join(remarks(config("--optimizer lion --adam-beta2 0.95 --adam-eps 1e-6 --lion-beta1 0.9"), 1))
+    assert "--adam-beta2 and --adam-eps without effect: --optimizer is lion, not adam" in of_another
+    assert "--lion" not in of_another
 
 
 ROPE = "--position-embedding-type rope"

@@ -82,6 +82,9 @@ class Job:
     eval_size: int = 8  # samples of a batch of an evaluation
     start: Optional[dict[str, torch.Tensor]] = None  # weights, instead of initial ones
     forget_moments_after: Optional[int] = None  # a step
+    optimizer: Optional[Callable] = None  # groups of weights -> an optimizer of torch, instead of AdamW
+    moments: Sequence[str] = ("exp_avg", "exp_avg_sq")  # what that keeps of each weight
+    word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
 
 
 @dataclass
@@ -204,8 +207,9 @@ def train(job: Job) -> Outcome:
             if not skipped:
                 for name, values in weights.items():
                     values.grad = gradients[name] * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
-                for group, wanted in zip(adam.param_groups, (decay, 0.0), strict=True):
-                    group.update(lr=rate, weight_decay=wanted)
+                own = job.word_rate(trained) if job.word_rate else rate
+                for group, *wanted in zip(adam.param_groups, (rate, rate, own), (decay, 0.0, decay), strict=True):
+                    group.update(zip(("lr", "weight_decay"), wanted, strict=True))
                 adam.step()
                 step["skipped"] = False
                 recent.append((loss, norm))
@@ -218,14 +222,16 @@ def train(job: Job) -> Outcome:
     if job.eval_interval:
         evaluation("validation", consumed_valid)
         evaluation("test", 0)
-    return Outcome(steps, evals, named(weights, adam), trained, consumed_valid, updates)
+    return Outcome(steps, evals, named(weights, adam, job.moments), trained, consumed_valid, updates)
 
 
-def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.AdamW:
-    """AdamW with two groups: matrices, which decay; biases and norms."""
-    matrices = [v for name, v in weights.items() if name.endswith("weight") and "norm" not in name]
+def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.Optimizer:
+    """AdamW, or the job's own, with three groups: matrices, which decay; biases and norms; the table of words."""
+    words = "embedding.word.weight"
+    matrices = [v for name, v in weights.items() if name.endswith("weight") and "norm" not in name and name != words]
     others = [v for name, v in weights.items() if not (name.endswith("weight") and "norm" not in name)]
-    return torch.optim.AdamW([dict(params=matrices), dict(params=others)], betas=job.betas, eps=job.eps)
+    groups = [dict(params=matrices), dict(params=others), dict(params=[weights[words]])]
+    return job.optimizer(groups) if job.optimizer else torch.optim.AdamW(groups, betas=job.betas, eps=job.eps)
 
 
 def take(split: int, places: range, job: Job) -> torch.Tensor:
@@ -282,10 +288,10 @@ def mean_loss(weights, split: str, start: int, job: Job) -> float:
     return losses[counts].mean().item()
 
 
-def named(weights, adam: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    """Weights and Adam's moments, as a checkpoint names them."""
+def named(weights, adam: torch.optim.Optimizer, moments: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments, as a checkpoint names them."""
     found = {name: values.detach() for name, values in weights.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in moments:
         for name, values in weights.items():
             found[f"optimizer.{moment}.{name}"] = adam.state[values].get(moment, torch.zeros_like(values))
     return found

@@ -202,10 +202,10 @@ use --rampup-batch-size START INCREMENT SAMPLES
     --step-batch-size-schedule
 the batch size does not change with the number of ranks
     --decrease-batch-size-if-needed
-all parameters share one learning rate
-    --decoupled-lr --decoupled-min-lr --head-lr-mult
-the optimizer is AdamW with fp32 state
-    --sgd-* --muon-* --lion-* --soap-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
+embeddings have a learning rate of their own with --decoupled-lr, other parameters share one
+    --head-lr-mult
+state of the optimizer is fp32; --optimizer says which there are
+    --soap-* --muon-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
     --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt
 weight decay applies to matrices, not to biases and norms
     --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer computes: an update rule for stretches of flat fp32 main weights, with state tensors of its own.
+
+ZeRO, offload, clipping, the loss scale and checkpoints know a rule through `UpdateRule` alone; settings and the planner
+through its row of `kinds.KINDS`. A new one is a class here and a row in either table; its name and its settings are
+fields of `settings.schema.Optimizer`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch.optim.adamw import adamw
+
+from megatron.mpu.placement import Placement
+from megatron.optimizer.kinds import state_of
+from megatron.settings.schema import Optimizer
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Group(NamedTuple):
+    """What stretches of weights have in common: weight decay or none, and the learning rate."""
+
+    decay: bool
+    decoupled: bool = False  # input and output embeddings, which have the rate of --decoupled-lr
+
+    @classmethod
+    def of(cls, placement: Placement) -> "Group":
+        return cls(placement.decay, placement.embedding_or_output)
+
+
+class Rates(NamedTuple):
+    """Learning rate and weight decay of a step. decoupled_lr: of input and output embeddings; None: they have the same."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: Optional[float] = None
+
+    def of(self, group: Group) -> tuple[float, float]:
+        """(learning rate, weight decay) of a group."""
+        own = group.decoupled and self.decoupled_lr is not None
+        return self.decoupled_lr if own else self.lr, self.weight_decay if group.decay else 0.0
+
+
+class UpdateRule:
+    """One step of an optimizer, element by element, so that any stretch of weights can be updated by itself.
+
+    state: names of its state tensors (`kinds.py`), which start from zero
+    """
+
+    def __init__(self, settings: Optimizer):
+        self.settings, self.state = settings, state_of(settings)
+
+    def update(
+        self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], step: int, lr: float, decay: float
+    ) -> None:
+        """Update stretches of weights in place, and their state.
+
+        weights, gradients: flat fp32 tensors of the same sizes, on one device; gradients may be overwritten
+        states:             for each name of `state`, such tensors
+        step:               how many updates there have been
+        decay:              weight decay
+        """
+        raise NotImplementedError
+
+
+class AdamW(UpdateRule):
+    """arXiv:1711.05101, fused."""
+
+    def update(self, weights, gradients, states, step, lr, decay):
+        s = self.settings
+        steps = [torch.tensor(float(step), device=weight.device) for weight in weights]
+        betas = dict(beta1=s.adam_beta1, beta2=s.adam_beta2, eps=s.adam_eps)
+        common = dict(fused=True, amsgrad=False, maximize=False, lr=lr, weight_decay=decay)
+        adamw(weights, gradients, *states, [], steps, **common, **betas)
+
+
+class SGD(UpdateRule):
+    """With momentum, as torch.optim.SGD: weight decay is added to the gradient. Without momentum it keeps no state."""
+
+    def update(self, weights, gradients, states, step, lr, decay):
+        momenta = states[0] if states else [None] * len(weights)
+        for weight, gradient, momentum in zip(weights, gradients, momenta):
+            if decay:
+                gradient.add_(weight, alpha=decay)
+            if momentum is not None:
+                gradient = momentum.mul_(self.settings.sgd_momentum).add_(gradient)
+            weight.add_(gradient, alpha=-lr)
+
+
+class Lion(UpdateRule):
+    """arXiv:2302.06675: the sign of a mean of gradients, with decoupled weight decay."""
+
+    def update(self, weights, gradients, states, step, lr, decay):
+        beta1, beta2 = self.settings.lion_beta1, self.settings.lion_beta2
+        for weight, gradient, mean in zip(weights, gradients, states[0]):
+            direction = mean.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
+            weight.mul_(1 - lr * decay).add_(direction, alpha=-lr)
+            mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+RULES = dict(adam=AdamW, sgd=SGD, lion=Lion)
+
+
+def rule_of(settings: Optimizer) -> UpdateRule:
+    """The update rule of `--optimizer`."""
+    return RULES[settings.rule](settings)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with each `--optimizer`, and with `--decoupled-lr`, against `plain_loop.py`, in one process and in layouts."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Reader
+from megatron.errors import SettingsError
+from tests.training.plain_loop import Job, rate_of, train
+from tests.training.test_plain_loop import ADAM, PLAIN, SIX, compare, pretrain, records, run
+
+LAYOUTS = {
+    "one rank": (1, ""),
+    "tp3": (3, "--tensor-model-parallel-size 3 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "zero1": (2, "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    "zero2": (2, "--sharding-stage 2"),
+    "zero3": (2, "--sharding-stage 3"),
+}
+CONSTANT = "--lr-decay-style constant"
+
+
+def run_in(layout: str, flags: str, run_ranks, folder) -> None:
+    world, words = LAYOUTS[layout]
+    run(run_ranks, world, f"{SIX} {flags} {words}", folder)
+
+
+# ---- SGD -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def plain_sgd(momentum: float):
+    job = PLAIN | dict(rate=rate_of("constant", 0.3, end=1), moments=("momentum_buffer",) if momentum else ())
+    return train(Job(**job, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=momentum)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sgd_is_torchs(layout, run_ranks, tmp_path):
+    run_in(layout, f"--optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT}", run_ranks, tmp_path)
+    compare(tmp_path, plain_sgd(0.8))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "zero3"])
+def test_sgd_without_momentum_keeps_no_state(layout, run_ranks, tmp_path):
+    run_in(layout, f"--optimizer sgd --sgd-momentum 0 --lr 0.3 {CONSTANT}", run_ranks, tmp_path)
+    compare(tmp_path, plain_sgd(0.0))
+
+
+# ---- Lion ------------------------------------------------------------------------------------------------------------
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv:2302.06675 as it is written there."""
+
+    def __init__(self, groups, beta1, beta2):
+        super().__init__(groups, dict(lr=1.0, weight_decay=0.0))
+        self.betas = beta1, beta2
+
+    @torch.no_grad()
+    def step(self):
+        beta1, beta2 = self.betas
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].get("exp_avg", torch.zeros_like(weight))
+                direction = torch.sign(beta1 * mean + (1 - beta1) * weight.grad)
+                weight -= group["lr"] * (direction + group["weight_decay"] * weight)
+                self.state[weight]["exp_avg"] = beta2 * mean + (1 - beta2) * weight.grad
+
+
+@cache
+def plain_lion():
+    job = PLAIN | dict(rate=rate_of("constant", 1e-3, end=1), decay=lambda samples: 0.5, moments=("exp_avg",))
+    return train(Job(**job, optimizer=lambda groups: PlainLion(groups, 0.7, 0.9)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lion_is_the_published_formula(layout, run_ranks, tmp_path):
+    """A sign is a full step however small its argument is: of a hundred elements one may have gone the other way. Of
+    biases of keys all may, whose gradients are rounding.
+    """
+    flags = f"--optimizer lion --lion-beta1 0.7 --lion-beta2 0.9 --lr 1e-3 --weight-decay 0.5 {CONSTANT}"
+    run_in(layout, flags, run_ranks, tmp_path)
+    expected = plain_lion()
+    losses = [record["lm loss"] for record in records(tmp_path, "step")]
+    assert losses == pytest.approx([step["lm loss"] for step in expected.steps], rel=1e-4)
+    with Reader(tmp_path / "iter_0000006") as reader:
+        assert set(reader.tensors) == set(expected.tensors)
+        for name, wanted in expected.tensors.items():
+            found = reader.read(name).double()
+            if name.endswith("qkv.bias"):
+                found, wanted = found[:, ::2], wanted[:, ::2]
+            near = 1e-3 * wanted.abs().max() if name.startswith("optimizer.") else 1e-6
+            odd = ((found - wanted).abs() > near).double().mean().item()
+            assert odd <= 0.01, f"{name}: {odd:.1%} of its elements are off"
+
+
+# ---- learning rates of embeddings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp3", "pp2", "zero3"])
+def test_embeddings_have_a_learning_rate_of_their_own(layout, run_ranks, tmp_path):
+    """That of words, which is the output layer's too; positions have the common one."""
+    flags = "--lr 1e-2 --min-lr 1e-3 --decoupled-lr 3e-2 --decoupled-min-lr 2e-2 --lr-warmup-iters 2 --adam-eps 1e-4"
+    run_in(layout, f"{flags} --lr-decay-style cosine", run_ranks, tmp_path)
+    rates = [rate_of("cosine", *ends, warmup=16, end=48) for ends in ((1e-2, 1e-3), (3e-2, 2e-2))]
+    compare(tmp_path, train(Job(**PLAIN | dict(rate=rates[0], word_rate=rates[1]))))
+    logged = [record["decoupled_learning_rate"] for record in records(tmp_path, "step")]
+    assert logged == pytest.approx([rates[1](8 * step) for step in range(6)], rel=1e-12)
+
+
+def test_the_lowest_rate_of_embeddings_is_that_of_all_where_none_is_given(tmp_path):
+    pretrain(0, f"{SIX} --lr 1e-2 --min-lr 1e-3 --decoupled-lr 3e-2 --adam-eps 1e-4 --save {tmp_path}")
+    rates = [rate_of("linear", highest, 1e-3, end=48) for highest in (1e-2, 3e-2)]
+    compare(tmp_path, train(Job(**PLAIN | dict(rate=rates[0], word_rate=rates[1]))))
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_in_another_layout_with_state_of_its_own(run_ranks, tmp_path):
+    flags = f"{SIX} --optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT} --save {tmp_path}"
+    run_ranks(3, pretrain, f"{flags} {LAYOUTS['tp3'][1]} --exit-interval 2")
+    run_ranks(2, pretrain, f"{flags} {LAYOUTS['zero3'][1]} --exit-interval 4 --load {tmp_path} --async-save")
+    pretrain(0, f"{flags} --optimizer-cpu-offload --optimizer-offload-fraction 0.4 --load {tmp_path}")
+    compare(tmp_path, plain_sgd(0.8))
+
+
+def test_state_in_files_and_on_the_host(tmp_path):
+    flags = f"--optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT} --nvme-offload-dir {tmp_path}"
+    shares = "--nvme-offload-fraction 0.4 --optimizer-cpu-offload --optimizer-offload-fraction 0.3"
+    pretrain(0, f"{SIX} {flags} {shares} --save {tmp_path}")
+    compare(tmp_path, plain_sgd(0.8))
+
+
+def test_another_optimizer_is_refused_on_resume(tmp_path):
+    pretrain(0, f"{SIX} {ADAM} --exit-interval 4 --save {tmp_path}")
+    other = f"{SIX} --optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT} --load {tmp_path}"
+    with pytest.raises(SettingsError) as refused:
+        pretrain(0, other)
+    for words in ("--optimizer sgd cannot go on with the state of adam", "give --optimizer adam", "--no-load-optim"):
+        assert words in str(refused.value)
+    pretrain(0, f"{other} --no-load-optim --save {tmp_path}")
+    with Reader(tmp_path / "iter_0000006") as reader:
+        assert {name.split(".")[1] for name in reader.tensors if name.startswith("optimizer.")} == {"momentum_buffer"}
