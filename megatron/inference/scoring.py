@@ -3,17 +3,25 @@
 
 A text longer than the model is cut into windows. Every token but the first is predicted exactly once; with a stride
 below the window's length it is predicted with at least `length - stride` tokens of context.
+
+Several ranks take turns at the batches and then hold the same sum. The batches are those of one process, and the sum does
+not depend on their order: where ranks round as that process does, it is equal to the bit.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megatron.data.loader import MicroBatch
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Axis
+
+ALONE = Axis("alone", (0,))  # one process
 
 
 class Window(NamedTuple):
@@ -67,21 +75,26 @@ def score(
     length: int,
     stride: int,
     batch_size: int,
+    axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """Score a text of token ids [n]. `progress` hears (predicted so far, all) after every batch."""
+    """Score a text of token ids [n]. Every rank of `axis` has the whole model and the whole text, and returns all of it.
+    `progress` hears (predicted so far, all) after every batch of this rank.
+    """
     device = next(model.parameters()).device
     todo = list(windows(len(tokens), length, stride))
-    total, loss_sum, done = max(0, len(tokens) - 1), 0.0, 0
-    for at in range(0, len(todo), batch_size):
+    predicted = list(accumulate((window.counted for window in todo), initial=0))  # before each window
+    sums = torch.zeros(-(-len(todo) // batch_size), dtype=torch.float64)  # of each batch
+    for at in range(axis.rank * batch_size, len(todo), axis.size * batch_size):
         part = todo[at : at + batch_size]
         inputs, labels, counted = window_batch(tokens, part)
         batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(part)))
         losses = model.token_losses(None, batch)  # [s, b]
-        loss_sum += (losses.double() * counted.to(device)).sum().item()
-        done += sum(window.counted for window in part)
-        progress(done, total)
-    return Score(loss_sum, done)
+        sums[at // batch_size] = (losses.double() * counted.to(device)).sum().item()
+        reached = min(len(todo), at + (axis.size - axis.rank) * batch_size)  # once the other ranks are as far
+        progress(predicted[reached], predicted[-1])
+    sums = collectives.all_reduce(sums.to(device), axis)  # the others' are 0 here
+    return Score(math.fsum(sums.tolist()), predicted[-1])
 
 
 def window_batch(tokens: np.ndarray, part: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 
 from megatron.errors import DataError
+from megatron.inference.scoring import ALONE
+from megatron.mpu import collectives
+from megatron.mpu.mesh import Axis
 
 
 class Example(NamedTuple):
@@ -66,17 +69,23 @@ def count_correct(
     *,
     longest: int,
     batch_size: int,
+    axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """How many examples the model gets right. Passages that are too long lose their beginning."""
+    """How many examples the model gets right. Passages that are too long lose their beginning.
+
+    The ranks of `axis` take turns at the batches; each returns the number of all. `progress` hears (done so far, all).
+    """
     examples = [Example(tokens[-longest - 1 :], answer) for tokens, answer in examples]
-    correct = done = 0
-    examples.sort(key=lambda example: len(example.tokens))  # so that little is padded
-    for part in (examples[at : at + batch_size] for at in range(0, len(examples), batch_size)):
-        correct += _correct(model, part)
-        done += len(part)
-        progress(done, len(examples))
-    return correct
+    examples.sort(
+        key=lambda example: len(example.tokens)
+    )  # so that little is padded, and ranks have equally much to do
+    correct = 0
+    for at in range(axis.rank * batch_size, len(examples), axis.size * batch_size):
+        correct += _correct(model, examples[at : at + batch_size])
+        progress(min(len(examples), at + (axis.size - axis.rank) * batch_size), len(examples))
+    total = torch.tensor(correct, device=next(model.parameters()).device)
+    return collectives.all_reduce(total, axis).item()
 
 
 def _correct(model, part: list[Example]) -> int:

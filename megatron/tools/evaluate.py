@@ -4,8 +4,10 @@
     python -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document
     python -m megatron.tools.evaluate --load checkpoints --task WIKITEXT103 --valid-data wiki.valid.tokens
     python -m megatron.tools.evaluate --load checkpoints --task LAMBADA --valid-data lambada_test.jsonl
+    torchrun --nproc-per-node 8 -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document
 
 Sums are exact: every token and every passage counts once, the last ones included. The result lines are Megatron-LM's.
+Several ranks have a whole model each and share the batches; the first one prints.
 """
 
 import json
@@ -13,11 +15,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings import rank_env
 from megatron.settings.parse import parse
-from megatron.settings.schema import TokenizerSettings, setting
+from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class EvaluateOptions:
 
 
 def main(argv: list[str]) -> None:
+    rank_env.adopt_slurm()
     groups = parse(
         argv,
         dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
@@ -55,29 +59,66 @@ def main(argv: list[str]) -> None:
     settings = groups["evaluate"]
     check(settings)
 
-    from megatron.inference.load import load_model, open_tokenizer
-    from megatron.mpu.initialize import pick_device
+    from megatron.guard.endings import guarded
+    from megatron.mpu.initialize import join_job, leave_job
 
-    loaded = load_model(
-        settings.load, device=pick_device(settings.device, 0), precision=settings.precision, step=settings.ckpt_step
-    )
+    with guarded(Guard()):
+        context = join_job(Parallel(), Kernels(device=settings.device))
+        evaluate(settings, groups["tokenizer"], context)
+        leave_job(context)
+
+
+def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -> None:
+    """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
+    from megatron.inference.load import open_tokenizer
+
+    def say(text: str, file=None) -> None:
+        if context.first:
+            print(text, file=file, flush=True)
+
+    loaded = load(settings, context)
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    print(f" > {loaded.path}, iteration {loaded.iteration}")
+        say(f"note: {notice}", sys.stderr)
+    say(f" > {loaded.path}, iteration {loaded.iteration}")
     length = settings.seq_length or loaded.longest
     if length > loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    work = Evaluation(settings, loaded, length, context.mesh.dp)
     if settings.data_path:
-        results = [held_out(settings, loaded, prefix, length) for prefix in settings.data_path]
+        results = [held_out(work, prefix) for prefix in settings.data_path]
     else:
-        tokenizer = open_tokenizer(loaded, groups["tokenizer"])
-        results = (wikitext if settings.task == "WIKITEXT103" else lambada)(settings, loaded, tokenizer, length)
+        results = (wikitext if settings.task == "WIKITEXT103" else lambada)(work, open_tokenizer(loaded, tokenizer))
     for result in results:
-        print(f" validation results on {result.pop('name')} | {result.pop('line')}", flush=True)
-    if settings.output:
+        say(f" validation results on {result.pop('name')} | {result.pop('line')}")
+    if settings.output and context.first:
         path = Path(settings.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
+
+
+def load(settings: EvaluateOptions, context):
+    """The model, the same on every rank: a run that saves meanwhile could show them different newest checkpoints."""
+    from megatron.inference.load import load_model
+    from megatron.mpu import collectives
+
+    options = dict(device=context.device, precision=settings.precision)
+    loaded = load_model(settings.load, step=settings.ckpt_step, **options)
+    path = collectives.broadcast_object(str(loaded.path), context.mesh.world)
+    return loaded if str(loaded.path) == path else load_model(path, **options)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What all evaluations of a command have in common. length: tokens of a window; axis: ranks that share the work."""
+
+    settings: EvaluateOptions
+    loaded: Any  # inference.load.Loaded
+    length: int
+    axis: Any  # mpu.mesh.Axis
+
+    def progress(self, unit: str):
+        """The first rank's line on the terminal."""
+        return ProgressLine(unit) if self.axis.rank == 0 else lambda done, total: None
 
 
 def check(settings: EvaluateOptions) -> None:
@@ -92,13 +133,13 @@ def check(settings: EvaluateOptions) -> None:
         raise SettingsError("--micro-batch-size, --seq-length and --overlapping-eval have to be at least 1")
 
 
-def held_out(settings: EvaluateOptions, loaded, prefix: str, length: int) -> dict:
+def held_out(work: Evaluation, prefix: str) -> dict:
     """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
     import numpy as np
 
     from megatron.data.indexed import IndexedDataset
 
-    dataset = IndexedDataset(prefix)
+    dataset, settings, loaded = IndexedDataset(prefix), work.settings, work.loaded
     room, pieces = settings.max_tokens or dataset.num_tokens, []
     for sequence in range(len(dataset)):
         pieces.append(dataset.get(sequence)[: max(0, room)])
@@ -113,26 +154,27 @@ def held_out(settings: EvaluateOptions, loaded, prefix: str, length: int) -> dic
             f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
             do="preprocess the text with the tokenizer that the model was trained with",
         )
-    result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or length, length))
+    result = run_score(work, tokens, settings.overlapping_eval or work.length)
     line = f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | tokens: {result.tokens} |"
     return dict(
         name=prefix, line=line, data=prefix, loss=result.loss, perplexity=result.perplexity(), tokens=result.tokens
     )
 
 
-def wikitext(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[dict]:
+def wikitext(work: Evaluation, tokenizer) -> list[dict]:
     """Perplexity per token, and adjusted: per word of the original text."""
     import numpy as np
 
     from megatron.tasks.wikitext import count_words, detokenize, token_ratio
 
+    settings = work.settings
     original = Path(settings.valid_data).read_text(encoding="utf-8")
     tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
     words = count_words(original)
     if len(tokens) < 2 or words < 2:
         raise DataError(f"{settings.valid_data} holds {words} words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
-    result = run_score(settings, loaded, tokens, length, min(settings.overlapping_eval or 32, length))
+    result = run_score(work, tokens, settings.overlapping_eval or 32)
     line = (
         f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | "
         f"adjusted ppl: {result.perplexity(ratio):.4E} | token ratio: {ratio} |"
@@ -147,19 +189,20 @@ def wikitext(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[
     return [dict(name=settings.task, line=line, data=settings.valid_data, **numbers)]
 
 
-def lambada(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[dict]:
+def lambada(work: Evaluation, tokenizer) -> list[dict]:
     """Accuracy of the last word: strict (all of its tokens) and non-strict (the passage's last token)."""
     from megatron.tasks.lambada import count_correct, read_examples
 
-    results = []
+    results, settings = [], work.settings
     for strict in [True] if settings.strict_lambada else [True, False]:
         examples = read_examples(settings.valid_data, tokenizer, strict=strict)
         correct = count_correct(
-            loaded.model,
+            work.loaded.model,
             examples,
-            longest=length,
+            longest=work.length,
             batch_size=settings.micro_batch_size,
-            progress=ProgressLine("passages"),
+            axis=work.axis,
+            progress=work.progress("passages"),
         )
         accuracy, mode = correct / len(examples), "strict" if strict else "non-strict"
         line = f"number correct: {correct:.4E} | total examples: {len(examples):.4E} | avg accuracy: {accuracy:.4E}"
@@ -177,16 +220,17 @@ def lambada(settings: EvaluateOptions, loaded, tokenizer, length: int) -> list[d
     return results
 
 
-def run_score(settings: EvaluateOptions, loaded, tokens, length: int, stride: int):
+def run_score(work: Evaluation, tokens, stride: int):
     from megatron.inference.scoring import score
 
     return score(
-        loaded.model,
+        work.loaded.model,
         tokens,
-        length=length,
-        stride=stride,
-        batch_size=settings.micro_batch_size,
-        progress=ProgressLine("tokens"),
+        length=work.length,
+        stride=min(stride, work.length),
+        batch_size=work.settings.micro_batch_size,
+        axis=work.axis,
+        progress=work.progress("tokens"),
     )
 
 
