@@ -5,7 +5,7 @@ A failure carries up to three lines: what was wrong (with numbers and flags), wh
 Entry points run through `run_main`, which prints them once, without a traceback unless `--debug` is given. A disk, the
 memory or a missing package can fail anywhere; `explain` puts such failures into the same form.
 
-    >>> raise DataError("corpus.json: no such file", do="check --input")
+    raise DataError("corpus.json: no such file", do="check --input")
 """
 
 import contextlib

@@ -233,7 +233,7 @@ class Saver:
     ):
         """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
 
-        say: told of a wait for another job's end.
+        log: told of a wait for another job's end.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """

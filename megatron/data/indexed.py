@@ -13,9 +13,8 @@ The format is Megatron-LM's, byte for byte, little-endian without padding:
             int64[S]    byte offset of each sequence in the .bin: what all earlier sequences take
             int64[D]    sequences before each document; starts with 0, ends with S
 
-    >>> tokens = IndexedDataset("corpus_text_document")
-    >>> tokens.get(0, offset=2, length=3)
-    array([ 257, 1332,   13], dtype=uint16)
+    tokens = IndexedDataset("corpus_text_document")
+    tokens.get(0, offset=2, length=3)  # array([ 257, 1332,   13], dtype=uint16)
 """
 
 import mmap

@@ -2,8 +2,8 @@
 """The guards of the training loop: votes to stop, the ledger of samples, and whether a step's update is made.
 
 totals = all_reduce(watch.with_votes(sums, batches))
-loss, tokens = watch.count(totals)                        # takes note of the votes and of the ledger
-verdict = watch.judge(state, loss, norm, replay)           # UPDATE, SKIP, or ROLLBACK; or it raises
+*losses, tokens = watch.count(totals)                        # takes note of the votes and of the ledger
+verdict = watch.judge(iteration, recent, loss, norm, cause)  # UPDATE, SKIP, or ROLLBACK; or it raises
 """
 
 import enum

@@ -25,6 +25,7 @@ def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[Recompu
     `--no-recompute-layers` counts over the whole network; `--recompute-method block --recompute-num-layers 2` are the
     first two layers of this stage, those that are exempt included.
 
+    >>> from megatron.settings.schema import Recompute
     >>> for group in recompute_groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5")):
     ...     print(*group)
     (4,) full

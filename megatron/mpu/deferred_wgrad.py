@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferred weight gradients (W of zero-bubble schedules): the backward pass makes gradients of inputs at once.
 
-The next pipeline stage waits for the gradient of a layer's input, and nobody for that of its weight. While a pass
-`collect`s, linear layers leave the product that makes the weight's gradient here; `deliver` does these products later:
+The previous pipeline stage needs the gradient of a layer's input (dgrad) at once; no rank waits for that of its weight
+(wgrad). While a pass `collect`s, linear layers leave the product that makes the weight's gradient here; `deliver` does
+these products later:
 
     waiting = attach(stages)
     with waiting.collect() as products:

@@ -148,7 +148,7 @@ class Mesh:
 
 
 def sizes_of(parallel, world_size: int) -> dict[str, int]:
-    """Sizes of the axes of a job with these settings (`config.Parallel`) on `world_size` ranks."""
+    """Sizes of the axes of a job with these settings (`schema.Parallel`) on `world_size` ranks."""
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,

@@ -7,6 +7,7 @@ An axis of more than one rank has two. Layers, widths, batch and steps shrink to
 of the code that the real job takes: several layers a stage, groups of recomputed layers, uneven stages, heads that share
 keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic, nothing is saved. Pure.
 
+    >>> from megatron.settings.schema import GROUPS, Config, Model
     >>> config = Config(**{name: group() for name, group in GROUPS.items() if name != "model"}, model=Model(96, 12288, 96))
     >>> config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=8))
     >>> shrunk = shrunk_job_of(config, world_size=16)

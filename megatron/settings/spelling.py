@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclass fields read as settings: their flags, their other spellings, and text turned into their values.
 
->>> from megatron.config import Model
+>>> from megatron.settings.schema import Model
 >>> [setting] = [s for s in settings_of({"model": Model}) if s.name == "bias_gelu_fusion"]
 >>> setting.flag
 '--no-bias-gelu-fusion'

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, behind one small interface (`megatron.tokenizer.base.Tokenizer`).
 
->>> tokenizer = build_tokenizer(settings)
->>> tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size
-([15496, 995], 50256, 50257)
+tokenizer = build_tokenizer(settings)
+tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496, 995], 50256, 50257) for GPT-2's files
 """
 
 from importlib import import_module

@@ -57,9 +57,9 @@ def main(argv: list[str]) -> None:
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, started_by(argv, MODULE))  # a supervisor's comes first
     with files_of(args) as kept:
-        job = Job(args)
-        endings = job.run()
-        text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
+        ranks = LocalRanks(args)
+        endings = ranks.run()
+        text, code, rank = ranks.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(OSError, AttributeError):  # nobody reads it; there is none
@@ -129,7 +129,7 @@ def near(parser: ArgumentParser, argv: list[str]) -> Optional[str]:
     return None
 
 
-class Job:
+class LocalRanks:
     """The ranks of this machine, from their start to their end.
 
     torch's agent works in a thread, so that signals are ours: it would raise them wherever it happens to be.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Box arithmetic: exhaustive over small shapes, random over layouts."""
 
-import doctest
 import itertools
 from math import prod
 
@@ -10,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box, cut_evenly, find_flaw, flat_to_boxes
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (4, 1, 3), (1, 1, 6), (2, 2, 2, 2)]
-
-
-def test_docstrings():
-    assert doctest.testmod(boxes).failed == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -40,7 +40,7 @@ class Counting:
         return (first + self.step * np.arange(self.seq_length + 1)) % self.vocab_size
 
 
-def build_datasets(config, tokenizer, vocab_size: int, sizes, say) -> tuple:
+def build_datasets(config, tokenizer, vocab_size: int, sizes, log) -> tuple:
     """(train, valid, test), each with at least as many samples as `sizes` asks for, or None where it asks for none."""
     step, length = config.extra["data of its own"].own_step, config.model.seq_length
     made = [Counting(size, length, vocab_size, step, split) for split, size in enumerate(sizes)]

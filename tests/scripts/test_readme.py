@@ -5,8 +5,11 @@ lead somewhere, flags exist."""
 import contextlib
 import importlib
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,16 @@ def test_commands_of_the_guides_are_possible_runs(page, tmp_path, monkeypatch):
             assert found == [], words
         if words[:2] == ["python", "-m"]:
             flags_exist(words[2], words[3:])
+
+
+def test_the_loop_of_ones_own_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands_of(ROOT / "docs" / "parallelism.md", tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own_model.py"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 20 and losses[-1] < 0.9 * losses[0], done.stderr[-2000:]
 
 
 def flags_exist(module, words):
