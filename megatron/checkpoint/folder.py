@@ -195,7 +195,9 @@ def _load(
 
 
 def _together(action: Callable[[], Any], exchange: Exchange) -> list:
-    """Results of `action` on all ranks. When it fails anywhere it raises on every rank: damage last, it has a remedy."""
+    """Results of `action` on all ranks. When it fails on any it raises on all; damaged files are told last: for them there
+    is an older checkpoint.
+    """
     try:
         result, failure = action(), None
     except (Failure, OSError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving that does not hurt: in the background, again after a failure, elsewhere when the folder fails.
+"""Saves in the background (--async-save), again after a failure (--save-retries), elsewhere if the folder fails.
 
     save(iteration) -> wait for the save before -> copy the pieces to CPU memory -> training goes on
                                                      \\-> a thread: write, retry, mirror; ends durable or failed

@@ -2,7 +2,7 @@
 """The sample ledger: a hash of what each step was trained on, the same on every layout.
 
 A sample's hash is over its place in the order of training and its tokens. A step's hash is the sum of those of its
-samples, so ranks can add theirs up in any order: the sum rides on a reduction that every step makes anyway. Two runs
+samples, so ranks can add theirs up in any order: the sum is a part of the all-reduce that every step makes anyway. Two runs
 with equal ledgers have seen the same tokens at the same steps; a repeated, skipped or changed sample shows.
 
     >>> a, b, c = ([place, place * 7] for place in (1, 2, 3))

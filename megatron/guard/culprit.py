@@ -2,7 +2,8 @@
 """Where a loss or gradient stopped being finite: the step is run once more, with every module watched.
 
 The step is a function of weights and samples (dropout is drawn by position), so the replay meets the same numbers. If
-it does not, something that is no function of them was at work: memory, a device, a kernel that reads what it must not.
+all is finite in the replay, the cause is not deterministic: faulty memory, a faulty device, or a kernel that reads memory
+which nobody has written.
 """
 
 import contextlib

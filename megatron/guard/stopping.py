@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons to stop before the last step: a signal, a file, the time. Each rank notices its own; all agree on one.
 
-A rank's view is a few numbers, which ride on a reduction that every step makes anyway; their sums are the same on every
+A rank's view is a few numbers, a part of the all-reduce that every step makes anyway; their sums are the same on every
 rank, so all stop behind the same step. Needs no torch.
 """
 

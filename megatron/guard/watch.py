@@ -66,7 +66,7 @@ class Watch:
         self.spike: Optional[Spike] = None  # of the last step
         self.in_a_row = 0
 
-    # ---- what rides on the step's reduction ------------------------------------------------------------------------
+    # ---- values in the step's all-reduce ---------------------------------------------------------------------------
 
     def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
         """A rank's sums of the step, and behind them its part of the ledger and its votes to stop; fp64."""

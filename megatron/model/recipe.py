@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: the one door through which the suite knows a model. Needs no torch.
+"""`Recipe`: all that the suite knows of a model; loop, planner and tools ask nothing else. Needs no torch.
 
 `pretrain_gpt.py` is such a recipe. A checkpoint keeps its model type, by which tools find the recipe again: a name of
 MODEL_TYPES, or a module with a function `recipe()`.

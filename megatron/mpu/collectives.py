@@ -164,7 +164,7 @@ class _Sum:
         first, *others = self.parts
         if first is not self.piece:
             self.piece.copy_(first)
-        for part in others:  # a + b is b + a: whoever sums, the order of ranks
+        for part in others:  # in the order of ranks, so that every rank has the same result
             self.piece.add_(part)
 
 

@@ -56,7 +56,7 @@ class WeightProduct(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """Where a linear layer's input comes from and where its gradients go: all that decides about overlap, in one place.
+    """Communication of a linear layer: gathering its input, reducing the input's gradient, and who makes the weight's.
 
     gather:     x is this rank's piece along dim 0 of what is multiplied; the pieces are gathered now and again for the
                 weight's gradient, so that only the piece is kept (arXiv:2205.05198, section 4.2.2), and the gradient of
@@ -189,7 +189,9 @@ class ColumnParallelLinear(nn.Module):
 
     weight_gradients: WeightGradients | None = None  # set by `deferred_wgrad.attach` for pipelines with W passes
     accumulate: Callable | None = None  # set by `attach` where products add to the optimizer's fp32 gradients
-    overlap = True  # not where x is cast on its way into the product: its gradient is summed in the format of x
+    # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
+    # casts x on its way into the product: the gradient is reduced in the format of x.
+    overlap = True
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()

@@ -23,7 +23,7 @@ class OwnedState:
 
     main, moments:  flat fp32 tensors of `size` elements, and name -> such a tensor; to be used between two steps
     nbytes:         what it holds in memory
-    offload:        the main weights are no memory of the model's
+    offload:        the main weights lie apart from the model's parameters
     direct:         a step brings new main weights into the model's weights itself (`targets`), so that these are up to date
     """
 

@@ -168,7 +168,7 @@ class Gradients:
         return self.micros > 0 and all(arrived == expected for arrived, expected in due)
 
     def _start(self, tally: Tally) -> None:
-        """Start a unit's reduction. What is not kept must not pile up: then at most one other is under way."""
+        """Start a unit's reduction. With ZeRO 2 and 3 at most one other is under way: whole gradients do not pile up."""
         tally.zero_rest()
         place, buffer, piece = self.reduced[tally.own.place], tally.buffer, None
         if self.in_place:

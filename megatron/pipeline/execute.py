@@ -137,7 +137,7 @@ class _Work:
         """B, or I: the same, but products for gradients of weights are kept for W."""
         place, (x, y, own) = self.places[op.chunk], self.live.pop(op[1:])
         if place.after is not None:
-            self.wire.arrived("F", op.micro, place.stage + 1)  # who sends a gradient back has had the output
+            self.wire.arrived("F", op.micro, place.stage + 1)  # a gradient proves that the output was received
         roots, gradients = ([], []) if y is None else ([y], [gradient])
         if own is not None:
             roots, gradients = [*roots, own], [*gradients, None]
@@ -151,7 +151,7 @@ class _Work:
 
     def finish(self) -> torch.Tensor:
         if self.wire.axis.size > 1:
-            with phase("send B"):  # who ran backward has nothing else under way
+            with phase("send B"):  # the last messages of a step are gradients
                 self.wire.wait()
         assert not self.live and not self.products, f"left over: {sorted(self.live)} {sorted(self.products)}"
         if self.sums:

@@ -10,7 +10,7 @@ ranks, three micro-batches:
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-Which part of the model a rank's chunk is says the *map of stages*: stage -> (rank, chunk). `looped` is the usual one:
+The *map of stages*, stage -> (rank, chunk), says which part of the model a rank's chunk is. `looped` is the usual one:
 the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `needs` and the verifier take any map.
 """
 
@@ -236,7 +236,7 @@ def _groups(pp: int, micros: int) -> list[range]:
 
 @lru_cache(maxsize=8)  # every rank asks for its row of the same plan, at every step
 def _packed(pp: int, micros: int, limit: int) -> tuple[tuple[Op, ...], ...]:
-    """A V-shaped plan, made by playing it: at each tick every idle rank takes the first op that it can.
+    """A V-shaped schedule, found by simulation: at each tick every idle rank runs its first op whose inputs are there.
 
     All ops take one tick. A rank prefers, in this order, what feeds its neighbours (F of the way back, I, F of the way
     out) and fills the rest with W. It holds at most `limit` (micro, chunk) activations: a micro-batch is let in only if

@@ -24,7 +24,7 @@ def most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tu
         return (((micros,) * chunks, (0,) * chunks),)
     if is_file(schedule):
         return _most_held(schedule, pp, micros, chunks, rank)
-    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # which are found by playing them: that takes long
+    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # which are found by simulation: that takes long
         place = min(LARGE - 1, rank * LARGE // pp)
         few = _most_held(schedule, LARGE, min(max(1, micros * LARGE // pp), 3 * LARGE + 3), chunks, place)
         return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
@@ -114,7 +114,7 @@ def sharded_span(
 ) -> float:
     """Time from the first op of a step to the last reduction, as `simulate` has it with this `sharding`; no update.
 
-    A rank of ZeRO 2 and 3 talks during its passes, which take longer for it: the span is that of longer passes. What comes
+    With ZeRO 2 and 3 a rank communicates during its passes, which take longer: the span is that of these. What comes
     before the first pass and behind the last is the same for any number of micro-batches. Of several chunks, messages that
     are longer than passes are counted as if their passes followed each other at once, which is a little pessimistic.
     exact: for these times and so many ranks, not for rounded ones and fewer.

@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def order(self) -> tuple:
-        """Fast first; of equals the one with less machinery."""
+        """Least time for a sample first; of equals the one with fewer features, then with less memory."""
         lay = self.layout
         return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.pp, lay.chunks, self.bytes)
 

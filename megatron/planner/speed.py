@@ -279,7 +279,7 @@ class Once(NamedTuple):
 
 
 def once(job: Job, layout: Layout, cluster: Cluster) -> Once:
-    """Of the first or the last pipeline rank: the one that has more."""
+    """Of the first or the last pipeline rank: the one that takes longer."""
     micros = layout.micros(job)
     found = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
     return max(found, key=lambda own: own.later + layout.chunks * _sent(own.sharding, micros))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every byte that a rank says to others in a step: by collective and axis, exactly as the code communicates.
+"""Bytes that a rank communicates in a step, by collective and axis, exactly as the code does.
 
 Bytes are those of the whole tensor: what is reduced, what a gathering results in, what a reduce-scatter starts from, what
 a message holds. Tests compare with what runs send. Legend as in `model/facts.py`.

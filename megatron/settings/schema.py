@@ -615,7 +615,9 @@ class Planner:
     device_memory_gb: Optional[float] = setting(
         "GB (10^9 bytes) of a device (default: DEVICE_MEMORY_GB, or its own)", None
     )
-    calibration: Optional[str] = setting("file that megatron.tools.plan --calibrate wrote: times become real", None)
+    calibration: Optional[str] = setting(
+        "file that megatron.tools.plan --calibrate wrote: speeds are those measured", None
+    )
 
 
 @dataclass(frozen=True)

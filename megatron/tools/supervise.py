@@ -372,7 +372,7 @@ class Supervisor:
 
 
 def refuse(settings: SuperviseOptions, command: list[str]) -> None:
-    """Raise SettingsError for patience that is none, UsageError for a command that cannot be started."""
+    """Raise SettingsError for timeouts and limits out of range, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
         least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
         flag = f"--{name.replace('_', '-')} {value}"

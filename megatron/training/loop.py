@@ -167,7 +167,8 @@ def counted_once(run: Run, sums: torch.Tensor) -> torch.Tensor:
 
 
 def objective(config: schema.Config, weights: Mapping[str, float], loss_scale: float, size: int, micro_batches: int):
-    """({name: sum} of a stage, its micro-batch) -> scalar to differentiate; and what undoes its scale, given all tokens.
+    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens) -> factor that takes
+    the loss scale and the averaging out of gradients.
 
     weights: name of a sum -> its weight; the scalar is None where a stage has none of weight.
 

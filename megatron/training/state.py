@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pretraining job is made of: a `Run` is the job, its `State` is what moves."""
+"""`Run` holds the objects of a pretraining job; `State` is what changes from step to step, and what checkpoints keep."""
 
 import math
 from contextlib import AbstractContextManager
@@ -165,5 +165,7 @@ class Run:
         self.watch.close()
         if orderly:
             leave_job(self.context)
-        if self.saver and error is None:  # behind the others' end: they would give this rank up, and with it its copies
+        if (
+            self.saver and error is None
+        ):  # once the process group is closed: the other ranks must not wait for the copies
             self.saver.close_copies(lambda: self.watch.heartbeat.beat("save"))
