@@ -29,29 +29,3 @@ RULES = (
         lambda s: f"--min-loss-scale {s.min_loss_scale:g} is above --initial-loss-scale {s.initial_loss_scale:g}",
     ),
 )
-
-IDLE = (
-    Rule(
-        lambda s: s.dp > 1 and s.sharding_degree not in (None, s.dp) and not s.sharding_stage,
-        lambda s: f"--sharding-degree {s.sharding_degree} has no effect without --sharding-stage",
-    ),
-    Rule(
-        lambda s: s.overlap_param_gather and not s.sharding_stage,
-        lambda s: "--overlap-param-gather has no effect without --sharding-stage: nothing is gathered",
-    ),
-    Rule(
-        lambda s: s.optimizer_offload_fraction != 1 and not (s.optimizer_cpu_offload or s.optimizer == "cpu_adam"),
-        lambda s: (
-            f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
-            "--optimizer-cpu-offload"
-        ),
-    ),
-    Rule(
-        lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
-        lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction",
-    ),
-    Rule(
-        lambda s: s.precision != "fp16" and s.loss_scale is not None,
-        lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16",
-    ),
-)

@@ -31,6 +31,8 @@ def dry_run(config: schema.Config, log=print) -> None:
             log(section + "\n")
         for remark in [*rules.remarks(config, cluster.world_size), *_far(found.layout, cluster)]:
             log(f"note: {remark}")
+        for warning in rules.idle(config, cluster.world_size).values():
+            log(f"warning: {warning}")
     if unsettled or found.problems:
         raise refusal(unsettled + found.problems)
     log("dry run: nothing was found that cannot work")

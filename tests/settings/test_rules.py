@@ -307,8 +307,5 @@ def test_any_numbers_are_answered_or_work(values, world):
 
 def test_remarks():
     assert remarks(config("--save x --eval-interval 5"), 1) == []
-    found = "\n".join(remarks(config("--fp16 --device cpu --rotary-percent 0.5"), 1))
-    assert (
-        "90 times as slow" in found and "nothing of this training will be kept" in found and "--rotary-percent" in found
-    )
-    assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))
+    found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
+    assert "90 times as slow" in found and "nothing of this training will be kept" in found

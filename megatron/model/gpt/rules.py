@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+from megatron.settings.effects import HALF, Needs
 from megatron.settings.rules import Rule, divisors, either, multiples
 
 RULES = (
@@ -67,12 +68,16 @@ RULES = (
     ),
 )
 
-IDLE = (
-    Rule(
-        lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
-        lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope",
+_ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
+IDLE = {
+    "rotary_base": _ROPE,
+    "rotary_percent": _ROPE,
+    "bias_gelu_fusion": Needs("GeLU (no --swiglu)", lambda s: not s.swiglu),
+    "attention_softmax_in_fp32": HALF,
+    "reset_position_ids": Needs(
+        "--position-embedding-type learned_absolute or rope", lambda s: s.position_embedding_type != "none"
     ),
-)
+}
 
 
 def _even_rotary(s: SimpleNamespace) -> str:
