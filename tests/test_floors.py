@@ -5,6 +5,7 @@ docs/design.md says what each package is for.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -50,7 +51,11 @@ def module_name(path: Path) -> str:
     return name.removeprefix("megatron.")
 
 
-PATHS = {module_name(path): path for path in [*sorted(ROOT.glob("megatron/**/*.py")), *sorted(ROOT.glob("*.py"))]}
+ENTRIES = FLOORS[-1].split()  # other files beside them are a user's own: scripts of models, which nobody imports
+PATHS = {
+    module_name(path): path
+    for path in [*sorted(ROOT.glob("megatron/**/*.py")), *(ROOT / f"{name}.py" for name in ENTRIES)]
+}
 
 
 def package(name: str) -> str:
@@ -125,6 +130,12 @@ def test_there_are_few_rooms():
     assert sorted(beside) == ["__init__.py", "errors.py"]
     rooms = [path.name for path in (ROOT / "megatron").iterdir() if (path / "__init__.py").exists()]
     assert set(rooms) <= set(" ".join(FLOORS).split()) and len(rooms) <= 18
+
+
+def test_entry_scripts_are_those_that_are_installed():
+    """So that one which is added to the suite is not taken for a user's own."""
+    [modules] = re.findall(r"^py-modules = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert {*re.findall(r'"(\w+)"', modules), "setup"} == set(ENTRIES)
 
 
 def test_no_circles():

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
+from megatron.settings.effects import Needs
 from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
@@ -35,7 +36,7 @@ class Recipe:
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
-    idle:           settings of its that do nothing as things are
+    idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
                     Those that settings add: `sums_of`
     """
@@ -48,7 +49,7 @@ class Recipe:
     groups: Mapping[str, type] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
-    idle: tuple[Rule, ...] = ()
+    idle: Mapping[str, Needs] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
 
 

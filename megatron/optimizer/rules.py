@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of the optimizer work together (`settings.rules`)."""
 
-from collections.abc import Iterable
-from types import SimpleNamespace
-
 from megatron.optimizer.kinds import KINDS, state_of
+from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
-from megatron.settings.schema import Optimizer
 
 RULES = (
     Rule(
@@ -46,45 +43,9 @@ RULES = (
     ),
 )
 
-
-def _changed(s: SimpleNamespace, names: Iterable[str]) -> list[str]:
-    """Those of the optimizer's settings that do not have their default, as flags."""
-    plain = Optimizer()
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(s, name) != getattr(plain, name)]
-
-
-IDLE = (
-    Rule(
-        lambda s: s.dp > 1 and s.sharding_degree not in (None, s.dp) and not s.sharding_stage,
-        lambda s: f"--sharding-degree {s.sharding_degree} has no effect without --sharding-stage",
-    ),
-    Rule(
-        lambda s: s.overlap_param_gather and not s.sharding_stage,
-        lambda s: "--overlap-param-gather has no effect without --sharding-stage: nothing is gathered",
-    ),
-    Rule(
-        lambda s: s.optimizer_offload_fraction != 1 and not (s.optimizer_cpu_offload or s.optimizer == "cpu_adam"),
-        lambda s: (
-            f"--optimizer-offload-fraction {s.optimizer_offload_fraction:g} has no effect without "
-            "--optimizer-cpu-offload"
-        ),
-    ),
-    Rule(
-        lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
-        lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction",
-    ),
-    *(
-        Rule(
-            lambda s, optimizer=optimizer, names=names: s.settings.optimizer.rule != optimizer and _changed(s, names),
-            lambda s, optimizer=optimizer, names=names: (
-                f"{' and '.join(_changed(s, names))} without effect: --optimizer is {s.settings.optimizer.rule}, "
-                f"not {optimizer}"
-            ),
-        )
-        for optimizer, (_, names) in KINDS.items()
-    ),
-    Rule(
-        lambda s: s.precision != "fp16" and s.loss_scale is not None,
-        lambda s: f"--loss-scale {s.loss_scale:g} has no effect without --fp16",
-    ),
-)
+_NAMES = [name for _, names in KINDS.values() for name in names]
+_USERS = {name: [kind for kind, (_, names) in KINDS.items() if name in names] for name in _NAMES}
+IDLE = {
+    name: Needs(f"--optimizer {' or '.join(kinds)}", lambda s, kinds=kinds: s.settings.optimizer.rule in kinds)
+    for name, kinds in _USERS.items()
+}

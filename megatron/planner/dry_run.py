@@ -42,6 +42,8 @@ def dry_run(config: schema.Config, log=print) -> None:
             log(section + "\n")
         for remark in [*remarks, *_far(found.layout, cluster)]:
             log(sentence(f"note: {remark}", width))
+        for warning in rules.idle(config, cluster.world_size).values():
+            log(sentence(f"warning: {warning}", width))
     if problems:
         raise refusal(problems)
 

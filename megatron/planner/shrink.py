@@ -164,6 +164,7 @@ def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: 
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
         profiling=Profiling(),
+        given={},  # nobody gave what is left: nothing of it is to be said
     )
 
 

@@ -28,17 +28,18 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     return found + open_size + [rule.message(s) for rule in (*RULES, *NOT_YET, *rules) if rule.broken(s)], s
 
 
-def remarks(settings: schema.Config, world_size: int, rules: Iterable["Rule"] = ()) -> list[str]:
+def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """What works and is probably not meant, one sentence each."""
     s = record(settings, world_size)
-    return [rule.message(s) for rule in (*rules, *REMARKS) if rule.broken(s)]
+    return [rule.message(s) for rule in REMARKS if rule.broken(s)]
 
 
 def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
     """The type that the given files can only mean, as in Megatron-LM; numbers for data without files. None: not clear."""
     if t.vocab_file and t.merge_file:
         return "GPT2BPETokenizer"
-    return "NullTokenizer" if not data.files and t.vocab_size and not t.tokenizer_model else None
+    numbers = data.mock_data or not data.files
+    return "NullTokenizer" if numbers and t.vocab_size and not t.tokenizer_model else None
 
 
 # Ranges of single values ----------------------------------------------------------------------------------------------
@@ -319,21 +320,6 @@ RULES = (
 # Declared and not built yet: delete a row when its feature arrives.
 NOT_YET = (Rule(lambda s: s.cp > 1, lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),)
 
-# Settings that do nothing as things are.
-IDLE = (
-    Rule(
-        lambda s: s.sequence_parallel and s.tp == 1,
-        lambda s: "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
-    ),
-    Rule(
-        lambda s: (s.amp_custom_black_list or s.amp_custom_white_list) and s.amp_level != "O1",
-        lambda s: "--amp-custom-black-list and --amp-custom-white-list have no effect without --amp-level O1",
-    ),
-    Rule(
-        lambda s: s.no_recompute_layers and not s.recompute_granularity,
-        lambda s: "--no-recompute-layers has no effect without --recompute-granularity",
-    ),
-)
 REMARKS = (
     Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",

@@ -50,7 +50,7 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.timers import Timers
 from megatron.tokenizer import build_tokenizer
-from megatron.training.rules import remarks
+from megatron.training.rules import idle, remarks
 from megatron.training.state import Run, State
 
 
@@ -112,7 +112,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")
-    for warning in warnings:
+    for warning in [*idle(config, context.mesh.world_size).values(), *warnings]:
         log(f"warning: {warning}")
     return Run(
         config=config,

@@ -6,7 +6,7 @@
 Pure: it needs no torch.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import megatron.data.rules
 import megatron.optimizer.rules
@@ -16,6 +16,7 @@ from megatron.model.recipe import recipe_of
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
+from megatron.settings.effects import EFFECTS, without_effect
 from megatron.settings.rules import Rule, tokenizer_type
 
 OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules)  # packages with rules of their own
@@ -26,12 +27,6 @@ def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     recipe = recipe_of(settings)
     asked = () if recipe.own_data else megatron.data.rules.SOURCE
     return (*recipe.rules, *asked, *(rule for owner in OWNERS for rule in owner.RULES))
-
-
-def idle_of(settings: schema.Config) -> tuple[Rule, ...]:
-    """Rules that tell of settings without effect."""
-    owned = (rule for owner in OWNERS for rule in getattr(owner, "IDLE", ()))
-    return (*rules.IDLE, *recipe_of(settings).idle, *owned)
 
 
 def resolve(settings: schema.Config, world_size: int) -> schema.Config:
@@ -60,13 +55,22 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """What works and is probably not meant, one sentence each: for the log, before training."""
-    return rules.remarks(settings, world_size, idle_of(settings))
+    return rules.remarks(settings, world_size)
 
 
-def idle(settings: schema.Config, world_size: int) -> list[str]:
-    """Those of the remarks that tell of settings without effect: harmless, and a sign that another one was forgotten."""
-    s = rules.record(settings, world_size)
-    return [rule.message(s) for rule in idle_of(settings) if rule.broken(s)]
+def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
+    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten."""
+    table = {**EFFECTS, **megatron.optimizer.rules.IDLE, **recipe_of(settings).idle}
+    return without_effect(rules.record(settings, world_size), table)
+
+
+def not_default(settings: schema.Config, name: str) -> bool:
+    """Whether a setting has another value than its default."""
+    return any(
+        field.name == name and getattr(group, name) != field.default
+        for group in settings.groups.values()
+        for field in fields(group)
+    )
 
 
 def layout_is_open(settings: schema.Config) -> bool:

@@ -348,47 +348,5 @@ def test_any_numbers_are_answered_or_work(values, world):
 
 def test_remarks():
     assert remarks(config("--save x --eval-interval 5"), 1) == []
-    found = "\n".join(remarks(config("--fp16 --device cpu --rotary-percent 0.5"), 1))
-    assert (
-        "90 times as slow" in found and "nothing of this training will be kept" in found and "--rotary-percent" in found
-    )
-    assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))
-    of_another = "\n".join(remarks(config("--optimizer lion --adam-beta2 0.95 --adam-eps 1e-6 --lion-beta1 0.9"), 1))
-    assert "--adam-beta2 and --adam-eps without effect: --optimizer is lion, not adam" in of_another
-    assert "--lion" not in of_another
-
-
-ROPE = "--position-embedding-type rope"
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--no-bias-gelu-fusion --swiglu", "--no-bias-gelu-fusion has no effect with --swiglu"),
-        ("--no-bias-gelu-fusion --squared-relu", "--no-bias-gelu-fusion has no effect with --squared-relu"),
-        ("--use-rope-scaling", "--use-rope-scaling has no effect without --position-embedding-type rope"),
-        (
-            "--rope-type yarn --rotary-scaling-factor 2",
-            "--rope-type yarn has no effect without --position-embedding-type rope",
-        ),
-        (
-            "--rotary-seq-len-interpolation-factor 2",
-            "--rotary-seq-len-interpolation-factor has no effect without --position-embedding-type rope",
-        ),
-        (f"{ROPE} --rope-scaling-factor 4", "--rope-scaling-factor 4 has no effect without --use-rope-scaling"),
-        (f"{ROPE} --mscale 2", "--mscale 2 has no effect without --rope-type yarn"),
-        (
-            f"{ROPE} --no-yarn-correction-range-round-to-int",
-            "--no-yarn-correction-range-round-to-int has no effect without --rope-type yarn",
-        ),
-        (f"{ROPE} --rope-type yarn", "--rope-type yarn has no effect with --rotary-scaling-factor 1"),
-    ],
-)
-def test_what_a_network_makes_no_use_of_is_told(line, words):
-    told = remarks(config(line), 1)
-    assert [said for said in told if said.startswith(words)] and len(told) == 1 + len(remarks(config(), 1)), told
-
-
-def test_scalings_that_are_made_use_of_are_not_told():
-    for line in ("--use-rope-scaling --rope-scaling-factor 4", "--rope-type yarn --rotary-scaling-factor 2 --mscale 2"):
-        assert remarks(config(f"{ROPE} {line}"), 1) == remarks(config(), 1)
+    found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
+    assert "90 times as slow" in found and "nothing of this training will be kept" in found

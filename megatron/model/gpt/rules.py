@@ -4,12 +4,13 @@
 from dataclasses import fields
 from types import SimpleNamespace
 
+from megatron.settings.effects import HALF, Needs
 from megatron.settings.rules import Rule, divisors, either, multiples
 from megatron.settings.schema import Model
 
-_DEFAULTS = {field.name: field.default for field in fields(Model)}
-_LLAMA3 = tuple(name for name in _DEFAULTS if name.startswith("rope_scaling_"))
-_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim", *(name for name in _DEFAULTS if name.startswith("yarn_")))
+_NAMES = [field.name for field in fields(Model)]
+_LLAMA3 = [name for name in _NAMES if name.startswith("rope_scaling_")]
+_YARN = ["rotary_scaling_factor", "mscale", "mscale_all_dim", *(name for name in _NAMES if name.startswith("yarn_"))]
 
 
 def _scalings(s: SimpleNamespace) -> dict[str, bool]:
@@ -19,11 +20,6 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
         "--use-rope-scaling": s.use_rope_scaling,
         "--rope-type yarn": s.rope_type == "yarn",
     }
-
-
-def _flag(name: str, value: object) -> str:
-    flag = name.replace("_", "-")
-    return f"--no-{flag}" if value is False else f"--{flag} {value:g}"
 
 
 RULES = (
@@ -123,41 +119,24 @@ RULES = (
     ),
 )
 
-IDLE = (
-    *(
-        Rule(
-            lambda s, name=name, without=without: s.position_embedding_type != "rope" and getattr(s, name) != without,
-            lambda s, flag=flag: f"{flag} has no effect without --position-embedding-type rope",
-        )
-        for name, without, flag in (
-            ("use_rope_scaling", False, "--use-rope-scaling"),
-            ("rope_type", "rope", "--rope-type yarn"),
-            ("rotary_seq_len_interpolation_factor", None, "--rotary-seq-len-interpolation-factor"),
-        )
+_ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
+IDLE = {
+    "rotary_base": _ROPE,
+    "rotary_percent": _ROPE,
+    "rotary_seq_len_interpolation_factor": _ROPE,
+    "use_rope_scaling": _ROPE,
+    "rope_type": Needs(
+        "--position-embedding-type rope, and --rotary-scaling-factor above 1 for yarn",
+        lambda s: s.position_embedding_type == "rope" and (s.rope_type == "rope" or s.rotary_scaling_factor != 1),
     ),
-    *(
-        Rule(
-            lambda s, name=name, needs=needs: (
-                getattr(s, name) != _DEFAULTS[name] and not _scalings(s)[needs] and s.position_embedding_type == "rope"
-            ),
-            lambda s, name=name, needs=needs: f"{_flag(name, getattr(s, name))} has no effect without {needs}",
-        )
-        for needs, names in {"--use-rope-scaling": _LLAMA3, "--rope-type yarn": _YARN}.items()
-        for name in names
+    **dict.fromkeys(_LLAMA3, Needs("--use-rope-scaling", lambda s: s.use_rope_scaling)),
+    **dict.fromkeys(_YARN, Needs("--rope-type yarn", lambda s: s.rope_type == "yarn")),
+    "bias_gelu_fusion": Needs("GeLU (no --swiglu, no --squared-relu)", lambda s: not s.swiglu and not s.squared_relu),
+    "attention_softmax_in_fp32": HALF,
+    "reset_position_ids": Needs(
+        "--position-embedding-type learned_absolute or rope", lambda s: s.position_embedding_type != "none"
     ),
-    Rule(
-        lambda s: s.rope_type == "yarn" and s.rotary_scaling_factor == 1,
-        lambda s: "--rope-type yarn has no effect with --rotary-scaling-factor 1: give how many times longer",
-    ),
-    Rule(
-        lambda s: not s.bias_gelu_fusion and (s.squared_relu or s.swiglu),
-        lambda s: f"--no-bias-gelu-fusion has no effect with --{'swiglu' if s.swiglu else 'squared-relu'}",
-    ),
-    Rule(
-        lambda s: s.position_embedding_type != "rope" and s.rotary_percent != 1,
-        lambda s: f"--rotary-percent {s.rotary_percent:g} has no effect without --position-embedding-type rope",
-    ),
-)
+}
 
 
 def _even_rotary(s: SimpleNamespace) -> str:

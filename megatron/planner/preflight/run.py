@@ -60,7 +60,8 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
     if started > 1 and started != world:
         problems.append(f"--world-size {world} is not this job: it has {started} ranks; leave the flag out")
     checks = [Check("settings", "", problem) for problem in problems]
-    idle = [] if problems else rules.idle(config, world)
+    idle = {} if problems else rules.idle(config, world)
+    idle = [words for name, words in idle.items() if rules.not_default(config, name)]
     checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in idle]
     if not checks:
         checks.append(Check("settings", f"{text.described(found.job)}; {found.layout.short()} on {world} ranks"))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a setting has an effect: one table by name. A setting that is not in it always has one.
+
+A setting that somebody gave, by command line or file, and that does nothing as things are, is said once at the start: it
+is harmless, and a sign that another one was forgotten. Recipes have such tables of their own (`Recipe.idle`).
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from megatron.settings.schema import AUTO
+
+
+class Needs(NamedTuple):
+    """What a setting needs for an effect: in the words of the flags, and whether it is there. s: `rules.record`."""
+
+    words: str
+    met: Callable[[SimpleNamespace], object]
+
+
+def layout_was_open(s: SimpleNamespace) -> bool:
+    """Whether the planner chooses something, or has chosen it: then the micro-batch is a number again."""
+    chosen = s.settings.given.get("micro_batch_size", "").split()[-1:] == ["auto"]
+    return s.auto_parallel or s.micro_batch_size == AUTO or chosen
+
+
+def planned(s: SimpleNamespace) -> bool:
+    return s.dry_run or s.preflight or layout_was_open(s)
+
+
+FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
+EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
+BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: s.tokenizer in (None, "GPT2BPETokenizer"))
+RANKS = Needs("more than one rank", lambda s: s.world > 1)
+DATA_PARALLEL = Needs("data parallel size above 1", lambda s: s.dp > 1)
+STAGES = Needs("--pipeline-model-parallel-size above 1", lambda s: s.pp > 1)
+FALLING = Needs("--lr-decay-style other than constant", lambda s: s.lr_decay_style != "constant")
+DECAYING = Needs(
+    "--lr-decay-style other than constant, or --lr-warmup-fraction",
+    lambda s: s.lr_decay_style != "constant" or s.lr_warmup_fraction is not None,
+)
+WSD = Needs("--lr-decay-style WSD", lambda s: s.lr_decay_style == "WSD")
+FP16 = Needs("--fp16", lambda s: s.precision == "fp16")
+DYNAMIC_SCALE = Needs(
+    "--fp16, and a --loss-scale that is not fixed", lambda s: s.precision == "fp16" and s.loss_scale is None
+)
+HALF = Needs("--bf16 or --fp16", lambda s: s.precision != "fp32")
+O1 = Needs("--amp-level O1, and --bf16 or --fp16", lambda s: s.amp_level == "O1" and s.precision != "fp32")
+SAVE = Needs("--save", lambda s: s.save)
+LOAD = Needs("--load", lambda s: s.load)
+RESUMING = Needs("--load, and not --finetune", lambda s: s.load and not s.finetune)
+ROLLBACK = Needs("--on-spike rollback", lambda s: s.on_spike == "rollback")
+TIMERS = Needs("--timing-log-level above 0", lambda s: s.timing_log_level)
+OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_open)
+PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
+PROFILE = Needs("--profile", lambda s: s.profile)
+
+EFFECTS: dict[str, Needs] = {
+    # how ranks share the work
+    "sequence_parallel": Needs("--tensor-model-parallel-size above 1", lambda s: s.tp > 1),
+    "account_for_embedding_in_pipeline_split": STAGES,
+    "account_for_loss_in_pipeline_split": STAGES,
+    "pipeline_stage_layers": STAGES,
+    "decoder_first_pipeline_num_layers": STAGES,
+    "decoder_last_pipeline_num_layers": STAGES,
+    # Stage 3 keeps the parameters elsewhere between their uses, also on one rank.
+    "sharding_stage": DATA_PARALLEL._replace(met=lambda s: s.dp > 1 or s.sharding_stage == 3),
+    "sharding_degree": Needs("--sharding-stage", lambda s: s.sharding_stage),
+    "overlap_grad_reduce": DATA_PARALLEL,
+    "overlap_param_gather": Needs(
+        "--sharding-stage and data parallel size above 1",
+        lambda s: s.sharding_stage and (s.dp > 1 or s.sharding_stage == 3),
+    ),
+    "distributed_backend": RANKS,
+    "distributed_timeout_minutes": RANKS,
+    # vocabulary and data
+    "vocab_file": BYTE_LEVEL,
+    "merge_file": BYTE_LEVEL,
+    "tokenizer_model": Needs(
+        "a --tokenizer-type that reads it", lambda s: s.tokenizer not in ("GPT2BPETokenizer", "NullTokenizer")
+    ),
+    "tiktoken_pattern": Needs(
+        "--tokenizer-type TikTokenizer",
+        lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
+    ),
+    "valid_data_path": EVALUATION,
+    "test_data_path": EVALUATION,
+    "split": Needs("--data-path", lambda s: s.data_path),
+    "data_cache_path": FILES,
+    "verify_data": FILES,
+    "eval_interval": EVALUATION,
+    # learning rate and weight decay
+    "min_lr": FALLING,
+    "lr_decay_iters": DECAYING,
+    "lr_decay_samples": DECAYING,
+    "lr_warmup_init": Needs(
+        "a warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",
+        lambda s: s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction,
+    ),
+    "lr_wsd_decay_style": WSD,
+    "lr_wsd_decay_iters": WSD,
+    "lr_wsd_decay_samples": WSD,
+    "weight_decay": Needs("--weight-decay-incr-style constant", lambda s: s.weight_decay_incr_style == "constant"),
+    # where the optimizer's state lies
+    "optimizer_offload_fraction": Needs(
+        "--optimizer-cpu-offload", lambda s: s.optimizer_cpu_offload or s.optimizer == "cpu_adam"
+    ),
+    "nvme_offload_dir": Needs("--nvme-offload-fraction", lambda s: s.nvme_offload_fraction),
+    # arithmetic
+    "no_recompute_layers": Needs("--recompute-granularity", lambda s: s.recompute_granularity),
+    "amp_level": HALF,
+    "amp_custom_black_list": O1,
+    "amp_custom_white_list": O1,
+    "loss_scale": FP16,
+    "initial_loss_scale": DYNAMIC_SCALE,
+    "min_loss_scale": DYNAMIC_SCALE,
+    "loss_scale_window": DYNAMIC_SCALE,
+    "hysteresis": DYNAMIC_SCALE,
+    # checkpoints
+    "mean_time_to_interruption": Needs("--save-interval auto", lambda s: s.save_interval == AUTO),
+    "save_retries": SAVE,
+    "max_failed_saves": SAVE,
+    "no_save_optim": SAVE,
+    "exit_on_missing_checkpoint": LOAD,
+    "resume_schedule": RESUMING,
+    "load_strictness": LOAD,
+    "no_load_optim": RESUMING,
+    # guards
+    "check_replicas_interval": RANKS,
+    "spike_skip_steps": ROLLBACK,
+    "max_rollbacks": ROLLBACK,
+    # what is said
+    "timing_log_option": TIMERS,
+    "barrier_with_level_1_timing": Needs(
+        "--timing-log-level above 0 and more than one rank", lambda s: s.timing_log_level and s.world > 1
+    ),
+    "log_timers_to_tensorboard": Needs(
+        "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
+        lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),
+    ),
+    # looking before launching
+    "max_global_batch_size": OPEN_LAYOUT,
+    "tune_steps": OPEN_LAYOUT,
+    "world_size": PLANNED._replace(met=lambda s: planned(s) or s.print_topology),
+    "local_world_size": PLANNED,
+    "device_name": PLANNED,
+    "device_memory_gb": PLANNED,
+    "calibration": PLANNED,
+    "wide": PLANNED,
+    "profile_step_start": PROFILE,
+    "profile_step_end": PROFILE,
+    "profile_ranks": PROFILE,
+    "profile_dir": PROFILE,
+    "profile_detailed": PROFILE,
+}
+
+
+def without_effect(s: SimpleNamespace, table: dict[str, Needs]) -> dict[str, str]:
+    """name -> sentence, for each setting that somebody gave and that does nothing as things are."""
+    return {
+        name: f"{shown} has no effect without {table[name].words}"
+        for name, shown in s.settings.given.items()
+        if name in table and not table[name].met(s)
+    }

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make check` passes for a file that a user adds to the root, as docs/extending.md tells."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def tree(root, tmp_path):
+    """What `make check` looks at, without the suite's own tests."""
+    for name in ("megatron", "benchmarks"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    for name in ("test_floors.py", "test_source_form.py"):
+        shutil.copy(root / "tests" / name, tmp_path / "tests")
+    for path in (*root.glob("*.py"), root / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def run(folder, *words):
+    return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_a_model_in_the_root(root, tree):
+    """The page's dataset as a file of one's own, without a licence line or a docstring."""
+    assert "`tests/models/own_dataset.py`" in (root / "docs" / "extending.md").read_text()
+    text = (root / "tests" / "models" / "own_dataset.py").read_text()
+    text = re.sub(r'\A# SPDX[^\n]*\n""".*?"""\n\n', "", text, flags=re.S)
+    text = text.replace("tests.models.own_dataset", "pretrain_mine")
+    assert text.startswith("from dataclasses")
+    (tree / "pretrain_mine.py").write_text(text)
+    for words in (["check"], ["format", "--check"]):
+        done = run(tree, "ruff", *words, "pretrain_mine.py")
+        assert done.returncode == 0, done.stdout
+    chosen = "pretrain_mine or pretrain_gpt or circles or installed"  # what a file in the root has a part in
+    files = ["tests/test_floors.py", "tests/test_source_form.py"]
+    done = run(tree, "pytest", "-p", "no:cacheprovider", *files, "-k", chosen)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings without effect in their combination are said, each once: a walk over all settings.
+
+Every setting is either in ALWAYS, or has a condition (`settings.effects`, `Recipe.idle`) and a row in CASES.
+"""
+
+from dataclasses import fields
+
+import pytest
+
+import pretrain_gpt
+from megatron.model.gpt import rules as gpt_rules
+from megatron.optimizer import rules as optimizer_rules
+from megatron.settings.effects import EFFECTS
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import GROUPS
+from megatron.training.rules import idle, resolve
+
+ALWAYS = """
+    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    group_query_attention num_query_groups position_embedding_type normalization norm_epsilon qk_layernorm swiglu
+    squared_relu attn_logit_softcapping final_logit_softcapping z_loss_coeff disable_bias_linear
+    untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
+    label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size pipeline_schedule
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
+    tokenizer_type vocab_size
+    data_path train_data_path mock_data dataloader_type num_workers reset_attention_mask eod_mask_loss
+    micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
+    train_samples eval_iters exit_interval exit_duration_in_mins
+    precision device torch_compile attention_backend cross_entropy_chunk manual_gc_interval
+    recompute_granularity recompute_method recompute_num_layers
+    save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
+    exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
+    override
+    optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
+    weight_decay_incr_style clip_grad decoupled_lr decoupled_min_lr optimizer_cpu_offload nvme_offload_fraction
+    param_cpu_offload gradient_accumulation_fusion loss_averaging
+    auto_parallel parallel_plan dry_run preflight
+    profile
+    log_interval timing_log_level log_progress metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
+    debug console log_file
+""".split()
+
+LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
+    rope_scaling_original_max_position_embeddings""".split()
+YARN = """rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale
+    mscale_all_dim""".split()
+ROPE = "--position-embedding-type rope"
+GROWTH = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
+RATE = "--lr-decay-style constant"
+# name -> (flags that set it, what makes it without effect, what gives it one); "4:" in front: on so many ranks
+CASES = {
+    "rotary_base": ("--rotary-base 500", "", ROPE),
+    "rotary_percent": ("--rotary-percent 0.5", "--position-embedding-type none", ROPE),
+    "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor 2", "", ROPE),
+    "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
+    "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
+    **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
+    **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --rope-type yarn") for name in YARN},
+    "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", ROPE, f"{ROPE} --rope-type yarn"),
+    "adam_beta1": ("--adam-beta1 0.8", "--optimizer sgd", ""),
+    "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),
+    "adam_eps": ("--adam-eps 1e-6", "--optimizer sgd", ""),
+    "sgd_momentum": ("--sgd-momentum 0.8", "", "--optimizer sgd"),
+    "lion_beta1": ("--lion-beta1 0.8", "--optimizer sgd", "--optimizer lion"),
+    "lion_beta2": ("--lion-beta2 0.8", "", "--optimizer lion"),
+    "bias_gelu_fusion": ("--no-bias-gelu-fusion", "--swiglu", ""),
+    "attention_softmax_in_fp32": ("--attention-softmax-in-fp32", "", "--bf16"),
+    "reset_position_ids": ("--reset-position-ids", "--position-embedding-type none", ROPE),
+    "sequence_parallel": ("--sequence-parallel", "2:", "2: --tp 2"),
+    "account_for_embedding_in_pipeline_split": ("--account-for-embedding-in-pipeline-split", "2:", "2: --pp 2"),
+    "account_for_loss_in_pipeline_split": ("--account-for-loss-in-pipeline-split", "2:", "2: --pp 2"),
+    "pipeline_stage_layers": ("--pipeline-stage-layers 1,1", "", "2: --pp 2"),
+    "decoder_first_pipeline_num_layers": ("--decoder-first-pipeline-num-layers 1", "", "2: --pp 2"),
+    "decoder_last_pipeline_num_layers": ("--decoder-last-pipeline-num-layers 1", "", "2: --pp 2"),
+    "sharding_stage": ("--use-distributed-optimizer", "2: --tp 2", "2:"),
+    "sharding_degree": ("--sharding-degree 2", "4:", "4: --sharding-stage 1"),
+    "overlap_grad_reduce": ("--overlap-grad-reduce", "2: --pp 2", "2:"),
+    "overlap_param_gather": ("--overlap-param-gather", "2:", "2: --sharding-stage 1"),
+    "distributed_backend": ("--distributed-backend gloo", "", "2:"),
+    "distributed_timeout_minutes": ("--distributed-timeout-minutes 3", "", "2:"),
+    "vocab_file": ("--vocab-file v", "", "--merge-file m --tokenizer-type GPT2BPETokenizer"),
+    "merge_file": ("--merge-file m", "", "--vocab-file v"),
+    "tokenizer_model": ("--tokenizer-model t", "--tokenizer-type NullTokenizer", ""),
+    "tiktoken_pattern": ("--tiktoken-pattern v1", "--tokenizer-model t.json", "--tokenizer-model t.tiktoken"),
+    "valid_data_path": ("--valid-data-path d", "--eval-iters 0", ""),
+    "test_data_path": ("--test-data-path d", "--eval-iters 0", ""),
+    "split": ("--split 9,1,0", "--train-data-path d", "--data-path d"),
+    "data_cache_path": ("--data-cache-path c", "", "--train-data-path d"),
+    "verify_data": ("--verify-data", "", "--data-path d"),
+    "eval_interval": ("--eval-interval 5", "--eval-iters 0", ""),
+    "min_lr": ("--min-lr 1e-5", RATE, "--lr-decay-style cosine"),
+    "lr_decay_iters": ("--lr-decay-iters 9", RATE, f"{RATE} --lr-warmup-fraction 0.1"),
+    "lr_decay_samples": ("--lr-decay-samples 9", RATE, "--lr-decay-style inverse-square-root"),
+    "lr_warmup_init": ("--lr-warmup-init 1e-5", "", "--lr-warmup-iters 1"),
+    "lr_wsd_decay_style": ("--lr-wsd-decay-style cosine", "", "--lr-decay-style WSD"),
+    "lr_wsd_decay_iters": ("--lr-wsd-decay-iters 2", "--lr-decay-style cosine", "--lr-decay-style WSD"),
+    "lr_wsd_decay_samples": ("--lr-wsd-decay-samples 2", "", "--lr-decay-style WSD"),
+    "weight_decay": ("--weight-decay 0.5", GROWTH, ""),
+    "optimizer_offload_fraction": ("--optimizer-offload-fraction 0.5", "", "--optimizer cpu_adam"),
+    "nvme_offload_dir": ("--nvme-offload-dir d", "", "--nvme-offload-fraction 0.5"),
+    "no_recompute_layers": ("--no-recompute-layers 0", "", "--recompute-granularity full"),
+    "amp_level": ("--amp-level O1", "", "--bf16"),
+    "amp_custom_black_list": ("--amp-custom-black-list mm", "--bf16", "--bf16 --amp-level O1"),
+    "amp_custom_white_list": ("--amp-custom-white-list mm", "--amp-level O1", "--fp16 --amp-level O1"),
+    "loss_scale": ("--loss-scale 2", "--bf16", "--fp16"),
+    "initial_loss_scale": ("--initial-loss-scale 2", "", "--fp16"),
+    "min_loss_scale": ("--min-loss-scale 2", "--fp16 --loss-scale 8", "--fp16"),
+    "loss_scale_window": ("--loss-scale-window 2", "--precision auto", "--fp16"),
+    "hysteresis": ("--hysteresis 2", "--bf16", "--fp16"),  # the default, as scripts of Megatron-LM spell it out
+    "mean_time_to_interruption": ("--mean-time-to-interruption 3", "--save-interval 4", "--save-interval auto"),
+    "save_retries": ("--save-retries 1", "", "--save s"),
+    "max_failed_saves": ("--max-failed-saves 1", "", "--save s"),
+    "no_save_optim": ("--no-save-optim", "", "--save s"),
+    "exit_on_missing_checkpoint": ("--exit-on-missing-checkpoint", "--save s", "--load s"),
+    "resume_schedule": ("--override-opt_param-scheduler", "--load s --finetune", "--load s"),
+    "load_strictness": ("--dist-ckpt-strictness log_all", "", "--load s"),
+    "no_load_optim": ("--no-load-optim", "--load s --finetune", "--load s"),
+    "check_replicas_interval": ("--check-replicas-interval 3", "", "2:"),
+    "spike_skip_steps": ("--spike-skip-steps 3", "--on-spike skip", "--on-spike rollback"),
+    "max_rollbacks": ("--max-rollbacks 3", "", "--on-spike rollback"),
+    "timing_log_option": ("--timing-log-option max", "", "--timing-log-level 1"),
+    "barrier_with_level_1_timing": (
+        "--no-barrier-with-level-1-timing",
+        "--timing-log-level 1",
+        "2: --timing-log-level 1",
+    ),
+    "log_timers_to_tensorboard": (
+        "--log-timers-to-tensorboard",
+        "--timing-log-level 1",
+        "--timing-log-level 1 --tensorboard-dir t",
+    ),
+    "max_global_batch_size": ("--max-global-batch-size 64", "--dry-run", "--auto-parallel"),
+    "tune_steps": ("--tune-steps 2", "", "--micro-batch-size auto"),
+    "world_size": ("--world-size 8", "", "--print-topology"),
+    "local_world_size": ("--local-world-size 8", "--print-topology", "--dry-run"),
+    "device_name": ("--device-name A100-80GB", "", "--preflight"),
+    "device_memory_gb": ("--device-memory-gb 80", "", "--dry-run"),
+    "wide": ("--wide", "", "--dry-run"),
+    "calibration": ("--calibration c", "", "--auto-parallel"),
+    "profile_step_start": ("--profile-step-start 3", "", "--profile"),
+    "profile_step_end": ("--profile-step-end 5", "", "--profile"),
+    "profile_ranks": ("--profile-ranks 0", "", "--profile"),
+    "profile_dir": ("--profile-dir d", "", "--profile"),
+    "profile_detailed": ("--profile-detailed", "", "--profile"),
+}
+IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE}
+BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --vocab-size 90"
+
+
+def config(flags: str):
+    return parse_pretrain(f"{BASE} {flags}".split())
+
+
+def said_of(name: str, flags: str, more: str) -> list[str]:
+    """What is said of a setting that is given by `flags`, with more flags on some ranks."""
+    ranks, colon, words = more.partition(":")
+    found = idle(config(f"{flags} {words if colon else more}"), int(ranks) if colon else 1)
+    return [words for key, words in found.items() if key == name]
+
+
+def test_every_setting_is_always_effective_or_has_a_condition():
+    names = {field.name for group in GROUPS.values() for field in fields(group)}
+    assert set(EFFECTS).isdisjoint(IDLE) and set(ALWAYS).isdisjoint(CASES)
+    assert set(CASES) == {*EFFECTS, *IDLE}, "each condition has a row in CASES"
+    assert {*ALWAYS, *CASES} == names, "each setting is in ALWAYS here, or in settings/effects.py"
+    assert pretrain_gpt.recipe().idle is gpt_rules.IDLE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_setting_is_said_where_it_has_no_effect_and_only_there(name):
+    flags, without, with_effect = CASES[name]
+    [words] = said_of(name, flags, without)
+    assert words.startswith(f"{flags.split()[0].replace('_', '-')}") and " has no effect without " in words
+    assert said_of(name, flags, with_effect) == []
+    assert said_of(name, "", without) == []  # nobody gave it
+
+
+def test_values_that_ask_for_nothing_are_not_said(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("hysteresis: 2\nsequence_parallel: false\nrotary_base: 10000.0\nrotary_percent: 0.5\n")
+    assert list(idle(config(f"--config {path}"), 1).values()) == [
+        f"--rotary-percent 0.5 ({path}:4) has no effect without --position-embedding-type rope"
+    ]
+    assert idle(config("--sequence-parallel false --no-save-optim false"), 1) == {}
+    assert idle(config("--model-name-or-path gpt2-medium"), 1) == {}
+
+
+def test_resolving_keeps_what_was_given():
+    """--sequence-parallel on one tensor parallel rank is off by then, and still said."""
+    resolved = resolve(config("--mock-data --train-iters 1 --sequence-parallel"), 1)
+    assert not resolved.parallel.sequence_parallel and list(idle(resolved, 1)) == ["sequence_parallel"]
+
+
+def test_a_chosen_micro_batch_was_open():
+    import dataclasses
+
+    asked = config("--micro-batch-size auto --tune-steps 2 --device-name A100-80GB")
+    chosen = dataclasses.replace(asked, batch=dataclasses.replace(asked.batch, micro_batch_size=4))
+    assert idle(chosen, 1) == {}
+
+
+def test_the_log_says_each_once(run_ranks, command, capfd):
+    def body(rank):
+        pretrain_gpt.main(command("--train-iters 1 --hysteresis 4 --lr-wsd-decay-iters 3 --rotary-base 7"))
+
+    run_ranks(2, body)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert said == [
+        "warning: --hysteresis 4 has no effect without --fp16, and a --loss-scale that is not fixed",
+        "warning: --lr-wsd-decay-iters 3 has no effect without --lr-decay-style WSD",
+        "warning: --rotary-base 7.0 has no effect without --position-embedding-type rope",
+    ]
+
+
+SAME = "rotary_base bias_gelu_fusion reset_position_ids weight_decay".split()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_said_to_have_no_effect_has_none(name, train):
+    """The losses of a run with the setting and of one without are the same to the bit."""
+    flags, without, with_effect = CASES[name]
+
+    def losses(more, own, folder):
+        return train(f"--train-iters 3 --reset-attention-mask --lr-warmup-iters 1 {more} {own}", folder).losses
+
+    assert losses(without, "", "a") == losses(without, flags, "b")
+    if name == "weight_decay":
+        assert losses(with_effect, "", "c") != losses(with_effect, flags, "d")  # so the comparison sees one
