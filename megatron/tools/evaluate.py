@@ -56,11 +56,12 @@ def main(argv: list[str]) -> None:
     check(settings)
 
     from megatron.inference.load import load_model, open_tokenizer
-    from megatron.mpu.initialize import pick_device
+    from megatron.mpu.initialize import pick_device, use_threads
 
-    loaded = load_model(
-        settings.load, device=pick_device(settings.device, 0), precision=settings.precision, step=settings.ckpt_step
-    )
+    device = pick_device(settings.device, 0)
+    if device.type == "cpu":
+        print(f" > {use_threads()}")
+    loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
     print(f" > {loaded.path}, iteration {loaded.iteration}")
