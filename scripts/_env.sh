@@ -33,19 +33,53 @@ choose_python() {
         "-> install one, or say where it is: PYTHON=/path/to/python3.12 bash $0"
 }
 
+wait_for() { # pid, words that say how far it is: until it ends, with its code; no more than 5 seconds go by in silence
+    local code=0 silent=0
+    while kill -0 "$1" 2>/dev/null; do
+        sleep 0.2
+        silent=$((silent + 1))
+        if [ -t 1 ] && [ $((silent % 5)) -eq 0 ]; then
+            printf '  %s\033[K\r' "$(eval "$2")"
+        elif [ ! -t 1 ] && [ $((silent % 20)) -eq 0 ]; then
+            printf '  %s\n' "$(eval "$2")"
+        fi
+    done
+    [ ! -t 1 ] || printf '\033[K'
+    wait "$1" || code=$?
+    return "$code"
+}
+
+install_progress() { # pip's log: how far it is
+    local all found
+    all=$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/\1/p' requirements.txt | sort -u | wc -l)
+    found=$(grep -cE '^(Collecting|Requirement already satisfied)' "$1")
+    if grep -q '^Installing collected packages' "$1"; then
+        found=$(find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l)
+        printf 'installed %s of about %s packages' "$found" "$all"
+    else
+        printf 'fetched %s of about %s packages' "$found" "$all"
+    fi
+    printf ', %s s' "$SECONDS"
+}
+
 install_requirements() {
-    local python quiet=--quiet
+    local python
     if ! supported .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         python=$(choose_python) || exit 1
         echo "Making .venv with $("$python" --version) ..."
         "$python" -m venv --clear .venv || stop "$python cannot make a virtual environment" \
             "-> its venv module is missing: on Debian and Ubuntu, apt install python3-venv"
     fi
-    [ -t 1 ] && quiet=--progress-bar=on
-    echo "Installing what requirements.txt pins into .venv (once; some minutes) ..."
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input $quiet -r requirements.txt ||
+    local log=.venv/install.log
+    echo "Installing what requirements.txt pins into .venv (once; about 2 minutes, or as long as the downloads take) ..."
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off -r requirements.txt \
+        >"$log" 2>&1 &
+    wait_for $! "install_progress $log" || {
+        tail -n 20 "$log" >&2
         stop "pip could not install requirements.txt into .venv" \
-            "-> read pip's last lines above; running this script again continues where it stopped"
+            "-> read pip's last lines above, or all of $log; running this script again continues where it stopped"
+    }
+    echo "  done; what pip said is in $log"
     cp requirements.txt .venv/requirements.installed
 }
 

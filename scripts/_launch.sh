@@ -195,10 +195,9 @@ slurm_step() { # a task of srun: one for each node, or one for each rank
 train() {
     local command=("$PYTHON")
     [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
-    if [ -z "${OMP_NUM_THREADS:-}" ]; then
-        local cores
-        cores=$(getconf _NPROCESSORS_ONLN)
-        export OMP_NUM_THREADS=$((cores >= 2 * NPROC ? cores / NPROC : 1))
+    if [ -z "${OMP_NUM_THREADS:-}" ] && [ -z "${PRINT:-}" ]; then # or torchrun warns, and gives each rank one
+        OMP_NUM_THREADS=$("$PYTHON" -m megatron.mpu.cpu_threads "$NPROC")
+        export OMP_NUM_THREADS
     fi
     if [ -z "$EACH" ] && { [ "$WORLD" -gt 1 ] || [ -n "${LOG_DIR:-}" ]; }; then
         command+=(-m megatron.tools.launch --nproc-per-node "$NPROC")

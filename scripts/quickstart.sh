@@ -27,10 +27,21 @@ while [ $# -gt 0 ]; do
 done
 
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
-# Of the log lines, which train.log keeps in full, what fits on a terminal; everything else as it is.
-short_lines() {
-    sed -uE -e '/^-+$/d' -e 's/^ \[.*\] iteration +([0-9]+)\/ +([0-9]+) .*lm loss: ([0-9]\.[0-9]{3})[0-9]*E\+00 .*tokens per second: ([0-9]+).*ETA: ([0-9:]+).*/  step \1 of \2    loss \3    \4 tokens\/s    \5 left/' \
-        -e 's/^ (validation loss at iteration [0-9]+)[^|]*\| lm loss value: ([0-9]\.[0-9]{3})[0-9]*E\+00 .*/  \1: \2/'
+# Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
+# Python is here than there: the best of several, so that a busy machine makes little difference to it.
+LOOP=$(python -c 'import time, timeit; print(min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
+takes() {
+    EXPECTED=$(awk "BEGIN { s = $1 * $LOOP / 0.0096; if (s < 100) printf \"%d s\", s + 0.99; else printf \"%.1f min\", s / 60 }")
+    echo "  about $EXPECTED"
+}
+told() { # seconds, a command; what it says comes at its end, and until then how long it has been at work
+    local code=0 start=$SECONDS
+    takes "$1"
+    "${@:2}" >"$RUN/said.txt" 2>"$RUN/said.errors" &
+    wait_for $! 'printf "%s s of about %s" $((SECONDS - start)) "$EXPECTED"' || code=$?
+    [ "$code" -eq 0 ] || { cat "$RUN/said.txt"; cat "$RUN/said.errors" >&2; exit "$code"; }
+    sed 's/^/  /' "$RUN/said.txt"
+    rm -f "$RUN/said.txt" "$RUN/said.errors"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
@@ -39,56 +50,59 @@ VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --m
 
 step 1/7 "A corpus from the documentation that comes with Python"
 is_made "$RUN/train.jsonl" ||
-    python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
+    told 2 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
         --output "$RUN/train.jsonl"
 
 step 2/7 "A vocabulary of 8192 tokens (byte-level BPE)"
 is_made "$RUN/vocab.json" ||
-    python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+    told 2 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
 
 step 3/7 "Text to tokens"
+preprocess() {
+    python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
+        grep -E 'documents num|tokens num| MB in '
+}
 for part in train held_out; do
-    is_made "$RUN/${part}_text_document.idx" ||
-        python preprocess_data.py --input "$RUN/$part.jsonl" --output-prefix "$RUN/$part" "${VOCABULARY[@]}" \
-            --append-eod --workers 2 | grep -E 'documents num|tokens num| MB in '
+    is_made "$RUN/${part}_text_document.idx" || told 1 preprocess "$part"
 done
 
-step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two processes"
 tracker=$RUN/checkpoints/latest_checkpointed_iteration.txt
-if [ "$(cat "$tracker" 2>/dev/null || echo 0)" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
-    echo "  already trained to step $(cat "$tracker"); --train-iters N goes on to step N, --fresh starts over"
+reached=$(cat "$tracker" 2>/dev/null || echo 0)
+step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two processes"
+if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
+    echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
 else
-    cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-    OMP_NUM_THREADS=$((cores > 3 ? cores / 2 : 1)) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
+    takes "$(awk "BEGIN { print 5 + ($ITERATIONS - $reached) * 0.17 }")"
+    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 \
         --micro-batch-size 4 --global-batch-size 8 --train-iters "$ITERATIONS" \
         --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0.1 --adam-beta2 0.95 \
         --precision auto "${VOCABULARY[@]}" \
         --train-data-path "$RUN/train_text_document" --valid-data-path "$RUN/held_out_text_document" \
-        --eval-interval 250 --eval-iters 8 --log-interval 20 \
+        --eval-interval 250 --eval-iters 8 --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
-        --metrics-file "$RUN/metrics.jsonl" ${flags[@]+"${flags[@]}"} |
-        (trap '' INT && tee -a "$RUN/train.log" | short_lines) # Ctrl-C is for the training
+        --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${flags[@]+"${flags[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
 fi
 
 step 5/7 "Perplexity of text that was held out"
 is_made "$RUN/evaluation.jsonl" ||
-    python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
+    told 5 python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
         --output "$RUN/evaluation.jsonl"
 
 step 6/7 "What it writes by now"
-is_made "$RUN/samples.txt" || {
+write_samples() {
     python -m megatron.tools.generate --load "$RUN/checkpoints" --tokens-to-generate 60 --top-p 0.9 --temperature 0.8 \
         --prompt "Return a new" "The module defines" "class Error(" >"$RUN/samples.txt.partial"
     mv "$RUN/samples.txt.partial" "$RUN/samples.txt"
 }
+is_made "$RUN/samples.txt" || told 4 write_samples
 cat -s "$RUN/samples.txt" | sed 's/^/  | /'
 
 step 7/7 "A report: loss, learning rate, throughput, gradient norm"
 is_made "$RUN/report.html" ||
-    python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title quickstart
+    told 3 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title quickstart
 
 cat <<END
 

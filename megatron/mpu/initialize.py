@@ -9,14 +9,13 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Optional
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import collectives
-from megatron.mpu.cpu_threads import Threads, choose_threads
+from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, sizes_of
 from megatron.settings import rank_env, schema
 
@@ -28,7 +27,7 @@ class RankContext:
     mesh: Mesh
     device: torch.device
     joined: bool = False  # the process group was initialised here, so it is ended here
-    threads: Optional[Threads] = None  # of a rank on a CPU
+    threads: str = ""  # what a rank on a CPU computes with, in words
 
     @property
     def first(self) -> bool:
@@ -54,7 +53,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             "let torchrun set them, or unset them for a single process",
         )
     device = pick_device(kernels.device, here.local_rank)
-    threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else None
+    threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else ""
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -100,12 +99,12 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def use_threads(ranks_here: int = 1) -> Threads:
-    """Let this process compute with its share of the machine's cores, or as OMP_NUM_THREADS says."""
+def use_threads(ranks_here: int = 1) -> str:
+    """Let this process compute with its share of the machine's cores, or as OMP_NUM_THREADS says; says so in words."""
     threads = choose_threads(ranks_here)
     if not threads.given:
         torch.set_num_threads(threads.count)
-    return threads
+    return f"{threads}; {waiting()}"
 
 
 def pick_precision(wanted: str, context: RankContext) -> str:

@@ -76,6 +76,8 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
         if context.first:
             print(text, file=file, flush=True)
 
+    if context.threads:
+        say(f" > {context.threads}")
     loaded = load(settings, context)
     for notice in loaded.notices:
         say(f"note: {notice}", sys.stderr)

@@ -66,9 +66,11 @@ def main(argv: list[str]) -> None:
 
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
-    from megatron.mpu.initialize import pick_device
+    from megatron.mpu.initialize import pick_device, use_threads
 
     device = pick_device(settings.device, 0)
+    if device.type == "cpu":
+        use_threads()
     loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
     if not hasattr(loaded.model, "logits"):
         raise SettingsError(

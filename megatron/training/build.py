@@ -29,7 +29,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, Share
 from megatron.model.recipe import Recipe, sums_of
-from megatron.mpu import collectives, cpu_threads, initialize
+from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, follow, sentence
@@ -499,7 +499,7 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f" > {facts.describe(f'{facts.parameters:,}')}",
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
-            *([f" > {context.threads}; {cpu_threads.waiting()}"] if context.threads else []),
+            *([f" > {context.threads}"] if context.threads else []),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
         ]
