@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron.errors import SettingsError, UsageError
+from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.settings.schema import GROUPS, ON_RESUME, Config
 
 # What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
@@ -67,7 +67,7 @@ def overridden(config: Config) -> set[str]:
     known = {name for _, name, what in meanings(config) if what in DANGEROUS} | {ORDER.replace("-", "_")}
     for name in sorted(names - known):
         raise UsageError(
-            f"--override {name}: this setting needs none, or there is none of that name",
+            f"--override {name}: this setting needs none, or there is none of that name{did_you_mean(name, known)}",
             do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)),
         )
     return names

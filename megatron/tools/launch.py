@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, started_by(argv, MODULE))  # a supervisor's comes first
     with files_of(args) as kept:
-        job = Job(args)
+        job = Launch(args)
         endings = job.run()
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
@@ -129,7 +129,7 @@ def near(parser: ArgumentParser, argv: list[str]) -> Optional[str]:
     return None
 
 
-class Job:
+class Launch:
     """The ranks of this machine, from their start to their end.
 
     torch's agent works in a thread, so that signals are ours: it would raise them wherever it happens to be.
