@@ -2,6 +2,7 @@
 """The launcher: real ranks, without torch where they do not train. Its own process is forked from this one, which has
 torch in memory."""
 
+import logging
 import os
 import re
 import signal
@@ -84,6 +85,9 @@ class Launched:
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            for name in ("torch", "torch.distributed"):  # torch has taken the stderr of the tests
+                for handler in logging.getLogger(name).handlers:
+                    handler.setStream(sys.stderr)
             os.environ.update(ROOT=str(root))
             tempfile.tempdir = str(folder)
             for name in ("RANK", "WORLD_SIZE"):
