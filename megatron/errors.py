@@ -9,6 +9,7 @@ memory or a missing package can fail anywhere; `explain` puts such failures into
 """
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import json
@@ -37,6 +38,17 @@ class Failure(Exception):
 def numbered(lines: Iterable[str]) -> str:
     """Several things to say as a list, to follow its heading."""
     return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a word that is not among the known ones; "" where none is near.
+
+    >>> did_you_mean("Cosin", ["constant", "linear", "cosine"])
+    '; did you mean cosine?'
+    """
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 class UsageError(Failure):

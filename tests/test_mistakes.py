@@ -64,6 +64,9 @@ COMMANDS = {
 USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),
     ("pretrain_gpt", f"{MOCK} --num-layer 2", "unknown flag --num-layer; did you mean --num-layers?"),
+    ("pretrain_gpt", f"{MOCK} --lr-decay-style cosin", "inverse-square-root, WSD, none; did you mean cosine?"),
+    ("pretrain_gpt", f"{MOCK} --lr-decay-style wds", "did you mean WSD?"),
+    ("pretrain_gpt", f"{MOCK} --model-name-or-path gpt2-medum", "did you mean gpt2-medium?"),
     ("pretrain_gpt", f"{MOCK} --num-layers", "--num-layers takes one value (a whole number), got none"),
     ("pretrain_gpt", f"{MOCK} --num-layers two", "--num-layers 'two' is not a whole number"),
     ("pretrain_gpt", f"{MOCK} --lr nan", "--lr 'nan' is not a finite number"),
@@ -172,7 +175,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
     ("train_tokenizer", "--input corpus.jsonl --vocab-size 10 --output out", "--vocab-size 10 is too small|258"),
     ("get_sample_data", "--output out/s.jsonl --kinds poems", "--kinds poems: unknown"),
     ("dump_samples", "--data-path tokens --seq-length 16 --train-samples 9 --text", "--text needs a tokenizer"),
-    ("generate", "--load ck --prompt 5 --temperature 0", "--temperature 0.0: has to be above 0 (for always the most"),
+    ("generate", "--load ck --prompt 5 --temperature -1", "--temperature -1.0: has to be 0 (always the most likely"),
     ("generate", "--load ck --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0: has to be at least 1"),
 ]
 DATA = [  # exit code 4: data or vocabulary missing or damaged

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron.errors import SettingsError, UsageError
+from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.recipe import recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
@@ -69,7 +69,7 @@ def overridden(config: Config) -> set[str]:
     known = {name for _, name, what in meanings(config) if what in DANGEROUS} | {ORDER.replace("-", "_")}
     for name in sorted(names - known):
         raise UsageError(
-            f"--override {name}: this setting needs none, or there is none of that name",
+            f"--override {name}: this setting needs none, or there is none of that name{did_you_mean(name, known)}",
             do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)),
         )
     return names

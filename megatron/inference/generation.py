@@ -107,7 +107,7 @@ def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws:
     """The next token of each text: logits [b, v], draws [b] in [0, 1) -> [b] int64."""
     if sampling.repetition_penalty != 1:
         logits = penalised(logits, texts.occurred(logits.shape[-1]), sampling.repetition_penalty)
-    if sampling.greedy:
+    if sampling.is_greedy:
         return logits.argmax(dim=-1)
     return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
 

@@ -13,11 +13,16 @@ class Sampling:
 
     tokens_to_generate: int = setting("longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length")
     greedy: bool = setting("always the most likely token", False)
-    temperature: float = setting("below 1: closer to greedy; above 1: more surprising", 1.0)
+    temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all", 0)
     top_p: float = setting("choose among the fewest tokens that together have this probability; 0 or 1: all", 0.0)
     repetition_penalty: float = setting("above 1: tokens that occurred are less likely", 1.0)
     sampling_seed: int = setting("seed of the choices; the same seed gives the same text", 1234, "--seed")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken: the limit of low temperatures, or asked for by its name."""
+        return self.greedy or self.temperature == 0
 
     def check(self) -> None:
         """Raise SettingsError for values that mean nothing."""
@@ -25,7 +30,7 @@ class Sampling:
             f"--{name.replace('_', '-')} {getattr(self, name)}: has to be {words}"
             for name, good, words in (
                 ("tokens_to_generate", self.tokens_to_generate >= 1, "at least 1"),
-                ("temperature", self.temperature > 0, "above 0 (for always the most likely token: --greedy)"),
+                ("temperature", self.temperature >= 0, "0 (always the most likely token) or above"),
                 ("top_k", self.top_k >= 0, "0 or more"),
                 ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
                 ("repetition_penalty", self.repetition_penalty > 0, "above 0"),

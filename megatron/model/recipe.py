@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
 from megatron.settings.effects import Needs
 from megatron.settings.parse import given, parse_pretrain
@@ -65,7 +65,7 @@ def named_recipe(model_type: str) -> Recipe:
         return importlib.import_module(module).recipe()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(
-            f"--model-type {model_type}: there is no such model",
+            f"--model-type {model_type}: there is no such model{did_you_mean(str(model_type), MODEL_TYPES)}",
             f"{module}: {error}",
             f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()",
         ) from error

@@ -89,6 +89,9 @@ CURVES = {
 }
 
 
+BY_THEMSELVES = ("constant", "inverse-square-root", "WSD")  # --lr-decay-style: what `learning_rate` computes otherwise
+
+
 def weight_decay(settings: Optimizer, lengths: Lengths, samples: int) -> float:
     """The weight decay of the step that starts after `samples` samples advanced the schedule."""
     start, end = _weight_decay_ends(settings)
@@ -107,6 +110,7 @@ def _weight_decay_ends(settings: Optimizer) -> tuple[float, float]:
 def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
     """What is wrong with these settings: one sentence each, in the words of the flags; none when all is well."""
     found = _unit_problems(settings, batch) + _rate_problems(settings) + _weight_decay_problems(settings)
+    found += _curve_problems(settings)
     if found or (batch.train_iters is None and batch.train_samples is None):
         return found
     lengths = Lengths.of(settings, batch, dp)
@@ -121,6 +125,20 @@ def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
     if settings.lr_decay_style == "WSD" and not lengths.anneal:
         found.append("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples) above zero")
     return found
+
+
+def _curve_problems(settings: Optimizer) -> list[str]:
+    """Names that settings allow and for which nobody has written a curve: they would end training behind the warm-up."""
+    named = {
+        "--lr-decay-style": (settings.lr_decay_style, BY_THEMSELVES),
+        "--lr-wsd-decay-style": (settings.lr_wsd_decay_style, ()),
+        "--weight-decay-incr-style": (settings.weight_decay_incr_style, ("constant",)),
+    }
+    return [
+        f"{flag} {name} has no curve: CURVES in megatron/optimizer/lr_schedule.py has {', '.join(CURVES)}"
+        for flag, (name, others) in named.items()
+        if name not in (*CURVES, *others)
+    ]
 
 
 def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:

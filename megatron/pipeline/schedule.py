@@ -19,6 +19,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
+from megatron.errors import did_you_mean
+
 
 class Op(NamedTuple):
     """One piece of work of a rank: a pass of one micro-batch through one of the rank's model chunks.
@@ -114,7 +116,8 @@ def default_chunks(name: str) -> int:
 
 def unknown(name: str) -> str:
     """What to say of a name that no schedule of training has."""
-    return f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt)"
+    near = did_you_mean(name, TRAINING)
+    return f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt){near}"
 
 
 def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:

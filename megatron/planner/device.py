@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, UsageError
+from megatron.errors import DataError, UsageError, did_you_mean
 from megatron.telemetry.peak_flops import PEAK_TFLOPS, peak_flops
 
 GIB = 2**30
@@ -128,7 +128,7 @@ def find(name: str) -> Device:
         raise UsageError(f"--device-name {name} could be {', '.join(fits)}", do="say more of its name")
     if not fits:
         raise UsageError(
-            f"--device-name {name} is not in the table",
+            f"--device-name {name} is not in the table{did_you_mean(name, TABLE)}",
             f"known: {', '.join(TABLE)}",
             "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE",
         )

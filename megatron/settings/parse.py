@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron.errors import UsageError, numbered
+from megatron.errors import UsageError, did_you_mean, numbered
 from megatron.settings import schema
 from megatron.settings.dialects.megatron_lm import answer, known_flags
 from megatron.settings.plan_file import GivenPlan, read_plan, refuse_another_model
@@ -300,7 +300,8 @@ class FlagReader:
         if values is None and Path(name).is_dir():
             values = {"load": name}
         if values is None:
-            self.problems.append(f"{_shown(chosen)}: neither a folder nor a known shape ({', '.join(SHAPES)})")
+            known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
+            self.problems.append(f"{_shown(chosen)}: neither a folder nor a known shape ({known}")
             return
         for key, value in values.items():
             if dashed(key) in self.spellings:

@@ -12,6 +12,8 @@ import types
 import typing
 from dataclasses import MISSING, dataclass, fields
 
+from megatron.errors import did_you_mean
+
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -128,7 +130,8 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
         for choice in kind:
             if str(choice).lower() == word.lower():
                 return choice
-        raise BadValue(f"'{word}' is none of {', '.join([*map(str, kind), *also])}")
+        known = [*map(str, kind), *also]
+        raise BadValue(f"'{word}' is none of {', '.join(known)}{did_you_mean(word, known)}")
     if kind is bool:
         if word.lower() in YES + NO:
             return word.lower() in YES

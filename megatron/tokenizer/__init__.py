@@ -8,7 +8,7 @@ tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496,
 from importlib import import_module
 from pathlib import Path
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
@@ -29,7 +29,8 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     """
     kind = tokenizer_type(settings)
     if kind not in TYPES:
-        raise SettingsError(f"--tokenizer-type {kind} is unknown", do=f"known: {', '.join(TYPES)}")
+        near = did_you_mean(kind, TYPES)
+        raise SettingsError(f"--tokenizer-type {kind} is unknown{near}", do=f"known: {', '.join(TYPES)}")
     module, flags = TYPES[kind]
     missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
     if missing:

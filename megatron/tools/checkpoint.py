@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import CheckpointError, UsageError, run_main
+from megatron.errors import CheckpointError, UsageError, did_you_mean, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.storage.urls import UrlPath, location
@@ -97,7 +97,10 @@ def main(argv: list[str]) -> None:
     name = words[0] if words else ""
     if name not in COMMANDS:
         what = f"'{name}' is not a command" if name else "no command is given"
-        raise UsageError(f"{what}; there are: {', '.join(COMMANDS)}", do="python -m megatron.tools.checkpoint --help")
+        near = did_you_mean(name, COMMANDS)
+        raise UsageError(
+            f"{what}; there are: {', '.join(COMMANDS)}{near}", do="python -m megatron.tools.checkpoint --help"
+        )
     group, operands, run, *more = COMMANDS[name]
     groups = dict(which=WhichCheckpoint, command=group, **{kind.__name__: kind for kind in more})
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"

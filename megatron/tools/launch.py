@@ -13,7 +13,6 @@ once. SIGTERM, SIGHUP and SIGQUIT are handed on as well, and ranks that do not e
 """
 
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
 
-from megatron.errors import LAUNCHER, Interrupted, PeerLost, SettingsError, UsageError, explain, run_main
+from megatron.errors import LAUNCHER, Interrupted, PeerLost, SettingsError, UsageError, did_you_mean, explain, run_main
 from megatron.guard import processes
 from megatron.guard.command import COMMAND, started_by
 from megatron.guard.exits import judge
@@ -36,6 +35,7 @@ from megatron.guard.exits import judge
 MODULE = "megatron.tools.launch"
 AT_ONCE = 2.0  # seconds that ranks have to end after the second Ctrl-C
 LINGER = 2.0  # seconds that the agent has to notice that all ranks have ended
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # for a torch whose launcher has no --signals-to-handle
 LOUD = ("LOGLEVEL", "TORCHELASTIC_LOG_LEVEL", "TORCH_LOGS")  # who sets one wants to hear the agent
 
 
@@ -57,9 +57,13 @@ def main(argv: list[str]) -> None:
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, started_by(argv, MODULE))  # a supervisor's comes first
     with files_of(args) as kept:
-        ranks = LocalRanks(args)
-        endings = ranks.run()
-        text, code, rank = ranks.last_words(endings) if endings else ("", 0, 0)
+        job = Launch(args)
+        try:
+            endings = job.run()
+        except BaseException:  # a signal while they are being started
+            job.kill()
+            raise
+        text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(OSError, AttributeError):  # nobody reads it; there is none
@@ -90,46 +94,36 @@ def files_of(args: Namespace) -> Iterator[set[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         yield kept
     finally:
-        if temporary and any((folder / name).exists() for name in kept):
-            for path in folder.iterdir():
-                if path.name not in kept:
-                    shutil.rmtree(path, ignore_errors=True)
-        elif temporary:
-            shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.iterdir() if temporary else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in kept:
+                path.unlink(missing_ok=True)
+        if temporary:
+            with contextlib.suppress(OSError):  # something is kept
+                folder.rmdir()
 
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     """torchrun's command line. Raises UsageError, which argparse would say with 40 lines of usage."""
 
     def refuse(problem: str) -> NoReturn:
-        raise UsageError(
-            problem, near(parser, argv), "flags of the launcher stand before the script; --help lists them"
-        )
+        flag = problem.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        problem += did_you_mean(flag, parser._option_string_actions) if flag.startswith("--") else ""
+        raise UsageError(problem, do="flags of the launcher stand before the script, and --help lists them")
 
     parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
     args = parser.parse_args(argv)
     script = args.training_script
     if not (args.module or args.no_python) and not Path(script).is_file():
         scripts = [str(path) for path in Path(script).parent.glob("*.py")]
-        close = difflib.get_close_matches(script, scripts, n=1)
-        raise UsageError(f"{script}: no such script", do=f"did you mean {close[0]}?" if close else None)
+        raise UsageError(f"{script}: no such script{did_you_mean(script, scripts)}")
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
 
 
-def near(parser: ArgumentParser, argv: list[str]) -> Optional[str]:
-    """What the first unknown flag may have meant."""
-    known = list(parser._option_string_actions)
-    for word in argv:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in known:
-            close = difflib.get_close_matches(flag, known, n=1)
-            return f"{flag}: did you mean {close[0]}?" if close else None
-    return None
-
-
-class LocalRanks:
+class Launch:
     """The ranks of this machine, from their start to their end.
 
     torch's agent works in a thread, so that signals are ours: it would raise them wherever it happens to be.
@@ -144,7 +138,7 @@ class LocalRanks:
 
     def run(self) -> list[Ending]:
         """Start the ranks and wait; returns how those ended that failed. Raises Failure where they cannot be started."""
-        for name in filter(None, self.args.signals_to_handle.split(",")):
+        for name in getattr(self.args, "signals_to_handle", SIGNALS).split(","):
             number = getattr(signal, name.strip(), None)
             if number is None:
                 raise UsageError(f"--signals-to-handle {name}: there is no such signal")
@@ -181,7 +175,7 @@ class LocalRanks:
         """Tell the ranks, each of which leads a group of its own processes."""
         ranks = processes.children(os.getpid())
         if not ranks:
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         again = number == signal.SIGINT and number in self.signals
         self.signals.append(number)
         self.signalled.update(ranks)

@@ -47,9 +47,11 @@ def test_cache_and_neighbours_change_nothing(small_gpt, layout, sampling):
     assert len({tuple(answer) for answer in together}) == 3
 
 
-def test_greedy_follows_the_largest_logit(small_gpt):
+@pytest.mark.parametrize("asked", [dict(greedy=True), dict(temperature=0.0), dict(temperature=0.0, top_k=3, top_p=0.5)])
+def test_greedy_follows_the_largest_logit(asked, small_gpt):
     model = small_gpt()
-    (answer,) = generate(model, PROMPTS[:1], Sampling(6, greedy=True), longest=32)
+    Sampling(6, **asked).check()
+    (answer,) = generate(model, PROMPTS[:1], Sampling(6, **asked), longest=32)
     text = list(PROMPTS[0])
     for token in answer:
         assert token == model.logits(torch.tensor(text).unsqueeze(1))[-1, 0].argmax().item()
@@ -122,8 +124,8 @@ def test_sample_has_the_right_frequencies():
 
 
 def test_wrong_settings_are_told_together():
-    with pytest.raises(SettingsError, match="(?s)--tokens-to-generate 0.*--temperature 0.*--top-p 2"):
-        tool.main(["--load", "x", "--prompt", "y", "--temperature", "0", "--top-p", "2", "--tokens-to-generate", "0"])
+    with pytest.raises(SettingsError, match="(?s)--tokens-to-generate 0.*--temperature -0.1.*--top-p 2"):
+        tool.main(["--load", "x", "--prompt", "y", "--temperature", "-.1", "--top-p", "2", "--tokens-to-generate", "0"])
 
 
 def test_the_tool(checkpoint, capsys, tmp_path):

@@ -2,13 +2,16 @@
 """Golden values were made with megatron-core 0.16.1's OptimizerParamScheduler."""
 
 import dataclasses
+import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.optimizer.lr_schedule import Lengths, learning_rate, problems, weight_decay
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Batch, Optimizer
+from megatron.training.rules import check
 
 AT = (0, 10, 20, 21, 30, 60, 61, 80, 100, 101)  # samples: warm-up ends at 20, WSD anneals from 60, decay ends at 100
 GOLDEN = {
@@ -149,6 +152,37 @@ def test_rate_stays_between_lowest_and_highest_and_never_rises_after_warmup(styl
 def test_problems_are_named_in_flags(changes, batch, words):
     found = problems(dataclasses.replace(settings(), **changes), batch)
     assert any(words in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(lr_decay_style="quadratic"), "--lr-decay-style quadratic has no curve"),
+        (dict(lr_decay_style="WSD", lr_wsd_decay_style="quadratic"), "--lr-wsd-decay-style quadratic has no curve"),
+        (
+            dict(weight_decay_incr_style="quadratic", start_weight_decay=0.0, end_weight_decay=0.1),
+            "--weight-decay-incr-style quadratic has no curve",
+        ),
+    ],
+)
+def test_a_schedule_that_is_registered_without_a_curve_is_refused_at_the_start(changes, words):
+    config = parse_pretrain("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 9".split())
+    optimizer = dataclasses.replace(settings(), **changes)
+    batch = dataclasses.replace(config.batch, micro_batch_size=1, train_iters=100)
+    [found] = check(dataclasses.replace(config, optimizer=optimizer, batch=batch), 1)
+    assert words in found and "CURVES in megatron/optimizer/lr_schedule.py" in found
+
+
+def test_every_name_that_a_setting_allows_has_a_curve():
+    hints = typing.get_type_hints(Optimizer)
+    for name, also in (
+        ("lr_decay_style", {}),
+        ("lr_wsd_decay_style", {}),
+        ("weight_decay_incr_style", dict(start_weight_decay=0.0, end_weight_decay=0.1)),
+    ):
+        for style in typing.get_args(hints[name]):
+            more = also if style != "constant" else {}
+            assert problems(dataclasses.replace(settings(), **{name: style}, **more), BY_STEPS) == []
 
 
 @pytest.mark.parametrize("style", GOLDEN)

@@ -67,7 +67,7 @@ def test_commands_for_gpus_are_possible_runs(bash, quickstart):
     looked = ["source .venv/bin/activate", line_of_own_text("preprocess_data")]
     for line in block.splitlines():
         words = line.split()
-        if words and words[0] == "torchrun":
+        if "--nproc-per-node" in words:
             ranks = words[words.index("--nproc-per-node") + 1]
             look = f"--dry-run --world-size {ranks} --local-world-size {ranks} --device-name A100-80GB"
             looked.append(f"python {' '.join(words[words.index('pretrain_gpt.py') :])} {look}")

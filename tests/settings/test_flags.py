@@ -112,6 +112,7 @@ def test_a_flag_sets_its_field(line, name, value):
         ("--count 1 2", "--count takes one value (a whole number), got 2: 1 2"),
         ("--on maybe", "--on 'maybe' is neither true nor false"),
         ("--choice c", "--choice 'c' is none of a, B, 3"),
+        ("--choice bb", "--choice 'bb' is none of a, B, 3, bee; did you mean B?"),
         ("--numbers", "--numbers needs at least one value"),
         ("--numbers 1 b", "--numbers 'b' is not a whole number"),
         ("--seven 8", "--seven '8' is neither true nor false"),

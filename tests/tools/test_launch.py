@@ -2,6 +2,7 @@
 """The launcher: real ranks, without torch where they do not train. Its own process is forked from this one, which has
 torch in memory."""
 
+import logging
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from megatron import errors
 from megatron.guard.processes import descendants
-from megatron.tools import launch
+from megatron.tools import launch, status
 
 # What a rank does, by its first argument, when it has come to life; rank 0 stays until it is ended.
 RANK = """
@@ -84,6 +85,9 @@ class Launched:
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            for name in ("torch", "torch.distributed"):  # torch has taken the stderr of the tests
+                for handler in logging.getLogger(name).handlers:
+                    handler.setStream(sys.stderr)
             os.environ.update(ROOT=str(root))
             tempfile.tempdir = str(folder)
             for name in ("RANK", "WORLD_SIZE"):
@@ -192,3 +196,57 @@ def test_a_second_ctrl_c_ends_ranks_that_hear_nothing(start, monkeypatch):
     assert os.waitpid(job.pid, os.WNOHANG)[0] == 0  # the first one is a request
     job.interrupt()
     assert job.end() == (130, ["interrupted: ended at once, nothing was saved"])
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (
+            ["--nproc-per-nodes", "2", "rank.py"],
+            "unrecognized arguments: --nproc-per-nodes; did you mean --nproc-per-node",
+        ),
+        (["ranks.py"], "ranks.py: no such script; did you mean rank.py?"),
+        (["--no-python", "no-such-program"], "no-such-program: no such program"),
+        (["--max-restarts", "x", "rank.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
+        ([], "the following arguments are required: training_script"),
+    ],
+)
+def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch):
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    from torch.distributed.run import get_args_parser
+
+    with pytest.raises(errors.UsageError, match=re.escape(text)):
+        launch.parse(get_args_parser(), words)
+
+
+def test_ranks_that_cannot_be_started(start, tmp_path):
+    """A wrong number of them, which torch notices late; the later flag counts."""
+    code, said = start("--nproc-per-node", "gpux", "rank.py", "exits").end()
+    assert (code, said[0]) == (3, "error: the ranks cannot be started: Unsupported nproc_per_node value: gpux")
+    assert len(said) <= 3 and not list(tmp_path.glob("launch-*"))
+
+
+def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path):
+    flags = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-3 "
+        "--micro-batch-size 1 --train-iters 1000000 --eval-iters 0 --device cpu --save saved --log-interval 1000000"
+    ).split()
+    job = start(str(root / "pretrain_gpt.py"), *flags)
+    metrics = tmp_path / "saved" / "metrics.jsonl"
+    job.wait_for("saved/metrics.jsonl")
+    while '"kind": "step"' not in metrics.read_text():
+        time.sleep(0.02)
+    job.interrupt()
+    code, said = job.end()
+    [iteration] = [int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")]
+    last = f"saved/iter_{iteration:07d}"
+    assert code == 130 and said[-4:-1] == [
+        "Ctrl-C: stopping behind this step, saving in saved; once more ends at once",
+        f"stopped at iteration {iteration}: interrupted by Ctrl-C",
+        f"  the last checkpoint: {last}",
+    ]
+    assert said[-1].startswith("  -> to go on: ") and said[-1].endswith(f"{' '.join(flags)} --load saved")
+    assert "-m megatron.tools.launch --nproc-per-node 2 " in said[-1]
+    shown = status.look(tmp_path / "saved")
+    assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", iteration, iteration)
