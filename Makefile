@@ -23,7 +23,10 @@ test-gpu:        ## the tests that need a GPU
 quickstart:      ## corpus, vocabulary, training, evaluation, samples, report
 	bash scripts/quickstart.sh
 
+screenshots:     ## reports of runs/ and drawings of docs/ in a browser, into runs/screenshots
+	$(PYTHON) scripts/screenshots.py
+
 clean:           ## remove what running left behind, but not .venv
 	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help check format test test-gpu quickstart clean
+.PHONY: help check format test test-gpu quickstart screenshots clean

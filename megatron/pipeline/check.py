@@ -61,34 +61,41 @@ def main(argv: list[str]) -> None:
     fields = tuple(CheckOptions.__dataclass_fields__)
     prog = "python -m megatron.pipeline.check"
     asked = parse(argv, {"check": CheckOptions}, prog=prog, description=what, common=fields)["check"]
-    panels = _measured(asked.timeline) if asked.timeline else _compared(asked)
+    panels, unit = _measured(asked.timeline) if asked.timeline else _compared(asked)
     for title, times in panels.items() if not asked.no_diagram else ():
         width = shutil.get_terminal_size((160, 24)).columns
         print(f"\n{title}\n{diagram(times, width=width, colour=sys.stdout.isatty(), whole=bool(asked.timeline))}")
     if asked.svg:
         try:
-            Path(asked.svg).write_text(svg(panels), encoding="utf-8")
+            Path(asked.svg).write_text(svg(panels, unit), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write --svg {asked.svg}", error.strerror) from error
 
 
-def _compared(asked: CheckOptions) -> dict[str, Times]:
-    """Figures of the schedules that are asked for. Returns what to draw."""
+def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
+    """Figures of the schedules that are asked for. Returns what to draw, and the unit of its times."""
     if asked.wire < 0:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
     cost, panels = _cost(asked.cost), {}
     ranks, micros = _size(next(iter(plans.values()))[0])
-    print(f"{ranks} ranks, {micros} micro-batches; time unit: forward pass of a rank's layers")
+    print(f"{ranks} ranks, {micros} micro-batches; time unit: {UNIT}")
     sharding = _sharding(asked)
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
     for name, (plan, stages) in plans.items():
         verify(plan, micros, stages)
         found, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
         live = " ".join(f"{held / chunks:g}" for held in found.live)
-        print(f"{name:>14}{chunks:8d}{found.span / chunks / cost['F']:9.1f}{found.bubble:9.1%}   {live}")
-        panels[name] = simulate(plan, stages, cost, asked.wire, sharding)
-    return panels
+        span = found.span / chunks / cost["F"]
+        print(f"{name:>14}{chunks:8d}{span:9.1f}{found.bubble:9.1%}   {live}")
+        times = simulate(plan, stages, cost, asked.wire, sharding)
+        # A chunk of a rank's layers is as many times shorter as there are chunks: then all are on one scale.
+        short = {key: (start / chunks / cost["F"], end / chunks / cost["F"]) for key, (start, end) in times.items()}
+        panels[f"{name}{f', {chunks} chunks a rank' * (chunks > 1)}: {span:.1f} passes"] = short
+    return panels, f"time: 1 is the {UNIT}"
+
+
+UNIT = "forward pass of a rank's layers"
 
 
 def _sharding(asked: CheckOptions) -> Optional[Sharding]:
@@ -135,7 +142,7 @@ def _cost(text: str) -> dict[str, float]:
     return dict(zip("FBIW", numbers))
 
 
-def _measured(path: str) -> dict[str, Times]:
+def _measured(path: str) -> tuple[dict[str, Times], str]:
     """A run's step beside the simulation of the same plan with the run's own times of each op."""
     found = read_timeline(path)
     simulated, measured = simulate(found.plan, found.stages, found.cost), found.times
@@ -154,7 +161,7 @@ def _measured(path: str) -> dict[str, Times]:
             if where == rank
         }
         print(f"{'rank':>10} {rank}: " + ", ".join(f"{name} {1000 * cost:.2f} ms" for name, cost in costs.items()))
-    return {"simulated from the measured time of each op": simulated, "measured": measured}
+    return {"simulated from the measured time of each op": simulated, "measured": measured}, "time in seconds"
 
 
 if __name__ == "__main__":

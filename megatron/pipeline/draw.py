@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as pictures: for the terminal, and as SVG. Both draw times, simulated or measured."""
 
+import math
 from collections.abc import Iterator
 from html import escape
 
 from megatron.pipeline.schedule import Op
 from megatron.pipeline.sharding import COMMUNICATION
-from megatron.pipeline.simulate import Times
+from megatron.pipeline.simulate import Times, bubble_of
 
 ANSI = dict(
     F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", GB="45;97", R="41;97", U="47;30"
 )  # background;foreground
 FILL = dict(F=("#4c78a8", "#85aad1"), B=("#54a24b", "#8fca88"), I=("#72b7b2", "#a9d8d4"), W=("#eeca3b", "#f5e08e"))
-FILL |= dict(G=("#b279a2", "#d6a5c9"), GB=("#b279a2", "#d6a5c9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
+FILL |= dict(G=("#b279a2", "#d6a5c9"), GB=("#8c6bb1", "#bfa8d9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
 PADDING = dict(F="-", B="=", I="-", W="~", G=">", GB=">", R="<", U="+")
 
 
@@ -63,36 +64,94 @@ def _block(op: Op, length: int, colour: bool) -> str:
     return f"\033[{shade}{ANSI[op.kind]}m{label.ljust(length)[:length]}\033[0m"
 
 
-WIDTH, ROW, LEFT = 1240, 26, 60  # pixels: of the picture, of a rank's line, of its name
+WIDTH, LEFT, RIGHT = 1000, 84, 16  # units: of the picture, of the names of ranks, of the margin
+HEAD, ROW, BAR, GAP = 36, 24, 20, 14  # of a panel's title, of a rank's line, of a block in it, below a panel
+KINDS = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights", U="update")
+KINDS |= dict(G="gather parameters", GB="gather them again", R="reduce gradients")
+STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2937 } .title { font-weight: bold; font-size: 15px }
+.ground { fill: #ffffff } .idle { fill: #e5e7eb } .grid { stroke: #9ca3af; stroke-opacity: .45 }
+.op { font-size: 11px; fill: #111827; pointer-events: none }
+@media (max-width: 600px) { text { font-size: 20px } .title { font-size: 23px } .op { display: none } }
+@media (prefers-color-scheme: dark) { text { fill: #e5e7eb } .ground { fill: #111827 } .idle { fill: #374151 }
+.op { fill: #111827 } }"""
 
 
-def svg(panels: dict[str, Times]) -> str:
-    """A picture with a panel for each title, all on one scale of time, so that simulated and measured compare."""
+def svg(panels: dict[str, Times], unit: str = "time") -> str:
+    """A picture with a panel for each title, all on one scale of time, so that they compare; `unit` names its axis.
+
+    The whole is as wide as the longest; what is grey is time in which a rank waits, and its share stands in the title.
+    Colours follow the light or dark scheme of the page, and text grows where the picture is small.
+    """
     span = max((end for times in panels.values() for _, end in times.values()), default=1.0) or 1.0
-    scale, y, parts = (WIDTH - LEFT - 20) / span, 30, []
+    scale, y, parts = (WIDTH - LEFT - RIGHT) / span, 0.0, []
     for title, times in panels.items():
-        parts.append(f'<text x="{LEFT}" y="{y - 8}" class="title">{escape(title)}</text>')
+        parts.append(f'<text x="{LEFT}" y="{y + HEAD - 11}" class="title">{escape(_titled(title, times))}</text>')
+        y += HEAD
+        own = max((end for _, end in times.values()), default=0.0) * scale
         for rank, name, row in _rows(times):
-            parts.append(f'<text x="8" y="{y + 17}">{name.strip() or f"rank {rank}"}</text>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{name.strip() or f"rank {rank}"}</text>')
+            if not name:
+                parts.append(f'<rect x="{LEFT}" y="{y}" width="{own:.2f}" height="{BAR}" class="idle"/>')
             parts += [_rectangle(op, LEFT + start * scale, y, (end - start) * scale) for op, start, end in row]
             y += ROW
-        y += 36
-    legend = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights", U="update")
-    legend |= dict(G="gather parameters", GB="gather them again", R="reduce gradients")
-    kinds = [kind for kind in FILL if any(op.kind == kind for times in panels.values() for _, op in times)]
-    for number, kind in enumerate(kinds):
-        x = LEFT + 190 * number
-        parts.append(f'<rect x="{x}" y="{y - 22}" width="14" height="14" fill="{FILL[kind][0]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y - 10}">{kind} {legend[kind]}</text>')
-    style = "text{font:11px sans-serif;fill:#222}.title{font-weight:bold;font-size:13px}.op{pointer-events:none}"
+        y += GAP
+    axis, bottom = _axis(span, scale, y, unit)
+    legend, height = _legend({(op.kind, op.chunk % 2) for times in panels.values() for _, op in times}, bottom)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}">'
-        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}">'
+        f'<style>{STYLE}</style><rect width="100%" height="100%" class="ground"/>\n'
+        + "\n".join([*axis, *parts, *legend])
+        + "\n</svg>\n"
     )
+
+
+def _titled(title: str, times: Times) -> str:
+    """A panel's name, with the share of its time in which ranks wait."""
+    return f"{title}, bubble {bubble_of(times, len({rank for rank, _ in times})):.1%}" if times else title
+
+
+def _axis(span: float, scale: float, y: float, unit: str) -> tuple[list[str], float]:
+    """(lines and numbers of the axis of time below the panels, where it ends)."""
+    step = tick(span)
+    parts = []
+    for number in range(int(span / step + 1e-9) + 1):
+        x = LEFT + number * step * scale
+        parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{HEAD}" y2="{y}" class="grid"/>')
+        parts.append(f'<text x="{x:.2f}" y="{y + 18}" text-anchor="middle">{number * step:g}</text>')
+    parts.append(f'<text x="{LEFT}" y="{y + 44}">{escape(unit)}</text>')
+    return parts, y + 60
+
+
+def tick(span: float) -> float:
+    """A round distance of marks: of four to nine of them in the span.
+
+    >>> tick(33), tick(0.4), tick(80)
+    (5.0, 0.05, 10.0)
+    """
+    base = 10.0 ** math.floor(math.log10(span))
+    return base * next(share for share in (0.2, 0.5, 1.0, 2.0) if span / base <= 9 * share)
+
+
+def _legend(used: set[tuple[str, int]], y: float) -> tuple[list[str], float]:
+    """(a swatch for every shade of the picture, where they end). used: (kind of op, whether its chunk is an odd one)."""
+    two = any(odd for _, odd in used)
+    entries = []
+    for kind in FILL:
+        for odd in (0, 1):
+            if (kind, odd) in used:
+                of = f", {'odd' if odd else 'even'} chunks" if two and (kind, 1) in used else ""
+                entries.append((f'fill="{FILL[kind][odd]}"', f"{KINDS[kind]}{of}"))
+    entries.append(('class="idle"', "waiting (bubble)"))
+    parts = []
+    for number, (fill, words) in enumerate(entries):
+        x, top = 16 + (WIDTH - 16) / 2 * (number % 2), y + 30 * (number // 2)
+        parts.append(f'<rect x="{x:.0f}" y="{top}" width="16" height="16" {fill}/>')
+        parts.append(f'<text x="{x + 24:.0f}" y="{top + 14}">{words}</text>')
+    return parts, y + 30 * -(-len(entries) // 2)
 
 
 def _rectangle(op: Op, x: float, y: float, width: float) -> str:
     fill = FILL[op.kind][op.chunk % 2]
-    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 4}" fill="{fill}" stroke="#fff" stroke-width=".5">'
-    label = f'<text class="op" x="{x + 2:.2f}" y="{y + 15}">{op.micro}</text>' if width > 6 * len(str(op.micro)) else ""
+    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{fill}" stroke="#fff" stroke-width=".5">'
+    label = f'<text class="op" x="{x + 2:.2f}" y="{y + 14}">{op.micro}</text>' if width > 7 * len(str(op.micro)) else ""
     return f"{box}<title>{op}</title></rect>{label}"

@@ -72,18 +72,6 @@ def seconds(number: float) -> str:
     return f"{number / 3600:.1f} h" if number < 100 * 3600 else f"{number / 86400:,.1f} days"
 
 
-def clock(number: float) -> str:
-    """What is left of a run, as clocks show it.
-
-    >>> clock(59.6), clock(3725), clock(200000)
-    ('0:01:00', '1:02:05', '2d 07:33:20')
-    """
-    minutes, rest = divmod(round(number), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}d {hours:02d}:{minutes:02d}:{rest:02d}" if days else f"{hours}:{minutes:02d}:{rest:02d}"
-
-
 def since(number: float) -> str:
     """How long ago something was.
 

@@ -30,7 +30,8 @@ from megatron.settings.parse import parse
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
 from megatron.telemetry import figures
-from megatron.telemetry.figures import WIDE, WIDTH, clock, count, sentence, several, shortened, since
+from megatron.telemetry.figures import WIDE, WIDTH, count, sentence, several, shortened, since
+from megatron.telemetry.metrics import duration
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
@@ -278,7 +279,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
                 done,
                 _or(line.tokens_per_second, count),
                 _or(line.loss, "{:.4f}".format),
-                _or(line.seconds_left, clock),
+                _or(line.seconds_left, duration),
                 "-" if line.checkpoint is None else f"{line.checkpoint}, {since(line.checkpoint_age)} ago",
             ]
         )

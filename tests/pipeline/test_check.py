@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,49 @@ def test_command_draws_svg(tmp_path, capsys):
     assert path.read_text().count("<title>") == 2 * 3 * 6 and "rank  0" not in capsys.readouterr().out
     with pytest.raises(StorageError):
         main(["--svg", str(tmp_path / "no" / "plan.svg"), "--no-diagram"])
+
+
+def drawn(path):
+    """{title of a panel: [(op, left, width) of each block]}, the scale of its axis, and the legend, of a picture."""
+    text, panels = path.read_text(), {}
+    for line in text.splitlines():
+        if title := re.search(r'class="title">(.*?)</text>', line):
+            panels[title[1]] = own = []
+        if block := re.search(r'<rect x="([\d.]+)" .*?width="([\d.]+)".*?<title>(\S+)</title>', line):
+            own.append((block[3], float(block[1]), float(block[2])))
+    marks = {
+        float(word): float(x) for x, word in re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d.]+)<', text)
+    }
+    (a, left), *_, (b, right) = sorted(marks.items())
+    return panels, left, (right - left) / (b - a), text
+
+
+def test_the_picture_says_what_the_table_says(tmp_path, capsys):
+    """Spans and bubbles of the table are those of the picture, on the scale of its own axis; chunks have their share."""
+    main(["--pp", "4", "--micro", "8", "--no-diagram", "--svg", str(tmp_path / "all.svg")])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    panels, zero, unit, _ = drawn(tmp_path / "all.svg")
+    assert len(rows) == len(panels) == 6
+    for (name, chunks, span, bubble, *_), (title, blocks) in zip(rows, panels.items(), strict=True):
+        assert title.startswith(name) and title.endswith(f"bubble {bubble}")
+        assert max(left + width for _, left, width in blocks) == pytest.approx(
+            zero + float(span) * unit, abs=0.1 * unit
+        )
+        widths = [width for op, _, width in blocks if op.startswith("F")]
+        assert widths == pytest.approx([unit / int(chunks)] * (4 * 8 * int(chunks)), abs=0.02)
+        busy = sum(width for _, _, width in blocks)
+        assert f"{1 - busy / (4 * unit * float(span)):.1%}" == bubble
+
+
+def test_every_shade_of_a_picture_has_its_word(tmp_path):
+    for flags in ("--schedule zb-v", "--schedule 1f1b", "--schedule interleaved --zero 3 --update 1", ""):
+        main([*flags.split(), "--no-diagram", "--svg", str(tmp_path / "one.svg")])
+        text = (tmp_path / "one.svg").read_text()
+        legend = re.findall(r'height="16" (?:fill="(#\w+)"|class="idle")/>\n<text[^>]*>([^<]+)<', text)
+        used = re.findall(r'fill="(#\w+)" stroke="#fff"', text)
+        assert {"", *used} == {fill for fill, _ in legend} and ("", "waiting (bubble)") in legend
+        for column in zip(*legend, strict=True):
+            assert len(set(column)) == len(legend)  # no shade and no word stands for two things
 
 
 def test_command_takes_costs():
