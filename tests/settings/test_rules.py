@@ -122,6 +122,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ),
         ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
         ("--squared-relu --swiglu", 1, "--squared-relu and --swiglu are two activations of the MLP; give one of them"),
+        *(
+            (f"--window-size {words}", 1, f"--window-size {words} must be the keys before and after its own")
+            for words in ("4", "4,1", "4,x", "-2,0", "1,2,3")
+        ),
+        ("--window-size 4,0 --window-attn-skip-freq 0", 1, "--window-attn-skip-freq 0 must be at least 1"),
         (
             "--position-embedding-type rope --use-rope-scaling --rope-type yarn --rotary-scaling-factor 2",
             1,
@@ -353,6 +358,9 @@ ROPE = "--position-embedding-type rope"
     [
         ("--no-bias-gelu-fusion --swiglu", "--no-bias-gelu-fusion has no effect with --swiglu"),
         ("--no-bias-gelu-fusion --squared-relu", "--no-bias-gelu-fusion has no effect with --squared-relu"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 has no effect without --window-size"),
+        ("--window-size 31,0", "--window-size 31,0 has no effect on sequences of 32 tokens"),
+        ("--window-size -1,0", "--window-size -1,0 has no effect on sequences of 32 tokens"),
         ("--use-rope-scaling", "--use-rope-scaling has no effect without --position-embedding-type rope"),
         (
             "--rope-type yarn --rotary-scaling-factor 2",
@@ -377,5 +385,9 @@ def test_what_a_network_makes_no_use_of_is_told(line, words):
 
 
 def test_scalings_that_are_made_use_of_are_not_told():
-    for line in ("--use-rope-scaling --rope-scaling-factor 4", "--rope-type yarn --rotary-scaling-factor 2 --mscale 2"):
+    for line in (
+        "--window-size 30,0",
+        "--use-rope-scaling --rope-scaling-factor 4",
+        "--rope-type yarn --rotary-scaling-factor 2 --mscale 2",
+    ):
         assert remarks(config(f"{ROPE} {line}"), 1) == remarks(config(), 1)

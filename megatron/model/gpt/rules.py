@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from megatron.settings.rules import Rule, divisors, either, multiples
-from megatron.settings.schema import Model
+from megatron.settings.schema import Model, window_numbers
 
 _DEFAULTS = {field.name: field.default for field in fields(Model)}
 _LLAMA3 = tuple(name for name in _DEFAULTS if name.startswith("rope_scaling_"))
@@ -26,7 +26,22 @@ def _flag(name: str, value: object) -> str:
     return f"--no-{flag}" if value is False else f"--{flag} {value:g}"
 
 
+def _bad_window(s: SimpleNamespace) -> bool:
+    try:
+        left, right = (-1, 0) if s.window_size is None else window_numbers(s.window_size)
+    except ValueError:
+        return True
+    return left < -1 or right not in (-1, 0)
+
+
 RULES = (
+    Rule(
+        _bad_window,
+        lambda s: (
+            f"--window-size {s.window_size} must be the keys before and after its own that a token sees, with a comma "
+            "between, as 4095,0; before: -1 for all; after: 0, because attention is causal"
+        ),
+    ),
     Rule(
         lambda s: s.num_attention_heads % s.tp,
         lambda s: (
@@ -124,6 +139,16 @@ RULES = (
 )
 
 IDLE = (
+    Rule(
+        lambda s: s.window_attn_skip_freq is not None and s.window_size is None,
+        lambda s: f"--window-attn-skip-freq {s.window_attn_skip_freq} has no effect without --window-size",
+    ),
+    Rule(
+        lambda s: (
+            s.window_size and not _bad_window(s) and (s.settings.model.window or s.seq_length) >= s.seq_length - 1
+        ),
+        lambda s: f"--window-size {s.window_size} has no effect on sequences of {s.seq_length} tokens",
+    ),
     *(
         Rule(
             lambda s, name=name, without=without: s.position_embedding_type != "rope" and getattr(s, name) != without,
