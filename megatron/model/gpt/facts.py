@@ -43,6 +43,10 @@ class GPTFacts(Facts):
         m = self.settings
         if m.num_attention_heads < 1 or (m.num_query_groups is not None and m.num_query_groups < 1):
             return False
+        try:
+            m.window_of(0)
+        except (ValueError, ZeroDivisionError):
+            return False
         return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
 
     def shrunk(self, num_layers: int, tp: int) -> Model:
