@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, cached keys and values.
+"""Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, sliding windows, soft caps,
+cached keys and values.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
 of a group, d channels of a head, tp ranks that divide the groups.
@@ -55,6 +56,14 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
     return same & (order <= order[t - s :, None])
 
 
+def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
+    """Of the keys that each query may see [b, s, t], its own and the `window` last ones before it.
+
+    What lies between in a cache, but is not seen, such as the padding of prompts, does not count.
+    """
+    return allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window + 1)
+
+
 class Attention(nn.Module):
     """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`."""
 
@@ -87,7 +96,7 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
-        self.softcap = model.attn_logit_softcapping
+        self.softcap, self.window = model.attn_logit_softcapping, model.window_of(layer)
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -112,17 +121,21 @@ class Attention(nn.Module):
 @op
 def scaled_dot_product_attention(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
+    allowed, window = context.allowed, layer.window
+    if window is not None and allowed is not None and context.cache is not None:
+        allowed, window = last_allowed(allowed, window), None
     case = Case(
         query.device.type,
         query.dtype,
         query.shape[0],
         key.shape[0],
         causal=True,
-        masked=context.allowed is not None,
+        masked=allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
         grouped=layer.queries > 1,
         scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
         softcap=layer.softcap is not None,
+        window=window,
     )
     dropout = None
     if case.dropout:
@@ -134,9 +147,10 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
         value,
         scale=layer.head_dim**-0.5,
         causal=case.causal,
-        allowed=context.allowed,
+        allowed=allowed,
         score_divisor=layer.score_divisor,
         softmax_in_fp32=layer.softmax_in_fp32,
         dropout=dropout,
         softcap=layer.softcap,
+        window=window,
     )

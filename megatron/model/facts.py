@@ -49,8 +49,9 @@ class Share:
 class Core(NamedTuple):
     """Attention between its two linear layers. kept: bytes for the backward pass; recomputed: bytes if it is recomputed.
 
-    kernel: flash, block-causal, or reference, which stores scores. work: FLOPs over all pairs of query and key. scores:
-    elements of softmax(q k). width: channels of a head. dropout: whether the weights are dropped.
+    kernel: flash, block-causal, or reference, which stores scores. work: FLOPs over all pairs of query and key, of which
+    causal order computes half. scores: elements of softmax(q k), likewise. width: channels of a head. dropout: whether the
+    weights are dropped.
     """
 
     kernel: str

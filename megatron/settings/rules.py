@@ -55,7 +55,7 @@ RANGES = {  # what a value must be -> test, fields
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
-        rotary_scaling_factor rotary_seq_len_interpolation_factor
+        rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers max_global_batch_size world_size local_world_size top""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none

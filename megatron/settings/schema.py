@@ -34,6 +34,16 @@ def setting(help: str, default=MISSING, *alias: str, **metadata):
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
 
+def window_numbers(text: str) -> tuple[int, int]:
+    """(keys before, keys after) of --window-size. Raises ValueError.
+
+    >>> window_numbers("(127, 0)")
+    (127, 0)
+    """
+    left, right = text.strip(" ()[]").split(",")
+    return int(left), int(right)
+
+
 @dataclass(frozen=True)
 class Model:
     """The shape and the arithmetic of the network."""
@@ -133,6 +143,14 @@ class Model:
         "--scale-qk-by-layer-num",
     )
     attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    window_size: Optional[str] = setting(
+        "sliding window: keys before and after its own that a token sees, as 4095,0 (default, and -1: all before)",
+        None,
+        on_resume="refused",
+    )
+    window_attn_skip_freq: Optional[int] = setting(
+        "with --window-size: each such layer sees everything, 4: the 4th, the 8th ...", None, on_resume="refused"
+    )
     attn_logit_softcapping: Optional[float] = setting(
         "attention scores become cap x tanh(score / cap), as in Gemma 2",
         None,
@@ -176,6 +194,17 @@ class Model:
     @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def window(self) -> Optional[int]:
+        """Keys before its own that a token sees in layers with a window; None: all of them."""
+        left = -1 if self.window_size is None else window_numbers(self.window_size)[0]
+        return None if left < 0 else left
+
+    def window_of(self, layer: int) -> Optional[int]:
+        """`window` of layer number `layer`, from 0."""
+        skipped = self.window_attn_skip_freq is not None and (layer + 1) % self.window_attn_skip_freq == 0
+        return None if skipped else self.window
 
     @property
     def yarn_stretch(self) -> float:

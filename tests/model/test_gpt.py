@@ -20,7 +20,13 @@ MODERN = dict(
     disable_bias_linear=True,
     rotary_percent=0.5,
 )
-VARIANTS = pytest.mark.parametrize("settings", [{}, MODERN], ids=["gpt2", "modern"])
+WINDOWED = dict(MODERN, window_size="3,0", attn_logit_softcapping=2.0, final_logit_softcapping=9.0)
+SOME_WINDOWED = dict(
+    window_size="3,0", window_attn_skip_freq=2, squared_relu=True, untie_embeddings_and_output_weights=True
+)
+VARIANTS = pytest.mark.parametrize(
+    "settings", [{}, MODERN, WINDOWED, SOME_WINDOWED], ids=["gpt2", "modern", "windowed", "some windowed"]
+)
 
 
 @VARIANTS

@@ -111,3 +111,36 @@ def test_llama(tiny, batch, groups):
         num_query_groups=groups,
     )
     assert_same_model(ours, theirs, lambda names: llama_in_our_names(names, groups), batch)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16])
+def test_mistral(tiny, batch, window):
+    """A window of theirs counts a token's own key. Then a sequence that is longer than every block of our kernels."""
+    config = transformers.MistralConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=D,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        sliding_window=window,
+    )
+    theirs = transformers.MistralForCausalLM(config).eval()
+    ours = tiny(
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        ffn_hidden_size=FFN,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        num_query_groups=2,
+        window_size=f"{window - 1},0",
+    )
+    assert_same_model(ours, theirs, lambda names: llama_in_our_names(names, 2), batch)
+    tokens = batch(600, 1).tokens
+    want = theirs(tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(ours.logits(tokens), want, rtol=1e-4, atol=1e-4)

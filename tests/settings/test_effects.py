@@ -54,6 +54,8 @@ CASES = {
     "rotary_base": ("--rotary-base 500", "", ROPE),
     "rotary_percent": ("--rotary-percent 0.5", "--position-embedding-type none", ROPE),
     "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor 2", "", ROPE),
+    "window_size": ("--window-size 7,0", "", "--seq-length 9"),
+    "window_attn_skip_freq": ("--window-attn-skip-freq 2", "", "--window-size 3,0"),
     "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
     "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},

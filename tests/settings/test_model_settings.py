@@ -95,11 +95,13 @@ def linear(w, name, x):
     return y if bias is None else y + bias.flatten()
 
 
-def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share, cap=None):
+def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share, cap=None, window=None):
     """Head by head, each query head with the key-value head of its group."""
     d = w[f"{name}.qkv.weight"].shape[2]
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
     mask = torch.full((len(x), len(x)), -math.inf).triu(1)
+    for i in range(len(x)) if window is not None else ():
+        mask[i, : max(0, i - window)] = -math.inf
     outputs = []
     for head in range(heads):
         group, place = divmod(head, heads // groups)
@@ -131,6 +133,7 @@ def plain(
     tied=True,
     score_cap=None,
     cap=None,
+    windows=(None,) * 3,
     **_,
 ):
     """Logits [s, b, V] of a GPT with weights `w` (our names and shapes)."""
@@ -153,6 +156,7 @@ def plain(
             base,
             share,
             score_cap,
+            windows[n],
         )
         up = linear(w, f"{block}.mlp.up", normed(w, f"{block}.mlp_norm", x, norm, epsilon))
         if gated:
@@ -178,6 +182,7 @@ NO_SHAPE = (
     "epsilon",
     "cap",
     "score_cap",
+    "windows",
 )  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
@@ -210,6 +215,14 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
     ("--no-bias-gelu-fusion", dict(erf=True), dict(erf=False)),
     ("--attn-logit-softcapping 0.3", dict(score_cap=0.3), dict(score_cap=None)),
     ("--final-logit-softcapping 1.5", dict(cap=1.5), dict(cap=None)),
+    ("--window-size 4,0", dict(windows=(4, 4)), dict(windows=(5, 5))),
+    ("--window-size 0,-1 --kv-channels 12", dict(windows=(0, 0), d=12), dict(windows=(1, 1))),
+    ("--window-size -1,0", {}, dict(windows=(9, 9))),
+    (
+        "--window-size 4,0 --window-attn-skip-freq 2 --num-layers 3",
+        dict(windows=(4, None, 4), layers=3),
+        dict(windows=(4, 4, 4)),
+    ),
     ("--disable-bias-linear", dict(bias=False), None),
     ("--untie-embeddings-and-output-weights", dict(tied=False), dict(tied=True)),
     ("--make-vocab-size-divisible-by 24", dict(rows=120), None),

@@ -122,6 +122,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ),
         ("--group-query-attention", 1, "--group-query-attention needs --num-query-groups"),
         ("--squared-relu --swiglu", 1, "--squared-relu and --swiglu are two activations of the MLP; give one of them"),
+        *(
+            (f"--window-size {words}", 1, f"--window-size {words} must be the keys before and after its own")
+            for words in ("4", "4,1", "4,x", "-2,0", "1,2,3")
+        ),
+        ("--window-size 4,0 --window-attn-skip-freq 0", 1, "--window-attn-skip-freq 0 must be at least 1"),
         (
             "--position-embedding-type rope --use-rope-scaling --rope-type yarn --rotary-scaling-factor 2",
             1,

@@ -262,9 +262,12 @@ def _settings(
         raise CheckpointError("the first file has no word embedding")
     if not heads:
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
-    if args.get("position_embedding_type") in ("yarn", "mrope", "relative"):
-        what = f"position_embedding_type {args['position_embedding_type']}"
-        raise CheckpointError(f"the checkpoint uses {what}, which cannot be expressed here")
+    for name, unknown in (
+        ("position_embedding_type", lambda value: value in ("yarn", "mrope", "relative")),
+        ("window_attn_skip_freq", lambda value: not isinstance(value, int)),
+    ):
+        if args.get(name) is not None and unknown(args[name]):
+            raise CheckpointError(f"the checkpoint uses {name} {args[name]}, which cannot be expressed here")
     positions = named.get((None, "embedding.position.weight"))
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
     layers = len(
@@ -289,6 +292,7 @@ def _settings(
             "use_rope_scaling",
             "rope_scaling_factor",
             "rotary_seq_len_interpolation_factor",
+            "window_attn_skip_freq",
         )
         if args.get(name) is not None
     }
@@ -307,6 +311,7 @@ def _settings(
         norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
         swiglu=bool(args.get("swiglu")),
         squared_relu=bool(args.get("squared_relu")),
+        window_size=",".join(map(str, args["window_size"])) if args.get("window_size") else None,
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
         untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),

@@ -84,7 +84,9 @@ def _write(content: dict[str, Any], folder: Path) -> None:
     simple = (int, float, str, bool, type(None))
     facts = dict(iteration=content.get("iteration"), version=content.get("checkpoint_version"))
     facts = {key: value if isinstance(value, simple) else None for key, value in facts.items()}
-    facts["args"] = {str(name): value for name, value in args.items() if isinstance(value, simple)}
+    plain = lambda value: isinstance(value, simple)
+    kept = lambda value: plain(value) or (isinstance(value, (list, tuple)) and all(map(plain, value)))
+    facts["args"] = {str(name): value for name, value in args.items() if kept(value)}
     (folder / "facts.json").write_text(json.dumps(facts | dict(chunks=len(chunks))))
 
 

@@ -11,6 +11,7 @@ Legend: n tokens of a micro-batch (s x b), d channels of a head, q queries of a 
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Optional
 
 from megatron.model.facts import Branch, Core, Facts, Share
 from megatron.model.weights import Table, attention, mlp, norm, under
@@ -18,6 +19,7 @@ from megatron.settings.kernel_sizes import causal_pairs
 from megatron.settings.schema import Model
 
 HEAD = 8  # width of a head in a shrunk model
+FULL = "layer without window"
 
 
 class GPTFacts(Facts):
@@ -29,12 +31,21 @@ class GPTFacts(Facts):
         return _layer_weights(self.settings, sequence_parallel)
 
     def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
-        return _branches(self, share)
+        return _branches(self, share, None if kind == FULL else self.settings.window)
+
+    def layer_kind(self, layer: int) -> str:
+        """Among layers with a sliding window, those without are of a kind of their own."""
+        m = self.settings
+        return FULL if m.window is not None and m.window_of(layer) is None else super().layer_kind(layer)
 
     @property
     def has_shape(self) -> bool:
         m = self.settings
         if m.num_attention_heads < 1 or (m.num_query_groups is not None and m.num_query_groups < 1):
+            return False
+        try:
+            m.window_of(0)
+        except (ValueError, ZeroDivisionError):
             return False
         return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
 
@@ -58,6 +69,7 @@ class GPTFacts(Facts):
             ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.swiglu else None,
             seq_length=s,
             max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
+            window_size=None if m.window is None else f"{min(m.window, s // 2)},0",
             rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
             make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
             model_name_or_path=None,
@@ -76,9 +88,11 @@ class GPTFacts(Facts):
 
     def attention_flops(self, context: int) -> float:
         m = self.settings
-        return m.num_layers * 2 * 2 * context * m.num_attention_heads * m.head_dim  # scores, and their mean of values
+        windows = (m.window_of(layer) for layer in range(m.num_layers))
+        keys = sum(context if window is None else min(context, window + 1) for window in windows)
+        return 2 * 2 * keys * m.num_attention_heads * m.head_dim  # scores, and their mean of values
 
-    def attention_kernel(self, share: Share) -> str:
+    def attention_kernel(self, share: Share, window: Optional[int] = None) -> str:
         """The kernel that `fused_kernels.choose` will take."""
         m = self.settings
         if share.backend == "stored":
@@ -93,7 +107,8 @@ class GPTFacts(Facts):
             return "block-causal"
         if share.device == "cuda":
             return "block-causal" if share.backend == "explicit" and not scaled else "flash"
-        return "flash" if share.backend == "sdpa" or m.seq_length > 4096 else "block-causal"
+        reach = m.seq_length if window is None else min(m.seq_length, window + 1)
+        return "flash" if share.backend == "sdpa" or reach > 4096 else "block-causal"
 
 
 @lru_cache(maxsize=1024)
@@ -108,12 +123,16 @@ def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
 
 
 @lru_cache(maxsize=65536)
-def _branches(facts: GPTFacts, share: Share) -> tuple[Branch, ...]:
+def _branches(facts: GPTFacts, share: Share, window: Optional[int]) -> tuple[Branch, ...]:
     m, e, n, h = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.hidden_size
     width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
     fused = width + 2 * m.query_groups * m.head_dim // share.tp
-    core = _core(facts, share)
-    scores = 0 if core.kernel == "flash" else 2 * share.micro * m.num_attention_heads // share.tp * m.seq_length**2 * e
+    core, s = _core(facts, share, window), m.seq_length
+    if core.kernel == "flash":
+        scores = s * s * e if _masked(share, window) else 0
+    else:
+        seen = s if window is None or core.kernel == "reference" else min(s, window + 256)  # by a block of queries
+        scores = (3 if m.attn_logit_softcapping else 2) * share.micro * m.num_attention_heads // share.tp * s * seen * e
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
     kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
@@ -124,15 +143,24 @@ def _branches(facts: GPTFacts, share: Share) -> tuple[Branch, ...]:
     )
 
 
-def _core(facts: GPTFacts, share: Share) -> Core:
-    m, n = facts.settings, facts.settings.seq_length * share.micro
-    heads, kernel = m.num_attention_heads // share.tp, facts.attention_kernel(share)
-    work = 4.0 * n * m.seq_length * heads * m.head_dim
-    kept, recomputed = _core_kept(facts, share, kernel)
-    return Core(kernel, work, n * m.seq_length * heads, m.head_dim, m.attention_dropout > 0, kept, recomputed)
+def _masked(share: Share, window: Optional[int]) -> bool:
+    """Whether a flash kernel takes a window as a mask, one for all layers: torch's do, and look at every pair."""
+    return window is not None and share.backend != "flash"
 
 
-def _core_kept(facts: GPTFacts, share: Share, kernel: str) -> tuple[int, int]:
+def _core(facts: GPTFacts, share: Share, window: Optional[int]) -> Core:
+    m, n, s = facts.settings, facts.settings.seq_length * share.micro, facts.settings.seq_length
+    heads, kernel = m.num_attention_heads // share.tp, facts.attention_kernel(share, window)
+    keys = s  # twice the mean number of those that a query sees
+    if window is not None and kernel != "reference":
+        reach = min(window + 1, s)
+        keys = 2 * s if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
+    work = 4.0 * n * keys * heads * m.head_dim
+    kept, recomputed = _core_kept(facts, share, kernel, window)
+    return Core(kernel, work, int(n * keys * heads), m.head_dim, m.attention_dropout > 0, kept, recomputed)
+
+
+def _core_kept(facts: GPTFacts, share: Share, kernel: str, window: Optional[int]) -> tuple[int, int]:
     """(bytes kept, bytes kept if softmax(q k) v is recomputed), op by op as `model.attention` and the kernels keep them."""
     m, e, n, s = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.seq_length
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
@@ -152,7 +180,7 @@ def _core_kept(facts: GPTFacts, share: Share, kernel: str) -> tuple[int, int]:
         return recomputed + queries + 4 * n * heads, recomputed
     if kernel == "block-causal":
         rows = q if own or grouped else fused
-        pairs = n * heads * causal_pairs(s, m.num_attention_heads // m.query_groups) // s
+        pairs = n * heads * causal_pairs(s, m.num_attention_heads // m.query_groups, window) // s
         return turned + rows + 2 * kv + pairs * (e + (m.attention_dropout > 0)), recomputed
     wide = weights * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
     capped = wide if m.attn_logit_softcapping else 0

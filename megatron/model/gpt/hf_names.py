@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's names, shapes and settings of GPT-2 and Llama, against ours.
+"""Hugging Face's names, shapes and settings of GPT-2, Llama and Mistral (Llama with a sliding window), against ours.
 
 | ours                      | GPT-2                              | Llama                                         |
 |---------------------------|------------------------------------|-----------------------------------------------|
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def matches(kind: str, model: Model) -> list[Match]:
-    """All tensors of a model of `kind` (gpt2, llama)."""
+    """All tensors of a model of `kind` (gpt2, llama, mistral)."""
     return (_gpt2 if kind == "gpt2" else _llama)(model)
 
 
@@ -109,13 +109,15 @@ def _output(model: Model) -> list[Match]:
 
 
 def kind_of(model: Model) -> str:
-    """gpt2 or llama. Raises SettingsError with what keeps the model from being either."""
+    """gpt2, llama or mistral. Raises SettingsError with what keeps the model from being any of them."""
     m = model
     capped = {
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
         "--final-logit-softcapping": m.final_logit_softcapping is not None,
     }
+    windowed = {f"--window-size {m.window_size}": m.window is not None}
     gpt2 = {
+        **windowed,
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "learned_absolute",
         f"--normalization {m.normalization}": m.normalization != "LayerNorm",
         "--swiglu": m.swiglu,
@@ -134,14 +136,16 @@ def kind_of(model: Model) -> str:
         "--qk-layernorm": m.qk_layernorm,
         **capped,
     }
-    for kind, against in (("gpt2", gpt2), ("llama", llama)):
+    mistral = {**llama, f"--window-attn-skip-freq {m.window_attn_skip_freq}": m.window_attn_skip_freq is not None}
+    llama = {**llama, **windowed}
+    for kind, against in (("gpt2", gpt2), ("llama", llama), ("mistral", mistral)):
         if not any(against.values()):
             return kind
     why = "\n  ".join(
         f"not {kind}: " + ", ".join(what for what, so in against.items() if so)
-        for kind, against in (("GPT-2", gpt2), ("Llama", llama))
+        for kind, against in (("GPT-2", gpt2), ("Llama", llama), ("Mistral", mistral))
     )
-    raise SettingsError("Hugging Face has no model of this shape among GPT-2 and Llama", why)
+    raise SettingsError("Hugging Face has no model of this shape among GPT-2, Llama and Mistral", why)
 
 
 def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -> dict[str, Any]:
@@ -155,7 +159,8 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         dtype=dtype,
         use_cache=True,
     )
-    if kind_of(model) == "gpt2":
+    kind = kind_of(model)
+    if kind == "gpt2":
         return dict(
             model_type="gpt2",
             architectures=["GPT2LMHeadModel"],
@@ -171,9 +176,11 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
             attn_pdrop=model.attention_dropout,
             **shared,
         )
+    own = dict(architectures=["LlamaForCausalLM"], attention_bias=False, mlp_bias=False)
+    if kind == "mistral":  # its window counts a token's own key, too
+        own = dict(architectures=["MistralForCausalLM"], sliding_window=model.window + 1)
     return dict(
-        model_type="llama",
-        architectures=["LlamaForCausalLM"],
+        model_type=kind,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_size,
         num_hidden_layers=model.num_layers,
@@ -183,11 +190,10 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         hidden_act="silu",
         max_position_embeddings=model.position_table,
         rms_norm_eps=model.norm_epsilon,
-        attention_bias=False,
-        mlp_bias=False,
         attention_dropout=model.attention_dropout,
         rope_theta=model.rotary_base,
         rope_parameters=dict(rope_theta=model.rotary_base, **_their_rope(model)),
+        **own,
         **shared,
     )
 
@@ -280,8 +286,9 @@ def _our_stretch(rope: dict[str, Any], factor: float) -> dict[str, float]:
 def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
     """(kind, model, vocabulary) from the content of config.json. Raises CheckpointError for what cannot be expressed."""
     kind = theirs.get("model_type")
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"model_type {kind!r} in config.json is not read here", "there are: gpt2, llama")
+    kinds = ("gpt2", "llama", "mistral")
+    if kind not in kinds:
+        raise CheckpointError(f"model_type {kind!r} in config.json is not read here", f"there are: {', '.join(kinds)}")
     try:
         model, vocab_size = (_from_gpt2 if kind == "gpt2" else _from_llama)(theirs)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -363,6 +370,15 @@ def _from_llama(c: dict[str, Any]) -> tuple[Model, int]:
         attention_dropout=float(c.get("attention_dropout") or 0.0),
         init_method_std=float(c.get("initializer_range", 0.02)),
         untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", False),
+        window_size=_our_window(c),
         **_our_rope(c, rope),
     )
     return model, int(c["vocab_size"])
+
+
+def _our_window(c: dict[str, Any]) -> str | None:
+    """--window-size of a Mistral, whose window counts a token's own key; transformers' default is 4096."""
+    window = c.get("sliding_window", 4096) if c["model_type"] == "mistral" else None
+    if window is not None and int(window) < 1:
+        raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")
+    return None if window is None else f"{int(window) - 1},0"

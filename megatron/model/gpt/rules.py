@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from megatron.settings.effects import HALF, Needs
 from megatron.settings.rules import Rule, divisors, either, multiples
-from megatron.settings.schema import Model
+from megatron.settings.schema import Model, window_numbers
 
 _NAMES = [field.name for field in fields(Model)]
 _LLAMA3 = [name for name in _NAMES if name.startswith("rope_scaling_")]
@@ -22,7 +22,22 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
     }
 
 
+def _bad_window(s: SimpleNamespace) -> bool:
+    try:
+        left, right = (-1, 0) if s.window_size is None else window_numbers(s.window_size)
+    except ValueError:
+        return True
+    return left < -1 or right not in (-1, 0)
+
+
 RULES = (
+    Rule(
+        _bad_window,
+        lambda s: (
+            f"--window-size {s.window_size} must be the keys before and after its own that a token sees, with a comma "
+            "between, as 4095,0; before: -1 for all; after: 0, because attention is causal"
+        ),
+    ),
     Rule(
         lambda s: s.num_attention_heads % s.tp,
         lambda s: (
@@ -121,6 +136,11 @@ RULES = (
 
 _ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
 IDLE = {
+    "window_size": Needs(
+        "a --seq-length that is longer than the window",
+        lambda s: _bad_window(s) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,
+    ),
+    "window_attn_skip_freq": Needs("--window-size", lambda s: s.window_size is not None),
     "rotary_base": _ROPE,
     "rotary_percent": _ROPE,
     "rotary_seq_len_interpolation_factor": _ROPE,

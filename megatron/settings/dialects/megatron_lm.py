@@ -230,7 +230,7 @@ mixtures of experts are not part of this suite; models are dense
 attention is multi-head or grouped-query (--group-query-attention)
     --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
     --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
-    --disable-dsa-* --gdp-* --hybrid-* --attention-output-gate --window-* --softmax-type --qk-clip* --qk-l2-norm
+    --disable-dsa-* --gdp-* --hybrid-* --attention-output-gate --softmax-type --qk-clip* --qk-l2-norm
     --enable-gpt-oss
 Mamba layers are not part of this suite
     --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path

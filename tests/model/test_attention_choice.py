@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer asks for a kernel that can do what it needs, and a model's facts name the same one."""
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.errors import run_main
+from megatron.fused_kernels import Case, choose
+from megatron.model import attention
+from megatron.model.facts import Share
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.module import GPT
+from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Kernels, Model
+from megatron.training.rules import check
+from tests.settings.test_rules import BASE, config
+
+NAMES = {"sdpa (CPU)": "flash", "block-causal": "block-causal", "reference": "reference"}
+SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0, seq_length=64)
+
+
+@pytest.mark.parametrize("backend", ["auto", "explicit", "sdpa"])
+@pytest.mark.parametrize(
+    "settings, masked",
+    [
+        (dict(), False),
+        (dict(window_size="9,0"), False),
+        (dict(window_size="9,0", window_attn_skip_freq=2), True),
+        (dict(attn_logit_softcapping=5.0), False),
+        (dict(attn_logit_softcapping=5.0, window_size="9,0"), True),
+        (dict(attn_logit_softcapping=5.0, attention_dropout=0.1, window_size="9,0"), False),
+    ],
+)
+def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, masked):
+    asked = []
+    note = lambda op, case, backend: asked.append((case, choose(op, case, backend))) or asked[-1][1]
+    monkeypatch.setattr(attention, "choose", note)
+    model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
+    network = GPT(model, Mesh(), 50, kernels=Kernels(attention_backend=backend))
+    tokens = torch.zeros(64, 1, dtype=torch.long)
+    documents = torch.zeros(64, 1, dtype=torch.int) if masked else None
+    x, context = torch.randn(64, 1, 16), network._context(tokens.shape, None, documents, torch.arange(1))
+    for layer, block in enumerate(network.blocks.values()):
+        block.attention(x, context)
+        case, chosen = asked[-1]
+        assert case.window == (None if layer == 1 and "window_attn_skip_freq" in settings else model.window)
+        assert (case.softcap, case.masked) == (model.attn_logit_softcapping is not None, masked)
+        share = Share(device="cpu", precision="fp32", element=4, backend=backend)
+        assert GPTFacts(model, 50).attention_kernel(share, case.window) == NAMES[chosen.name]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("window", [None, 500, 4200])
+def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
+    size = None if window is None else f"{window},0"
+    long = dict(SHAPE, seq_length=9000, window_size=size, attention_dropout=0.0)
+    for capped in (None, 5.0):
+        case = Case("cpu", torch.float32, 9000, 9000, causal=True, softcap=capped is not None, window=window)
+        facts = GPTFacts(Model(**long, attn_logit_softcapping=capped), 50)
+        assert facts.attention_kernel(Share(device="cpu"), window) == NAMES[choose("attention", case).name]
+
+
+def test_torchs_kernels_share_one_mask_of_a_window(tiny, batch):
+    """Of all layers and micro-batches: it is as large as the scores of one head."""
+    network = tiny(window_size="5,0", num_layers=3)
+    for block in network.blocks.values():
+        block.attention.backend = "sdpa"
+    kept = {}
+    keep = lambda x: kept.update({x.untyped_storage().data_ptr(): x}) or x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        first, second = network(None, batch(16, 2))[1], network(None, batch(16, 2, seed=1))[1]
+    assert first["lm loss"] != second["lm loss"]
+    assert sum(tuple(x.shape[-2:]) == (16, 16) for x in kept.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--window-size 3", "--window-size 3 must be the keys before and after its own that a token sees"),
+        ("--window-size 3,0 --window-attn-skip-freq 0", "--window-attn-skip-freq 0 must be at least 1"),
+    ],
+)
+def test_a_window_that_is_none_is_answered_and_no_more(flags, words, capsys):
+    """By a dry run, too, which asks facts for all that it can."""
+    assert [said[: len(words)] for said in check(config(flags), 1)] == [words]
+    with pytest.raises(SystemExit) as done:
+        run_main(pretrain_gpt.main, f"{BASE} {flags} --dry-run --world-size 2".split())
+    told = capsys.readouterr()
+    assert done.value.code == 3 and words in told.out + told.err
