@@ -9,8 +9,8 @@ wherever Megatron-LM has the setting. A bool that is true by default becomes `--
     32
 
 A new flag is a field here; a row of RULES in `rules.py` where it can be wrong; `python -m megatron.tools.flag_docs --output
-docs/flags.md`; and in tests/settings/test_every_setting.py the name of the test that shows its effect. One that has an effect in some
-combinations alone has a row in `effects.py`.
+docs/flags.md`; and in tests/settings/test_every_setting.py the name of the test that shows its effect. One that has an
+effect in some combinations alone has a row in `effects.py`.
 
 Nothing here imports torch, reads the command line or the environment: `parse.py` does.
 """
