@@ -10,6 +10,7 @@ so, and `follow` takes the checkpoint's schedule where --resume-schedule asks fo
                                                checkpoint   what is left of the decay of 10 steps: --min-lr
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Optional
@@ -18,6 +19,7 @@ from megatron.errors import SettingsError
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.settings.batch import full_size
 from megatron.settings.schema import Batch, Config, Optimizer
+from megatron.settings.spelling import Setting, settings_of
 
 # What Megatron-LM's --use-checkpoint-opt_param-scheduler takes from the checkpoint, under this suite's names.
 SCHEDULE = (
@@ -48,12 +50,13 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
     if config.checkpoint.resume_schedule != "checkpoint":
         return config, now
     then, saved = lengths_of(record), _saved(record, "optimizer")
-    if then is None or saved.get("lr") is None:
+    own = {name: saved[name] for name in SCHEDULE if name in saved}
+    kinds = {setting.name: setting for setting in settings_of({"optimizer": Optimizer})}
+    if then is None or own.get("lr") is None or not all(_is_value(kinds[name], value) for name, value in own.items()):
         raise SettingsError(
             "--resume-schedule checkpoint: the checkpoint tells of no schedule",
             do="leave it out: the schedule is then that of the command",
         )
-    own = {name: saved[name] for name in SCHEDULE if name in saved}
     return replace(config, optimizer=replace(config.optimizer, **own)), then
 
 
@@ -61,11 +64,14 @@ def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
     """The lengths that a checkpoint's run was trained with; None where it does not tell."""
     try:
         if "lengths" in record:
-            return Lengths(**record["lengths"])
-        optimizer, batch = _group(Optimizer, record), _group(Batch, record)  # of an earlier version
-        return None if batch.train_iters is batch.train_samples is None else Lengths.of(optimizer, batch)
-    except (TypeError, ValueError, AttributeError, LookupError):
-        return None
+            found = Lengths(**record["lengths"])
+        else:  # of an earlier version
+            optimizer, batch = _group(Optimizer, record), _group(Batch, record)
+            found = Lengths.of(optimizer, batch)
+        numbers = (found.warmup, found.decay, found.total, found.anneal or 0)
+        return found if all(type(n) in (int, float) and 0 <= n < 1 << 63 for n in numbers) else None
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
+        return None  # such as settings of a run that was never trained, or damage
 
 
 def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
@@ -78,7 +84,8 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
     if then is None:
         return []
     found, size = [], full_size(config.batch, dp)
-    size_then = _saved(record, "batch").get("global_batch_size") or size
+    size_then = _saved(record, "batch").get("global_batch_size")
+    size_then = size_then if type(size_then) is int and size_then > 0 else size
     if size != size_then and not {"global_batch_size", "local_batch_size"} & set(config.given):
         words = f"a step has {size} samples, {size_then} in the checkpoint"
         found.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
@@ -128,8 +135,18 @@ def _plain(length: float) -> str:
     return f"{length:.0f}" if length == int(length) else f"{length:.2f}"
 
 
+def _is_value(setting: Setting, value: object) -> bool:
+    """Whether a setting may have this value; a damaged checkpoint may say anything."""
+    if value is None:
+        return setting.optional
+    if isinstance(setting.kind, tuple):
+        return value in setting.kind
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
 def _saved(record: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    found = (record.get("config") or {}).get(group)
+    groups = record.get("config")
+    found = groups.get(group) if isinstance(groups, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 

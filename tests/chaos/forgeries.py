@@ -31,6 +31,7 @@ from megatron.data.merge import common_identity
 from megatron.errors import Failure
 from megatron.guard import changes
 from megatron.inference.convert import huggingface
+from megatron.optimizer import resumed_schedule
 from megatron.optimizer.scaler import LossScaler
 from megatron.settings import schema
 from megatron.storage.durable import checksum, read_sealed, seal
@@ -224,9 +225,12 @@ def state_json(folder: Path) -> tuple[Forge, Read]:
     """What a checkpoint says of its run."""
     path, index, read = checkpoint_files(folder)
     fresh = State(LossScaler(scale=8.0, window=4))
-    own = schema.from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2)))
+    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2)
+    batch, checkpoint = dict(train_iters=10, global_batch_size=8), dict(resume_schedule="checkpoint")
+    own = schema.from_record(dict(model=model, batch=batch, optimizer=dict(lr=0.1), checkpoint=checkpoint))
     content = dict(
         state=fresh.record(),
+        lengths=dict(warmup=0, decay=80, anneal=None, total=80),
         optimizer_steps=3,
         config=asdict(own),
         vocab_size=99,
@@ -239,10 +243,10 @@ def state_json(folder: Path) -> tuple[Forge, Read]:
     )
 
     def forge(dice: random.Random) -> None:
-        places = [content, content["state"], content["config"]]
-        part = dice.choice(places)
-        changed = mutate(part, dice)
-        changed = changed if part is content else {**content, ("state" if part is places[1] else "config"): changed}
+        names = [None, "state", "config", "lengths"]
+        name = dice.choice(names)
+        changed = mutate(content[name] if name else content, dice)
+        changed = {**content, name: changed} if name else changed
         index["state"] = reseal(path / "state.json", changed if isinstance(changed, dict) else {"": changed})
         reseal(path / "index.json", index)
 
@@ -252,6 +256,9 @@ def state_json(folder: Path) -> tuple[Forge, Read]:
             with contextlib.suppress(Failure):
                 changes.refuse_another_run(own, reader.state.get("config", {}))
             changes.told(own, reader.state.get("config", {}))
+            resumed_schedule.drift(own, reader.state, 1)
+            with contextlib.suppress(Failure):
+                resumed_schedule.follow(own, reader.state, 1)
             fresh.restored(reader.state.get("state", {}))
 
     return forge, resume

@@ -165,7 +165,9 @@ def test_what_is_said_as_a_warning_is_not_told_twice():
 
 def test_lengths_of_a_record():
     assert lengths_of(record(f"{BASE} --train-iters 10", lengths=False)) == Lengths(0, 80, None, 80)
-    for damaged in ({}, dict(config=None), dict(lengths=7), dict(lengths={"x": 1}), dict(config=dict(batch=3))):
+    none = dict(warmup=0, decay="x", anneal=None, total=80)
+    odd = [dict(lengths=7), dict(lengths={"x": 1}), dict(config=dict(batch=3)), dict(lengths=none)]
+    for damaged in ({}, dict(config=[]), *odd):
         assert lengths_of(damaged) is None
         assert drift(config(f"{BASE} --train-iters 10"), damaged, 1) == []
 
@@ -175,6 +177,11 @@ def test_a_checkpoint_without_a_schedule_cannot_be_followed():
 
     with pytest.raises(SettingsError, match="tells of no schedule"):
         follow(config(f"{BASE} --train-iters 10 --load x --resume-schedule checkpoint"), {}, 1)
+    for name, value in (("lr", "high"), ("lr", None), ("lr_decay_style", "cosin"), ("weight_decay", float("nan"))):
+        damaged = record(f"{BASE} --train-iters 10")
+        damaged["config"]["optimizer"][name] = value
+        with pytest.raises(SettingsError, match="tells of no schedule"):
+            follow(config(f"{BASE} --train-iters 10 --load x --resume-schedule checkpoint"), damaged, 1)
 
 
 @pytest.mark.parametrize(

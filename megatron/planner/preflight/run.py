@@ -53,6 +53,13 @@ def unchecked(cluster: Cluster, started: int) -> list[str]:
     return [*found, "what the data say", "whether the loss falls"]
 
 
+# Settings whose lack of an effect means most often that another one was forgotten: refused before an expensive job.
+FORGOTTEN = (
+    "sequence_parallel sharding_degree amp_custom_black_list amp_custom_white_list no_recompute_layers loss_scale "
+    "optimizer_offload_fraction nvme_offload_dir rotary_percent"
+).split()
+
+
 def check_settings(config, found: Inspection, cluster: Cluster, source: str, started: int) -> list[Check]:
     """What needs no torch."""
     world = cluster.world_size
@@ -61,10 +68,11 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
         problems.append(f"--world-size {world} is not this job: it has {started} ranks; leave the flag out")
     checks = [Check("settings", "", problem) for problem in problems]
     idle = {} if problems else rules.idle(config, world)
-    idle = [words for name, words in idle.items() if rules.not_default(config, name)]
-    checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in idle]
+    refused = [words for name, words in idle.items() if name in FORGOTTEN and rules.not_default(config, name)]
+    checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in refused]
     if not checks:
         checks.append(Check("settings", f"{text.described(found.job)}; {found.layout.short()} on {world} ranks"))
+        checks += [Check("settings", f"warning: {words}") for words in idle.values()]
     checks += [Check("files", "", problem) for problem in found.files]
     if found.layout and not found.files:
         checks.append(Check("files", "everything that the settings name is here"))
