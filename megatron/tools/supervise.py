@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import Failure, SettingsError, StorageError, UsageError, run_main
+from megatron.errors import Failure, Interrupted, Preempted, SettingsError, StorageError, UsageError, run_main
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
@@ -116,6 +116,7 @@ class Supervisor:
         self.ranks = commands.ranks_of(command)
         self.attempts: list[Attempt] = []
         self.asked_to_stop: Optional[int] = None
+        self.at_once = False  # Ctrl-C has come twice
         self.delay, self.log_at = settings.backoff, 0
         if settings.min_world_size and settings.min_world_size > self.ranks:
             raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
@@ -134,7 +135,8 @@ class Supervisor:
             while True:
                 verdict = self.attempt()
                 if self.asked_to_stop and verdict.action is Action.RETRY:  # it had nothing to save yet, say
-                    verdict = JobVerdict(Action.PREEMPTED, verdict.cause, 9)
+                    code = Interrupted.code if self.asked_to_stop == signal.SIGINT else Preempted.code
+                    verdict = JobVerdict(Action.PREEMPTED, verdict.cause, code)
                 outcome = self.end_of_job(verdict)
                 if outcome:
                     return self.report(outcome, verdict)
@@ -151,6 +153,8 @@ class Supervisor:
         if verdict.action is Action.DONE:
             return "finished"
         if verdict.action is Action.PREEMPTED:
+            if verdict.code == Interrupted.code:
+                return "interrupted by Ctrl-C"
             requeued = settings.on_preempt == "requeue" and self.requeue()
             return "preempted" + (", back in the queue" if requeued else "")
         if verdict.action is Action.STOP:
@@ -267,6 +271,9 @@ class Supervisor:
                 asked = now
                 self.pass_on(job, beats)
             if asked is not None:
+                if self.at_once:
+                    log("SIGINT again: the job is ended at once")
+                    return False
                 if now - asked > self.settings.grace:
                     log(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
                     return False
@@ -309,8 +316,9 @@ class Supervisor:
         near = [beat for beat in beats if processes.alive_here(beat)]
         if any(beat.step and beat.ended is None for beat in beats):
             log(f"{name}: the job is asked to save and stop")
+            number = signal.SIGINT if self.asked_to_stop == signal.SIGINT else signal.SIGTERM
             for beat in near:  # one of them is enough: ranks agree
-                processes.send(beat.pid, signal.SIGTERM)
+                processes.send(beat.pid, number)
             if not near:
                 ask(self.beats, STOP)
         else:
@@ -368,6 +376,7 @@ class Supervisor:
             put_out(new)
 
     def _stop(self, number: int, frame) -> None:
+        self.at_once = number == self.asked_to_stop == signal.SIGINT
         self.asked_to_stop = number
 
 

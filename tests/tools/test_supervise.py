@@ -65,7 +65,8 @@ def work(rank):
     os.setsid()
     die_with_parent(signal.SIGKILL)
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(9))
+    signal.signal(signal.SIGINT, lambda *_: stop.append(130))
     heart = Heartbeat(value_of(flags, "--heartbeat-dir"), rank)
     start = max([int(p.name[5:]) for p in save.glob("iter_*")], default=0) if value_of(flags, "--load") else 0
     for step in range(start + 1, steps + 1):
@@ -85,8 +86,8 @@ def work(rank):
             folder.mkdir(exist_ok=True)
             (folder / "index.json").touch()
         if asked:
-            heart.close(RuntimeError("asked to stop"), 9)
-            os._exit(9)
+            heart.close(RuntimeError("asked to stop"), max(stop))
+            os._exit(max(stop))
     heart.close()
     os._exit(0)
 
@@ -105,7 +106,7 @@ while children:
     code = os.waitstatus_to_exitcode(status)
     if code:
         failed = True
-        if code != 9:
+        if code not in (9, 130):
             lost.touch()
         print(f"  exitcode  : {code} (pid: {pid})", flush=True)
         for other in children:
@@ -220,15 +221,31 @@ def test_a_job_that_loses_a_rank_again_and_again_goes_on_with_fewer(flags, layou
     assert [attempt["ranks"] for attempt in account["attempts"]] == [4, 4, 2]
 
 
-def test_sigterm_to_the_supervisor_saves_and_exits_with_9(root, tmp_path):
+@pytest.mark.parametrize(
+    "number, code, outcome", [(signal.SIGTERM, 9, "preempted"), (signal.SIGINT, 130, "interrupted by Ctrl-C")]
+)
+def test_a_signal_to_the_supervisor_saves_and_ends_the_job(number, code, outcome, root, tmp_path):
     job = Supervised(root, tmp_path, "", steps=5000)
     while not (job.save / "iter_0000010").exists():
         assert job.process.poll() is None, job.end()
         time.sleep(0.02)
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(number)
     returned, said, account = job.end()
-    assert returned == 9 and account["outcome"] == "preempted" and account["attempts"][0]["last_step"] >= 10, said
+    assert (returned, account["outcome"]) == (code, outcome) and account["attempts"][0]["last_step"] >= 10, said
     assert newest_checkpoint(str(job.save)) >= account["attempts"][0]["last_step"]
+
+
+def test_a_second_ctrl_c_to_the_supervisor_ends_the_job_at_once(root, tmp_path):
+    job = Supervised(root, tmp_path, "sleep:0:3", steps=5000)
+    while not any(beat.step == 3 for beat in read_beats(job.beats)):
+        assert job.process.poll() is None, job.end()
+        time.sleep(0.02)
+    job.process.send_signal(signal.SIGINT)
+    while "asked to save" not in job.process.stdout.readline():
+        assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    returned, said, account = job.end(timeout=60)  # and not the --grace of 120 s
+    assert returned == 130 and "SIGINT again" in said and account["outcome"] == "interrupted by Ctrl-C", said
 
 
 def test_sigterm_before_the_first_step_exits_with_9_too(root, tmp_path):
