@@ -146,6 +146,9 @@ def facts(config: Config, vocab_size: int) -> MLPFacts:
     attention = config.recompute.recompute_granularity in ("core_attn", "full_attn")
     missing = {
         "--swiglu": m.swiglu,
+        "--squared-relu": m.squared_relu,
+        "--window-size": m.window_size is not None,
+        "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
         "--position-embedding-type rope": m.position_embedding_type == "rope",
         f"--recompute-granularity {config.recompute.recompute_granularity}": attention,
     }

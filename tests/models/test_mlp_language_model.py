@@ -275,6 +275,9 @@ def test_its_setting_is_a_setting_like_others(tmp_path, capsys):
     for wrong, words in {
         "--mlp-window 0": "--mlp-window 0 must be at least 1",
         "--swiglu": "this model has none",
+        "--squared-relu": "this model has none",
+        "--window-size 4,0": "this model has none",
+        "--attn-logit-softcapping 4": "this model has none",
         "--recompute-granularity full_attn": "this model has none",
         "--mlp-window x": "'x' is not a whole number",
     }.items():

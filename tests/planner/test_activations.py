@@ -95,7 +95,7 @@ def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, f
         (dict(PLAIN, seq_length=600), "auto"),
         (dict(PLAIN, squared_relu=True), "auto"),
         (dict(LLAMA, seq_length=600, window_size="100,0"), "auto"),
-        (dict(LLAMA, seq_length=300, window_size="100,0", window_attn_skip_freq=2, attention_dropout=0.1), "auto"),
+        (dict(LLAMA, seq_length=600, window_size="20,0", window_attn_skip_freq=2, attention_dropout=0.1), "auto"),
         (dict(LLAMA, attn_logit_softcapping=2.0, final_logit_softcapping=2.0), "auto"),
         (dict(LLAMA, attn_logit_softcapping=2.0, attention_dropout=0.1, num_query_groups=2), "auto"),
     ],
