@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of the optimizer work together (`settings.rules`)."""
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 
-from megatron.optimizer.kinds import KINDS, state_of
+from megatron.optimizer.kinds import COEFFICIENTS, KINDS, knows_matrices, state_of
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Optimizer
 
@@ -41,16 +40,34 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: knows_matrices(s.settings.optimizer) and (s.host_share or s.nvme_offload_fraction),
+        lambda s: (
+            f"--optimizer {s.settings.optimizer.rule} keeps its state on the device, where it orthogonalises matrices: "
+            "leave out --optimizer-cpu-offload and --nvme-offload-fraction; --sharding-stage 1 divides the state among "
+            "ranks"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.settings.optimizer.rule == "muon" and s.muon_num_ns_steps % len(COEFFICIENTS[s.muon_coefficient_type])
+        ),
+        lambda s: (
+            f"--muon-num-ns-steps {s.muon_num_ns_steps} must be a multiple of the "
+            f"{len(COEFFICIENTS[s.muon_coefficient_type])} polynomials of --muon-coefficient-type {s.muon_coefficient_type}"
+        ),
+    ),
+    Rule(
         lambda s: s.decoupled_min_lr is not None and s.decoupled_lr is None,
         lambda s: f"--decoupled-min-lr {s.decoupled_min_lr} needs --decoupled-lr, the highest rate of the embeddings",
     ),
 )
 
 
-def _changed(s: SimpleNamespace, names: Iterable[str]) -> list[str]:
-    """Those of the optimizer's settings that do not have their default, as flags."""
-    plain = Optimizer()
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(s, name) != getattr(plain, name)]
+def _of_others(s: SimpleNamespace) -> list[str]:
+    """Flags of settings of other optimizers than this one that do not have their default."""
+    o, plain = s.settings.optimizer, Optimizer()
+    names = {name for kind in KINDS.values() for name in kind.settings} - set(KINDS[o.rule].settings)
+    return [f"--{name.replace('_', '-')}" for name in sorted(names) if getattr(o, name) != getattr(plain, name)]
 
 
 IDLE = (
@@ -73,15 +90,9 @@ IDLE = (
         lambda s: s.nvme_offload_dir and not s.nvme_offload_fraction,
         lambda s: f"--nvme-offload-dir {s.nvme_offload_dir} has no effect without --nvme-offload-fraction",
     ),
-    *(
-        Rule(
-            lambda s, optimizer=optimizer, names=names: s.settings.optimizer.rule != optimizer and _changed(s, names),
-            lambda s, optimizer=optimizer, names=names: (
-                f"{' and '.join(_changed(s, names))} without effect: --optimizer is {s.settings.optimizer.rule}, "
-                f"not {optimizer}"
-            ),
-        )
-        for optimizer, (_, names) in KINDS.items()
+    Rule(
+        lambda s: _of_others(s),
+        lambda s: f"{' and '.join(_of_others(s))}: no effect with --optimizer {s.settings.optimizer.rule}",
     ),
     Rule(
         lambda s: s.precision != "fp16" and s.loss_scale is not None,

@@ -53,7 +53,7 @@ RANGES = {  # what a value must be -> test, fields
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
-        spike_skip_steps recompute_num_layers max_global_batch_size world_size local_world_size top""",
+        spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none
     "at least 0": (
@@ -66,13 +66,14 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v > 0,
         """
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
-        mean_time_to_interruption decoupled_lr
+        mean_time_to_interruption decoupled_lr muon_extra_scale_factor
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
-        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2""",
+        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
+        muon_momentum""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

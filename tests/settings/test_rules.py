@@ -161,6 +161,9 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
+        ("--optimizer muon --optimizer-cpu-offload", 1, "--optimizer muon keeps its state on the device"),
+        ("--optimizer muon --muon-num-ns-steps 4", 1, "--muon-num-ns-steps 4 must be a multiple of the 5 polynomials"),
+        ("--optimizer muon --muon-num-ns-steps 0", 1, "--muon-num-ns-steps 0 must be at least 1"),
         ("--optimizer sgd --sgd-momentum 1", 1, "--sgd-momentum 1.0 must be at least 0 and below 1"),
         (
             "--optimizer sgd --sgd-momentum 0 --nvme-offload-fraction 1 --nvme-offload-dir .",
@@ -323,5 +326,5 @@ def test_remarks():
     )
     assert "--loss-scale 2 has no effect" in "\n".join(remarks(config("--loss-scale 2"), 1))
     of_another = "\n".join(remarks(config("--optimizer lion --adam-beta2 0.95 --adam-eps 1e-6 --lion-beta1 0.9"), 1))
-    assert "--adam-beta2 and --adam-eps without effect: --optimizer is lion, not adam" in of_another
+    assert "--adam-beta2 and --adam-eps: no effect with --optimizer lion" in of_another
     assert "--lion" not in of_another
