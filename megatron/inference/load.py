@@ -60,7 +60,7 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     pieces = []
     for own in owned_ranges(units, axis_of):
         materialise(own.unit, weights[own.unit.place])
-        pieces += pieces_of(own, weights[own.place], Mesh().place)
+        pieces += pieces_of(own, weights.__getitem__, Mesh().place)
     restored = restore(location(folder), pieces, step=step, cast=True)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
 

@@ -66,12 +66,16 @@ def build_stage(build: Callable[[], torch.nn.Module], device, init_std: float) -
 
 def as_stage(module: torch.nn.Module, init_std: float = 0.02) -> torch.nn.Module:
     """The module, with `placements` in each of its parts that lists none: parameters that nothing cuts, whose matrices are
-    drawn from N(0, init_std) and decayed; of the others biases are 0 and weights 1.
+    drawn from N(0, init_std) and decayed; of the others biases are 0 and weights 1. Matrices to optimizers that know such
+    are the weights of linear layers in `blocks`.
     """
+    layers = getattr(module, "blocks", None)
+    within = set(layers.modules()) if isinstance(layers, torch.nn.Module) else set()
     for part in module.modules():
         if not hasattr(part, "placements"):
             own = part.named_parameters(recurse=False)
-            part.placements = {name: _placement(name, parameter, init_std) for name, parameter in own}
+            inner = part in within and isinstance(part, torch.nn.Linear)
+            part.placements = {name: _placement(name, parameter, init_std, inner) for name, parameter in own}
     return module
 
 
@@ -96,12 +100,11 @@ def refuse_split(config: Config) -> None:
         )
 
 
-def _placement(name: str, parameter: torch.nn.Parameter, std: float) -> Placement:
-    """Of a parameter of which nothing else is known."""
-    matrix = parameter.dim() > 1
-    return Placement(
-        tuple(parameter.shape), Normal(std) if matrix else Constant(float("bias" not in name)), decay=matrix
-    )
+def _placement(name: str, parameter: torch.nn.Parameter, std: float, inner: bool) -> Placement:
+    """Of a parameter of which nothing else is known; inner: but that it is a linear layer's, between others."""
+    matrix, shape = parameter.dim() > 1, tuple(parameter.shape)
+    init = Normal(std) if matrix else Constant(float("bias" not in name))
+    return Placement(shape, init, decay=matrix, matrices=(0, shape[:1]) if matrix and inner else None)
 
 
 @dataclass(frozen=True, eq=False)

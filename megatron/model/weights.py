@@ -67,13 +67,16 @@ def elements(table: Table) -> int:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def column(inputs: int, rows: tuple[int, ...], std: float, *, cut: int = 0, bias: bool = True) -> dict[str, Placement]:
+def column(
+    inputs: int, rows: tuple[int, ...], std: float, *, cut: int = 0, bias: bool = True, matrices=None
+) -> dict[str, Placement]:
     """Of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
 
     Fused queries, keys and values are `rows=(g, q + 2, d), cut=0`, a gated MLP `rows=(2, ffn), cut=1`: every shard is one
-    box.
+    box. matrices: those that it is made of (`Placement`), if it is not one.
     """
-    table = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut})}
+    parts = matrices or (0, rows[:1])
+    table = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut}, matrices=parts)}
     if bias:
         table["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
     return table
@@ -81,7 +84,7 @@ def column(inputs: int, rows: tuple[int, ...], std: float, *, cut: int = 0, bias
 
 def row(inputs: int, outputs: int, std: float, *, bias: bool = True, sequence_parallel: bool = False):
     """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs."""
-    table = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1})}
+    table = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1}, matrices=(0, (outputs,)))}
     if bias:
         partial = ("tp",) if sequence_parallel else ()  # each rank adds it to its own tokens only
         table["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
@@ -120,10 +123,11 @@ def output_std(model: Model) -> float:
 def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     """Of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
     m, bias = model, not model.disable_bias_linear
-    rows = (m.query_groups, m.num_attention_heads // m.query_groups + 2, m.head_dim)
+    queries = m.num_attention_heads // m.query_groups
+    rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
     width = m.num_attention_heads * m.head_dim
     table = {
-        **under("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias)),
+        **under("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias, matrices=parts)),
         **under("output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
     }
     for name in ("q_norm", "k_norm") if m.qk_layernorm else ():
@@ -134,8 +138,8 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
 def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     """Of the feed-forward half of a layer. With --swiglu its two input matrices are one, [2, ffn, h]: gate, then values."""
     m, bias = model, not model.disable_bias_linear
-    rows, cut = ((2, m.ffn_size), 1) if m.swiglu else ((m.ffn_size,), 0)
+    rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.swiglu else ((m.ffn_size,), 0, None)
     return {
-        **under("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias)),
+        **under("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
         **under("down", row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
     }

@@ -13,7 +13,7 @@ and `placements(model)` collects them under logical names such as `blocks.17.att
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from megatron.errors import SettingsError
 
@@ -44,6 +44,9 @@ class Placement:
     decay:    weight decay applies (matrices: yes; biases and norms: no)
     multiple: a cut dim is padded to a multiple of this many for each rank (rows of a vocabulary)
     embedding_or_output: a table of words at the input, or the output layer's: --decoupled-lr is theirs
+    matrices: (dim, sizes along it): the matrices [-1, last dim] of linear layers that the tensor is made of, which Muon
+              treats each by itself: (1, (q, 1, 1)) of [groups, q + 2, d, h] are those of queries, keys and values.
+              None: it is nothing of the kind
 
     A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
     part of the model, has no gradient and is not stored.
@@ -56,6 +59,7 @@ class Placement:
     decay: bool = True
     multiple: int = 1
     embedding_or_output: bool = False
+    matrices: Optional[tuple[int, tuple[int, ...]]] = None
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
@@ -67,6 +71,16 @@ class Placement:
         for axis, dim in self.cut.items():
             local[dim] = math.ceil(local[dim] / (sizes.get(axis, 1) * self.multiple)) * self.multiple
         return tuple(local)
+
+    def matrix_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each of `matrices`.
+
+        >>> Placement((4, 3, 8, 32), Normal(0.02), matrices=(1, (1, 1, 1))).matrix_shapes()
+        [(32, 32), (32, 32), (32, 32)]
+        """
+        dim, sizes = self.matrices or (0, ())
+        others = math.prod(self.shape[:-1]) // self.shape[dim]
+        return [(others * size, self.shape[-1]) for size in sizes]
 
     def owned(self, place: dict[str, int]) -> bool:
         """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""

@@ -5,7 +5,7 @@ Moments are whatever tensors the update rule keeps (`update.py`). State that is 
 and is stepped by the CPU: gradients go there, weights come back. State in a file is `disk.py`'s.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Optional
 
@@ -38,6 +38,16 @@ class OwnedState:
         self.span = slice(owned[0].place.start, owned[-1].place.stop)  # of the rank's whole shard
         self.size = self.span.stop - self.span.start
         self.ranges = self._ranges()
+
+    def where(self, name: str, stretch: slice) -> Optional[slice]:
+        """Where in a moment a stretch of the state lies; None if its weights have no such moment."""
+        return stretch
+
+    def part(self, flat: torch.Tensor, name: Optional[str], stretch: slice) -> Optional[torch.Tensor]:
+        """What a moment has of a stretch of the rank's shard, None if it has nothing of it; of `main` without a name."""
+        own = slice(stretch.start - self.span.start, stretch.stop - self.span.start)
+        found = self.where(name, own) if name else own
+        return None if found is None else flat[found]
 
     def place(self, own: Owned) -> slice:
         """Where an owned range lies in `main` and the moments."""
@@ -96,7 +106,11 @@ class MemoryState(OwnedState):
         own = reduced[self.span]
         host = dict(device="cpu", pin_memory=own.device.type == "cuda") if offload else dict(device=own.device)
         self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
-        self.moments = {name: torch.zeros_like(self.main, **host) for name in rule.state}
+        self.parts = {name: self._parts(name) for name in rule.state}
+        self.moments = {
+            name: torch.zeros(sum(part.stop - part.start for part in parts), dtype=torch.float32, **host)
+            for name, parts in self.parts.items()
+        }
         self.arriving = torch.zeros_like(self.main, **host) if offload else None
 
     @property
@@ -108,15 +122,48 @@ class MemoryState(OwnedState):
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)
-        flats = (self.main, gradients, *self.moments.values())
-        update(self.rule, flats, self.ranges, step_count, rates)
+        update(self.rule, (self.main, gradients), self.moments, self.ranges, step_count, rates, self.where)
+
+    def _parts(self, name: str) -> list[slice]:
+        """The stretches of the state that have a moment, end to end in it; neighbours are one."""
+        found: list[slice] = []
+        stretches = [
+            where for group, those in self.ranges.items() if name in self.rule.state_of(group) for where in those
+        ]
+        for where in sorted(stretches, key=lambda where: where.start):
+            if found and found[-1].stop == where.start:
+                where = slice(found.pop().start, where.stop)
+            found.append(where)
+        return found
+
+    def where(self, name: str, stretch: slice) -> Optional[slice]:
+        at = 0
+        for part in self.parts[name]:
+            if part.start <= stretch.start < part.stop:
+                return slice(at + stretch.start - part.start, at + stretch.stop - part.start)
+            at += part.stop - part.start
+        return None
 
 
-def update(rule: UpdateRule, flats: Sequence[torch.Tensor], ranges: Ranges, step_count: int, rates: Rates) -> None:
-    """A rule's step on stretches of flat main weights, gradients and moments, which all lie on one device."""
+def update(
+    rule: UpdateRule,
+    flats: tuple[torch.Tensor, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+    ranges: Ranges,
+    step_count: int,
+    rates: Rates,
+    where_of: Callable[[str, slice], Optional[slice]] = lambda name, where: where,
+) -> None:
+    """A rule's step on stretches of flat main weights and gradients (`flats`), which lie on one device, as moments do.
+
+    where_of: name of a moment, stretch -> where it lies in that
+    """
     for group, stretches in ranges.items():
-        weights, gradients, *states = ([flat[where] for where in stretches] for flat in flats)
-        rule.update(weights, gradients, states, step_count, *rates.of(group))
+        weights, gradients = ([flat[where] for where in stretches] for flat in flats)
+        names = rule.state_of(group)
+        states = [[moments[name][where_of(name, where)] for where in stretches] for name in names]
+        step = rule.update_matrices if group.matrix else rule.update
+        step(weights, gradients, states, step_count, *rates.of(group))
 
 
 def divide(owned: Sequence[Owned], *shares: float) -> list[list[Owned]]:

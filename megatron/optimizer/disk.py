@@ -107,9 +107,10 @@ class DiskState(OwnedState):
                     if number + 1 >= SLOTS:
                         leaving[number + 1 - SLOTS].result()  # from the slot that is filled next
                     coming = disk.submit(self._read, number + 1)
-                flats = self._flats(number, part, gradients)
-                update(self.rule, flats, within(self.ranges, part), step_count, rates)
-                self._deliver(flats[0], part, targets)
+                main, gradient, *moments = self._flats(number, part, gradients)
+                named = dict(zip(self.rule.state, moments, strict=True))
+                update(self.rule, (main, gradient), named, within(self.ranges, part), step_count, rates)
+                self._deliver(main, part, targets)
                 leaving.append(disk.submit(self._write, number))
             for write in leaving:
                 write.result()

@@ -5,29 +5,74 @@ What each computes is in `update.py`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.settings.schema import Optimizer
 
 
 class Kind(NamedTuple):
-    """state: settings -> names of its state tensors, each fp32 and as large as the weights; settings: those of its own."""
+    """What an optimizer keeps and is told.
+
+    state:    settings -> names of the state tensors of weights, each fp32 and as large as these
+    settings: those of its own
+    matrices: names of the state tensors of linear layers' matrices, which it treats as such (`Placement.matrices`);
+              None: to it all weights are alike
+    """
 
     state: Callable[[Optimizer], tuple[str, ...]]
     settings: tuple[str, ...] = ()
+    matrices: Optional[tuple[str, ...]] = None
 
 
+_ADAM = Kind(lambda s: ("exp_avg", "exp_avg_sq"), ("adam_beta1", "adam_beta2", "adam_eps"))
 KINDS = {
-    "adam": Kind(lambda s: ("exp_avg", "exp_avg_sq"), ("adam_beta1", "adam_beta2", "adam_eps")),
+    "adam": _ADAM,
     "sgd": Kind(lambda s: ("momentum_buffer",) if s.sgd_momentum else (), ("sgd_momentum",)),
     "lion": Kind(lambda s: ("exp_avg",), ("lion_beta1", "lion_beta2")),
+    "muon": Kind(
+        _ADAM.state,
+        (
+            *("muon_momentum", "muon_nesterov", "muon_scale_mode", "muon_extra_scale_factor"),
+            *("muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", *_ADAM.settings),
+        ),
+        matrices=("momentum_buffer",),
+    ),
+}
+
+# Of the steps of Muon's iteration in turn, a, b and c: "simple" is its author's, "quintic" what Megatron-LM takes by
+# default, "polar_express" of arXiv:2505.16932.
+COEFFICIENTS = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (7.2086, -15.5131, 9.0178),
+        (3.9623, -2.5813, 0.4542),
+        (3.9466, -2.5765, 0.4544),
+        (3.8991, -2.5671, 0.4566),
+        (3.7186, -2.5308, 0.4653),
+        (3.1390, -2.3073, 0.4733),
+        (2.1715, -1.5246, 0.3885),
+        (1.8648, -1.2224, 0.3577),
+    ),
 }
 
 
-def state_of(settings: Optimizer) -> tuple[str, ...]:
-    """Names of the state tensors that an optimizer keeps.
+def state_of(settings: Optimizer, matrix: bool = False) -> tuple[str, ...]:
+    """Names of the state tensors that an optimizer keeps of weights, or of linear layers' matrices.
 
-    >>> state_of(Optimizer(optimizer="lion"))
-    ('exp_avg',)
+    >>> state_of(Optimizer(optimizer="lion")), state_of(Optimizer(optimizer="muon"), matrix=True)
+    (('exp_avg',), ('momentum_buffer',))
     """
-    return KINDS[settings.rule].state(settings)
+    kind = KINDS[settings.rule]
+    return kind.matrices if matrix and kind.matrices is not None else kind.state(settings)
+
+
+def knows_matrices(settings: Optimizer) -> bool:
+    """Whether an optimizer treats the matrices of linear layers as such."""
+    return KINDS[settings.rule].matrices is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of the optimizer work together (`settings.rules`)."""
 
-from megatron.optimizer.kinds import KINDS, state_of
+from megatron.optimizer.kinds import COEFFICIENTS, KINDS, knows_matrices, state_of
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
 
@@ -38,13 +38,32 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: knows_matrices(s.settings.optimizer) and (s.host_share or s.nvme_offload_fraction),
+        lambda s: (
+            f"--optimizer {s.settings.optimizer.rule} keeps its state on the device, where it orthogonalises matrices: "
+            "leave out --optimizer-cpu-offload and --nvme-offload-fraction; --sharding-stage 1 divides the state among "
+            "ranks"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.settings.optimizer.rule == "muon" and s.muon_num_ns_steps % len(COEFFICIENTS[s.muon_coefficient_type])
+        ),
+        lambda s: (
+            f"--muon-num-ns-steps {s.muon_num_ns_steps} must be a multiple of the "
+            f"{len(COEFFICIENTS[s.muon_coefficient_type])} polynomials of --muon-coefficient-type {s.muon_coefficient_type}"
+        ),
+    ),
+    Rule(
         lambda s: s.decoupled_min_lr is not None and s.decoupled_lr is None,
         lambda s: f"--decoupled-min-lr {s.decoupled_min_lr} needs --decoupled-lr, the highest rate of the embeddings",
     ),
 )
 
-_NAMES = [name for _, names in KINDS.values() for name in names]
-_USERS = {name: [kind for kind, (_, names) in KINDS.items() if name in names] for name in _NAMES}
+_USERS: dict[str, list[str]] = {}  # name of a setting -> optimizers that read it
+for kind in KINDS:
+    for name in KINDS[kind].settings:
+        _USERS.setdefault(name, []).append(kind)
 IDLE = {
     name: Needs(f"--optimizer {' or '.join(kinds)}", lambda s, kinds=kinds: s.settings.optimizer.rule in kinds)
     for name, kinds in _USERS.items()

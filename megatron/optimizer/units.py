@@ -13,7 +13,7 @@ unit or a shard is a slice.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -209,17 +209,26 @@ def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: 
         init_parameter(slot.name, view, slot.placement, place, seed)
 
 
-def pieces_of(own: Owned, flat: torch.Tensor, place: dict[str, int], prefix: str = "", counted=False) -> list[Piece]:
-    """What an owned range, held in `flat`, is of its logical tensors; names get `prefix`.
+def pieces_of(
+    own: Owned,
+    part_of: Callable[[slice], Optional[torch.Tensor]],
+    place: dict[str, int],
+    prefix: str = "",
+    counted: bool = False,
+) -> list[Piece]:
+    """What an owned range is of its logical tensors; names get `prefix`.
 
+    part_of: stretch of the rank's shard -> its values; None: there are none
     counted: leave out what another rank of those that hold the same counts as its own (`Placement.owned`).
     """
     pieces = []
     for slot, where in own.slots():
         if counted and not slot.placement.owned(place):
             continue
+        part = part_of(where)
+        if part is None:
+            continue
         local, start = tuple(slot.parameter.shape), where.start - own.at
         box = slot.placement.box(local, place)
-        part = flat[start : where.stop - own.at]
         pieces += flat_pieces(prefix + slot.name, slot.placement.shape, box, local, part, own.low + start - slot.start)
     return pieces

@@ -12,22 +12,25 @@ from typing import NamedTuple, Optional
 import torch
 from torch.optim.adamw import adamw
 
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.kinds import state_of
+from megatron.optimizer.muon import Directions
 from megatron.settings.schema import Optimizer
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Group(NamedTuple):
-    """What stretches of weights have in common: weight decay or none, and the learning rate."""
+    """What stretches of weights have in common: weight decay or none, the learning rate, and the formula."""
 
     decay: bool
     decoupled: bool = False  # input and output embeddings, which have the rate of --decoupled-lr
+    matrix: bool = False  # matrices of linear layers
 
     @classmethod
     def of(cls, placement: Placement) -> "Group":
-        return cls(placement.decay, placement.embedding_or_output)
+        return cls(placement.decay, placement.embedding_or_output, placement.matrices is not None)
 
 
 class Rates(NamedTuple):
@@ -46,11 +49,23 @@ class Rates(NamedTuple):
 class UpdateRule:
     """One step of an optimizer, element by element, so that any stretch of weights can be updated by itself.
 
-    state: names of its state tensors (`kinds.py`), which start from zero
+    state: names of all its state tensors (`kinds.py`), which start from zero
     """
 
     def __init__(self, settings: Optimizer):
-        self.settings, self.state = settings, state_of(settings)
+        self.settings = settings
+        self.state = tuple(dict.fromkeys(name for matrix in (False, True) for name in state_of(settings, matrix)))
+
+    def state_of(self, group: Group) -> tuple[str, ...]:
+        """Names of the state tensors that a group's weights have."""
+        return state_of(self.settings, group.matrix)
+
+    def prepare(self, states: Sequence, reduced: torch.Tensor, mesh: Mesh) -> None:
+        """Before the updates of a step, on all ranks: what has to be done with gradients that is not element by element.
+
+        states:  all `OwnedState`s of the rank
+        reduced: this rank's shard of the gradients
+        """
 
     def update(
         self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], step: int, lr: float, decay: float
@@ -58,11 +73,15 @@ class UpdateRule:
         """Update stretches of weights in place, and their state.
 
         weights, gradients: flat fp32 tensors of the same sizes, on one device; gradients may be overwritten
-        states:             for each name of `state`, such tensors
+        states:             such tensors for each name of `state_of` of their group
         step:               how many updates there have been
         decay:              weight decay
         """
         raise NotImplementedError
+
+    def update_matrices(self, weights, gradients, states, step, lr, decay) -> None:
+        """`update` of matrices of linear layers; the same, unless a rule treats them as such."""
+        self.update(weights, gradients, states, step, lr, decay)
 
 
 class AdamW(UpdateRule):
@@ -100,7 +119,33 @@ class Lion(UpdateRule):
             mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
-RULES = dict(adam=AdamW, sgd=SGD, lion=Lion)
+class Muon(AdamW):
+    """Matrices of linear layers move along their orthogonalised momentum (`muon.py`); all other weights have AdamW."""
+
+    def __init__(self, settings: Optimizer):
+        super().__init__(settings)
+        self.directions = Directions(settings)
+
+    def prepare(self, states, reduced, mesh):
+        for state in states:
+            self._take_momentum(state, reduced[state.span])
+            for own in state.owned:
+                self.directions.replace(own, reduced, mesh)
+
+    def _take_momentum(self, state, gradients: torch.Tensor) -> None:
+        """Gradients of matrices become their momentum."""
+        share, name = self.settings.muon_momentum, "momentum_buffer"
+        for stretch in (stretch for group, found in state.ranges.items() if group.matrix for stretch in found):
+            gradient, momentum = gradients[stretch], state.moments[name][state.where(name, stretch)]
+            momentum.lerp_(gradient, 1 - share)
+            gradient.copy_(gradient.lerp(momentum, share) if self.settings.muon_nesterov else momentum)
+
+    def update_matrices(self, weights, gradients, states, step, lr, decay):
+        for weight, direction in zip(weights, gradients):
+            weight.mul_(1 - lr * decay).add_(direction, alpha=-lr)
+
+
+RULES = dict(adam=AdamW, sgd=SGD, lion=Lion, muon=Muon)
 
 
 def rule_of(settings: Optimizer) -> UpdateRule:

@@ -270,6 +270,7 @@ class ShardedAdamW:
                 self.reduced.mul_(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
         with phase("inner"), self.present() if direct else nullcontext():  # nothing is on its way into the parameters
+            self.rule.prepare(self.states, self.reduced, self.mesh)
             for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
                 state.step(self.reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
@@ -305,13 +306,12 @@ class ShardedAdamW:
         for state in self.states:
             if lasting:
                 state.keep()
-            flats = {"": state.main}
-            if moments:
-                flats |= {f"optimizer.{name}.": flat for name, flat in state.moments.items()}
-            for prefix, flat in flats.items():
-                lasts = lasting and state.lasts(flat)
+            flats = {None: state.main} | (state.moments if moments else {})
+            for name, flat in flats.items():
+                lasts, prefix = lasting and state.lasts(flat), f"optimizer.{name}." if name else ""
                 for own in state.owned:
-                    own_pieces = pieces_of(own, flat[state.place(own)], self.mesh.place, prefix, counted)
+                    part_of = partial(state.part, flat, name)
+                    own_pieces = pieces_of(own, part_of, self.mesh.place, prefix, counted)
                     found[own.unit.replicate] += [Lasting(*piece) for piece in own_pieces] if lasts else own_pieces
         axes = {name: getattr(self.mesh, name) for name in found if shared}
         parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in found.items())

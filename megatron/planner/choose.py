@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.optimizer.kinds import knows_matrices
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
@@ -121,7 +122,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         micro=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
         zero=given("sharding_stage"),
         schedule=given("pipeline_schedule"),
-        offload=cluster.device.kind == "cuda",
+        offload=cluster.device.kind == "cuda" and not knows_matrices(config.optimizer),
     )
 
 

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Optional
 
 from megatron.model.facts import Facts, Share
-from megatron.optimizer.kinds import state_of
+from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
-from megatron.settings.schema import Config, Parallel, Recompute
+from megatron.settings.schema import Config, Optimizer, Parallel, Recompute
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
@@ -33,6 +33,8 @@ class Job:
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
     moments:  numbers that the optimizer keeps of each weight, beside it
+    matrix_moments: and of a matrix of a linear layer, if it treats those by themselves
+    ns_steps: steps of the iteration by which it orthogonalises them
     """
 
     facts: Facts
@@ -44,6 +46,8 @@ class Job:
     mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which is a little too many
     chunk: Optional[int] = None
     moments: int = 2
+    matrix_moments: Optional[int] = None
+    ns_steps: int = 0
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -59,6 +63,7 @@ class Job:
             config.precision.amp_level == "O1",
             config.kernels.cross_entropy_chunk,
             len(state_of(config.optimizer)),
+            *_of_matrices(config.optimizer),
         )
 
     @property
@@ -69,6 +74,13 @@ class Job:
     def share(self, tp: int = 1, sp: bool = False, micro: int = 1) -> Share:
         """How a rank works on the model in a layout."""
         return Share(tp, sp, micro, self.device, self.precision, self.element, self.backend, self.chunk)
+
+
+def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
+    """`matrix_moments` and `ns_steps` of a job."""
+    if not knows_matrices(settings):
+        return None, 0
+    return len(state_of(settings, matrix=True)), settings.muon_num_ns_steps
 
 
 @dataclass(frozen=True)

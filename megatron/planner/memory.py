@@ -8,6 +8,7 @@ Workspaces, buffers and the allowance for fragmentation are estimates on the saf
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Optional
 
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
@@ -34,12 +35,18 @@ class Ledger:
         return sum(self.device.values())
 
 
-def state(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state."""
-    return _state(rank_units(job, layout, rank), job, layout, job.device == "cuda")
+def state(
+    job: Job, layout: Layout, rank: int, shard_rank: Optional[int] = None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state.
+
+    shard_rank: the place on the shard axis; without it the one that holds most, which is the last: matrices come first
+    """
+    place = layout.shard - 1 if shard_rank is None else shard_rank
+    return _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
 
 
-def _state(units: Units, job: Job, layout: Layout, cuda: bool):
+def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
     element, moments = job.element, job.moments
     whole = units.padded(layout.shard)
     own = whole // layout.shard
@@ -59,7 +66,7 @@ def _state(units: Units, job: Job, layout: Layout, cuda: bool):
         same = element == 4 and not (layout.param_offload and cuda)
         low = ((0 if same else here) + away + filed) * element  # what stage 3 gathers from
         (host if layout.param_offload and cuda else device)["weights"] += low
-    device["optimizer moments"] = 4 * moments * here
+    device["optimizer moments"] = 4 * moments * here - _spared(units, job, layout, place)
     if away:  # main weights, arriving gradients, moments
         (host if cuda else device)["offloaded optimizer state"] = 4 * (2 + moments) * away
     if filed:
@@ -67,6 +74,14 @@ def _state(units: Units, job: Job, layout: Layout, cuda: bool):
         size = buffer_bytes(filed, planes) + (4 * part_size(filed) if cuda else 0)  # arriving gradients
         (host if cuda else device)["buffers of state on disk"] = size
     return device, dict(host)
+
+
+def _spared(units: Units, job: Job, layout: Layout, place: int) -> int:
+    """Bytes of state that matrices do not have and other weights do."""
+    if job.matrix_moments is None:
+        return 0
+    found = sum(count * unit.in_matrices(place, layout.shard) for unit, count in units.counts.items())
+    return 4 * (job.moments - job.matrix_moments) * found
 
 
 def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
@@ -121,12 +136,24 @@ def moving(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[st
         "workspace": max(0, layer - most),  # no layer works while the loss does
         "pipeline buffers": _messages(job, layout, rank),
     }
+    # Behind the passes, when none of this is there.
+    entries["workspace"] += max(0, whole_matrices(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     entries["communication buffers"] = device.communication_bytes * sum(
         n > 1 for n in (layout.tp, layout.dp, layout.pp)
     )
     entries["device context"] = device.context_bytes
     return entries, kept
+
+
+def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
+    """What an update needs that orthogonalises matrices: a unit gathered, its directions, and one of its tensors as it is
+    worked on.
+    """
+    found = [unit for unit in units.counts if unit.matrices] if job.matrix_moments is not None else []
+    unit = max((unit.padded(layout.shard) for unit in found), default=0)
+    tensor = max((slot.size for unit in found for slot in unit.slots if slot.matrices), default=0)
+    return 4 * layout.tp * (2 * unit + 6 * tensor)
 
 
 def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:

@@ -16,11 +16,14 @@ from megatron.planner.layout import Job, Layout
 
 
 class ParameterSize(NamedTuple):
-    """A parameter: its elements on one tp rank, whether it is decayed, and the axes over which its gradient is partial."""
+    """A parameter: its elements on one tp rank, whether it is decayed, the axes over which its gradient is partial, and
+    (rows, columns) of the whole matrices that it is of, if it is a linear layer's.
+    """
 
     size: int
     decay: bool = True
     partial: tuple[str, ...] = ()
+    matrices: tuple[tuple[int, int], ...] = ()
 
 
 class UnitSizes(NamedTuple):
@@ -34,6 +37,21 @@ class UnitSizes(NamedTuple):
     def padded(self, pieces: int) -> int:
         """Elements of the unit's buffer when `pieces` ranks shard it."""
         return _padded(self.slots, pieces)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of all its matrices."""
+        return [shape for slot in self.slots for shape in slot.matrices]
+
+    def in_matrices(self, rank: int, pieces: int) -> int:
+        """Elements in the shard of `rank` of `pieces` that are of matrices, each with its padding."""
+        size = self.padded(pieces) // pieces
+        low, high, at, found = size * rank, size * (rank + 1), 0, 0
+        for slot in self.slots:
+            stop = at + aligned(slot.size)
+            found += max(0, min(high, stop) - max(low, at)) if slot.matrices else 0
+            at = stop
+        return found
 
     @property
     def exact(self) -> int:
@@ -128,7 +146,10 @@ def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[Paramet
     """Decayed weights first, as `optimizer.units.lay_out` has them."""
     slots = [
         ParameterSize(
-            math.prod(placed.local_shape({"tp": tp})), placed.decay, (placed.partial if tp > 1 else ()) + shared
+            math.prod(placed.local_shape({"tp": tp})),
+            placed.decay,
+            (placed.partial if tp > 1 else ()) + shared,
+            tuple(placed.matrix_shapes()),
         )
         for placed in table.values()
     ]

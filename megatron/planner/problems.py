@@ -244,6 +244,8 @@ def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
         del tries["--recompute-granularity core_attn"]
     if layout.dp == 1 or layout.zero:
         del tries["--use-distributed-optimizer"], tries["--sharding-stage 3"]
+    if job.matrix_moments is not None:  # orthogonalised on the device
+        tries = {words: other for words, other in tries.items() if not other.offload}
     good, met = [], [layout]
     for words, other in tries.items():
         if other not in met and (most := max(fullest(job, other, cluster))) <= cluster.device.usable_bytes:

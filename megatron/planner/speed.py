@@ -19,7 +19,7 @@ from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import sharded_span
-from megatron.planner.parameters import rank_units
+from megatron.planner.parameters import Units, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.settings.schema import Recompute
 
@@ -312,7 +312,7 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> Once:
 
 def _place(transfer: Transfer, layout: Layout) -> str:
     """Whether a message gathers parameters or reduces gradients, unit by unit; or comes when all of these are done."""
-    if transfer.axis == "shard":
+    if transfer.axis == "shard" and transfer.what != "matrices":
         return "gather" if transfer.op == "all_gather" else "reduce"
     return "reduce" if transfer.axis == "replicate" and layout.shard == 1 else "later"
 
@@ -324,7 +324,20 @@ def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     update = moved * own / device.bandwidth + away * own * layout.offload / device.host
     update += away * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
     filed = 8 * (1 + job.moments) * own * layout.disk
+    update += _orthogonalising(units, job, layout, device)
     return update + filed * min(cluster.local_size, cluster.world_size) / DISK
+
+
+def _orthogonalising(units: Units, job: Job, layout: Layout, device: Device) -> float:
+    """Seconds of the rank that has most to do: the matrices of a unit are divided among ranks of tp and of shards."""
+    total = 0.0
+    for unit, count in units.counts.items() if job.ns_steps else ():
+        each = []
+        for rows, columns in unit.matrices:
+            low = min(rows, columns)
+            each.append((4 * low * rows * columns + 2 * low**3) / device.reached(job.precision, low))
+        total += count * job.ns_steps * max(sum(each) / (layout.tp * layout.shard), max(each, default=0.0))
+    return total
 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:

@@ -35,7 +35,7 @@ def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> l
 
 def once_a_step(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
     """What keeps data parallel ranks, and copies of parameters, together."""
-    found = _data_parallel(job, layout, rank) + _partial(job, layout, rank, shard_rank)
+    found = _data_parallel(job, layout, rank) + _partial(job, layout, rank, shard_rank) + _whole(job, layout, rank)
     return [transfer for transfer in found if transfer.bytes]
 
 
@@ -177,3 +177,17 @@ def _partial(job: Job, layout: Layout, rank: int, shard_rank: int) -> list[Trans
         size = 4 * sum(count * unit.partial(axis, shard_rank, layout.shard) for unit, count in units.counts.items())
         found.append(Transfer(what, "all_reduce", axis, size, 1))
     return found
+
+
+def _whole(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    """Matrices that an optimizer orthogonalises: gathered over shards, then over tp, and back; units that have some."""
+    if job.matrix_moments is None:
+        return []
+    units = [unit for unit in rank_units(job, layout, rank) if unit.matrices]
+    size = 4 * sum(unit.padded(layout.shard) for unit in units)
+    return [
+        Transfer("matrices", op, axis, size * (layout.tp if axis == "tp" else 1), len(units))
+        for axis, ranks in (("shard", layout.shard), ("tp", layout.tp))
+        for op in ("all_gather", "reduce_scatter")
+        if ranks > 1
+    ]

@@ -56,7 +56,7 @@ RANGES = {  # what a value must be -> test, fields
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
-        spike_skip_steps recompute_num_layers max_global_batch_size world_size local_world_size top""",
+        spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none
     "at least 0": (
@@ -72,12 +72,14 @@ RANGES = {  # what a value must be -> test, fields
         norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
+        muon_extra_scale_factor
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
-        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2""",
+        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
+        muon_momentum""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

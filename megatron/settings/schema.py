@@ -549,11 +549,11 @@ class Guard:
 class Optimizer:
     """The update rule, its learning rate and its weight decay."""
 
-    optimizer: Literal["adam", "cpu_adam", "sgd", "lion"] = setting(
+    optimizer: Literal["adam", "cpu_adam", "sgd", "lion", "muon"] = setting(
         "adam is AdamW, as in Megatron-LM, for each part of the state where that lies; cpu_adam: with "
         "--optimizer-cpu-offload; docs/optimizers.md has the others",
         "adam",
-        also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam"),
+        also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam", dist_muon="muon"),
     )
     lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
     min_lr: float = setting("lowest learning rate", 0.0)
@@ -588,6 +588,22 @@ class Optimizer:
     sgd_momentum: float = setting("momentum of --optimizer sgd; 0 keeps no state", 0.9)
     lion_beta1: float = setting("share of the mean in the direction that --optimizer lion takes", 0.95)
     lion_beta2: float = setting("decay of Lion's mean", 0.98)
+    muon_momentum: float = setting("decay of the mean of gradients that --optimizer muon orthogonalises", 0.95)
+    muon_nesterov: bool = setting("orthogonalise that mean one gradient ahead", False, "--muon-use-nesterov")
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
+        "an orthogonal matrix of r rows and c columns is multiplied by the root of max(r, c), r/c, or max(1, r/c)",
+        "spectral",
+    )
+    muon_extra_scale_factor: float = setting("and by this; 0.2 with spectral: steps as large as AdamW's", 1.0)
+    muon_num_ns_steps: int = setting("steps of the Newton-Schulz iteration", 5)
+    muon_coefficient_type: Literal["quintic", "simple", "polar_express"] = setting(
+        "its polynomials: five in turn, the same one in each step, or eight in turn", "quintic"
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
+        "products of the iteration: in bf16; in TF32 where the device has it; in fp32",
+        "medium",
+        also=dict(low="medium"),
+    )
     optimizer_cpu_offload: bool = setting(
         "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
     )

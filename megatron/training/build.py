@@ -31,6 +31,7 @@ from megatron.model.facts import Facts, Share
 from megatron.model.recipe import Recipe, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
+from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, follow, sentence
 from megatron.optimizer.scaler import LossScaler
@@ -76,7 +77,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh)
     facts = recipe.facts(config, vocab_size)
-    refuse_idle_rate(config.optimizer, facts)
+    refuse_idle(config.optimizer, facts)
     prove_complete(stages, context.mesh, exchange_over(context), facts.weights)
     optimizer = ShardedAdamW(
         stages,
@@ -334,12 +335,17 @@ def load(
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
 
 
-def refuse_idle_rate(settings: schema.Optimizer, facts: Facts) -> None:
-    """Raise SettingsError for `--decoupled-lr` where no weight of the model is an input or output embedding."""
+def refuse_idle(settings: schema.Optimizer, facts: Facts) -> None:
+    """Raise SettingsError for settings that treat weights in their own way of which the model has none."""
+    if knows_matrices(settings) and not any(w.matrices for w in facts.weights.values()):
+        raise SettingsError(
+            f"--optimizer {settings.rule}: no weight of this model says that it is a matrix of a linear layer",
+            do="set matrices in their placements (docs/optimizers.md), or choose another optimizer",
+        )
     if settings.decoupled_lr is not None and not any(w.embedding_or_output for w in facts.weights.values()):
         raise SettingsError(
             f"--decoupled-lr {settings.decoupled_lr:g}: no weight of this model says that it is an embedding",
-            do="set embedding_or_output in its placements (docs/extending.md), or leave the flag out",
+            do="set embedding_or_output in its placements (docs/optimizers.md), or leave the flag out",
         )
 
 

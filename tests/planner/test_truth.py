@@ -54,6 +54,9 @@ CASES = [
     ("", "--optimizer sgd --sgd-momentum 0 --bf16"),
     ("dp2-zero2", "--optimizer sgd --nvme-offload-fraction 0.5 --nvme-offload-dir ."),
     ("dp2-zero1", "--optimizer lion --nvme-offload-fraction 0.3 --nvme-offload-dir . --optimizer-cpu-offload --bf16"),
+    ("", f"{LLAMA} --optimizer muon --bf16"),
+    ("tp2sp-pp2-dp2-zero1", "--optimizer muon --bf16"),
+    ("dp4-zero3", f"{LLAMA} --optimizer muon --sharding-degree 2"),
     ("pp2", LLAMA),
     ("pp2vp2", ""),
     ("pp2-gpipe", "--bf16"),
@@ -141,7 +144,7 @@ def test_ledgers_are_exact(case):
         Job.of(config, facts_of(config, config.tokenizer.vocab_size + 1), dp=world, device="cpu"),
     )
     for place, memory, files, sent in found_on(world)[case]:
-        held, _ = state(job, layout, place["pp"])
+        held, _ = state(job, layout, place["pp"], place["shard"])
         shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["parameters"]
         assert sum(held.values()) - _arriving(held, job.moments) == sum(memory.values()) - shared, (place, held, memory)
         assert on_disk(job, layout, place["pp"]) == files and bool(files) == ("nvme" in case[1])

@@ -46,6 +46,9 @@ LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_f
     rope_scaling_original_max_position_embeddings""".split()
 YARN = """rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale
     mscale_all_dim""".split()
+MUON = dict(
+    momentum=0.8, scale_mode="shape_scaling", extra_scale_factor=2, num_ns_steps=3, coefficient_type="simple"
+) | dict(fp32_matmul_prec="highest")
 ROPE = "--position-embedding-type rope"
 GROWTH = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
 RATE = "--lr-decay-style constant"
@@ -65,6 +68,11 @@ CASES = {
     "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),
     "adam_eps": ("--adam-eps 1e-6", "--optimizer sgd", ""),
     "sgd_momentum": ("--sgd-momentum 0.8", "", "--optimizer sgd"),
+    **{
+        f"muon_{name}": (f"--muon-{name.replace('_', '-')} {value}", "", "--optimizer muon")
+        for name, value in MUON.items()
+    },
+    "muon_nesterov": ("--muon-use-nesterov", "--optimizer sgd", "--optimizer muon"),
     "lion_beta1": ("--lion-beta1 0.8", "--optimizer sgd", "--optimizer lion"),
     "lion_beta2": ("--lion-beta2 0.8", "", "--optimizer lion"),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", "--swiglu", ""),

@@ -197,6 +197,9 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
+        ("--optimizer muon --optimizer-cpu-offload", 1, "--optimizer muon keeps its state on the device"),
+        ("--optimizer muon --muon-num-ns-steps 4", 1, "--muon-num-ns-steps 4 must be a multiple of the 5 polynomials"),
+        ("--optimizer muon --muon-num-ns-steps 0", 1, "--muon-num-ns-steps 0 must be at least 1"),
         ("--optimizer sgd --sgd-momentum 1", 1, "--sgd-momentum 1.0 must be at least 0 and below 1"),
         (
             "--optimizer sgd --sgd-momentum 0 --nvme-offload-fraction 1 --nvme-offload-dir .",

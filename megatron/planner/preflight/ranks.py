@@ -202,12 +202,15 @@ def census(design: Design) -> Census:
                 found.boxes.setdefault(slot.name, [])
         for rank in range(shard):
             for own in owned_ranges(units, partial(_axis_at, mesh, rank)):
-                flat = torch.empty(own.high - own.low, device="meta")
-                for piece in pieces_of(own, flat, mesh.place, counted=True):
+                for piece in pieces_of(own, _shapes_alone, mesh.place, counted=True):
                     found.boxes[piece.name].append(piece.box)
     lost = set(range(config.model.num_layers)) - found.layers
     found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
     return found
+
+
+def _shapes_alone(where: slice) -> torch.Tensor:
+    return torch.empty(where.stop - where.start, device="meta")
 
 
 def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:

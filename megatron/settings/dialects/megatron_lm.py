@@ -52,7 +52,7 @@ IGNORED = """
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
-    --masked-softmax-fusion --bias-dropout-fusion
+    --masked-softmax-fusion --bias-dropout-fusion --muon-use-syrk
     --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
     --no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
     --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
@@ -204,8 +204,10 @@ the batch size does not change with the number of ranks
     --decrease-batch-size-if-needed
 embeddings have a learning rate of their own with --decoupled-lr, other parameters share one
     --head-lr-mult
+Muon orthogonalises whole matrices in every layout, queries, keys and values apart; other weights have AdamW
+    --muon-tp-mode --muon-no-split-qkv --muon-scalar-optimizer
 state of the optimizer is fp32; --optimizer says which there are
-    --soap-* --muon-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
+    --soap-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
     --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt
 weight decay applies to matrices, not to biases and norms
     --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map
