@@ -8,7 +8,8 @@
     python -m megatron.tools.checkpoint prune PATH             --keep-last N, --save-retain-interval N
     python -m megatron.tools.checkpoint to-hf PATH OUT         GPT-2 or Llama for Hugging Face transformers
     python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2 or Llama from Hugging Face transformers
-    python -m megatron.tools.checkpoint from-megatron PATH OUT Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
+    python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
+    python -m megatron.tools.checkpoint from-megatron PATH OUT the same, read
 
 PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint; or the
 URL of one (s3://bucket/run).
@@ -30,9 +31,11 @@ from megatron.tools.checkpoint_convert import (
     FromHFOptions,
     FromMegatronOptions,
     ToHFOptions,
+    ToMegatronOptions,
     from_hf,
     from_megatron,
     to_hf,
+    to_megatron,
 )
 
 
@@ -119,7 +122,7 @@ def main(argv: list[str]) -> None:
         )
     places = [location(word) for word in words[1:]]
     for operand, place in zip(operands, places):
-        if isinstance(place, UrlPath) and (name.startswith("from-") or (name, operand) == ("to-hf", "OUT")):
+        if isinstance(place, UrlPath) and (name.startswith("from-") or (name.startswith("to-") and operand == "OUT")):
             raise UsageError(f"{name}: {operand} must be a folder, and {place} is a URL", do="reshard copies to a URL")
     run(*places, *settings.values())
 
@@ -342,6 +345,7 @@ COMMANDS = dict(
     **{
         "to-hf": (ToHFOptions, ("PATH", "OUT"), to_hf, TokenizerSettings),
         "from-hf": (FromHFOptions, ("PATH", "OUT"), from_hf),
+        "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
     },
 )

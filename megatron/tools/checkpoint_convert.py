@@ -32,6 +32,25 @@ class FromMegatronOptions:
     num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
 
 
+@dataclass(frozen=True)
+class ToMegatronOptions:
+    """What is written."""
+
+    target_tensor_parallel_size: int = setting(
+        "tensor parallel ranks: files of each stage", 1, "--target-tensor-model-parallel-size", "--tp"
+    )
+    target_pipeline_parallel_size: int = setting(
+        "pipeline stages of equally many layers", 1, "--target-pipeline-model-parallel-size", "--pp"
+    )
+    transformer_impl: Literal["transformer_engine", "local", "legacy"] = setting(
+        "whose names the tensors have: Megatron-Core's with Transformer Engine or without, or those before Megatron-Core",
+        "transformer_engine",
+        "--use-legacy-models=legacy",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
+    unchecked: bool = setting("do not read and compare what was written", False)
+
+
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSettings) -> None:
     """Export a GPT-2 or Llama for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
@@ -40,6 +59,34 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSe
 
     choice = choose(path, step=which.ckpt_step)
     told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], tokenizer, check=not how.unchecked)
+    print("\n  ".join([*told, *choice.notices]))
+
+
+def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
+    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back otherwise."""
+    from megatron.errors import UsageError
+
+    tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
+    if min(tp, pp) < 1 or tp > 100 or pp > 1000:
+        raise UsageError(
+            f"{tp} x {pp} files cannot be written", do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline)"
+        )
+
+    from megatron.checkpoint.folder import choose
+    from megatron.inference.convert import megatron_export
+    from megatron.mpu.initialize import DTYPES
+
+    choice = choose(path, step=which.ckpt_step)
+    told = megatron_export.to_megatron(
+        choice.paths[0],
+        out,
+        tp=tp,
+        pp=pp,
+        implementation=how.transformer_impl,
+        dtype=DTYPES[how.dtype],
+        check=not how.unchecked,
+        log=lambda text: print(text, file=sys.stderr),
+    )
     print("\n  ".join([*told, *choice.notices]))
 
 

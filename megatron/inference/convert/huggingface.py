@@ -6,11 +6,8 @@ Before anything appears under its name, both models run on fixed prompts in fp32
 tensor at a time; the comparison holds one whole model at a time (and can be left out for models larger than memory).
 """
 
-import contextlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,12 +21,12 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
+from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import Loaded, load_model, open_tokenizer
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_names import kind_of, matches, our_settings, their_settings
 from megatron.settings import schema
-from megatron.storage.durable import storage, sync_folder
 
 BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
 PROBES = (
@@ -47,8 +44,8 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
     given: tokenizer flags, where the files of the training run have moved.
     Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
     """
-    with Reader(path) as reader, _arriving(out) as folder:
-        config, vocab_size = schema.from_record(_needed(reader, "config")), _needed(reader, "vocab_size")
+    with Reader(path) as reader, arriving(out) as folder:
+        config, vocab_size = schema.from_record(needed(reader, "config")), needed(reader, "vocab_size")
         kind = kind_of(config.model)
         plan = []
         for match in matches(kind, config.model):
@@ -132,7 +129,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         match = wanted[piece.name]
         yield match.to_ours([files.get(names[theirs]).float() for theirs in match.theirs])
 
-    with _arriving(out) as folder:
+    with arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", out.resolve() / "tokenizer")
         pieces = [
             Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
@@ -172,32 +169,6 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, kind: str, model: 
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _arriving(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end, or vanishes at any failure."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SettingsError(f"{out} is there already", do="give a new folder")
-    folder = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
-    with storage(out):
-        folder.mkdir(parents=True)
-    try:
-        yield folder
-        with storage(out):
-            sync_folder(folder)
-            if out.exists():
-                out.rmdir()
-            folder.rename(out)
-            sync_folder(out.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _needed(reader: Reader, key: str) -> Any:
-    if key not in reader.state:
-        raise CheckpointError(f"{reader.folder} does not say what model it is", f"state.json has no {key}")
-    return reader.state[key]
 
 
 def _prompts(vocab_size: int, longest: int) -> torch.Tensor:

@@ -1,10 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself when its weights come from another library."""
+"""A checkpoint whose weights come from another library: what it says of itself, and how it is written."""
 
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
-from typing import Any, Optional
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
 
+from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.store import Piece
+from megatron.errors import CheckpointError, SettingsError
 from megatron.settings import schema
+
+
+class ModelImport(NamedTuple):
+    """A model in files of another program.
+
+    notices: what the user should hear. shards: what becomes each of our files, read when its turn comes
+    """
+
+    model: schema.Model
+    vocab_size: int  # without padding
+    origin: str
+    notices: list[str]
+    shards: Callable[[], Iterator[list[Piece]]]
+
+
+def check_free(out: Path) -> None:
+    """Raise SettingsError where something is in `out` already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SettingsError(f"{out} is there already", do="give a new folder")
+
+
+def check_complete(source: Path, wanted: Collection[str], seen: set[str]) -> None:
+    """Raise CheckpointError when a tensor of the model was not there at all."""
+    missing = sorted(set(wanted) - seen)
+    if missing:
+        raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
+
+
+def write_import(found: ModelImport, out: Path, state: dict[str, Any]) -> list[str]:
+    """Write a model as a folder of checkpoints with one of iteration 0; returns what the user should hear.
+
+    state: what a run saves of its position. Nothing is left behind at a failure.
+    """
+    model, new = found.model, not out.exists()
+    content = imported_state(model, found.vocab_size, state, found.origin)
+    try:
+        with Saver(out) as saver:
+            saver.write(0, found.shards(), content)
+    except BaseException:
+        if new:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    size = f"{model.num_layers} layers, hidden {model.hidden_size}, vocabulary {found.vocab_size}"
+    return [f"{out}: {size}", *found.notices]
 
 
 def imported_state(

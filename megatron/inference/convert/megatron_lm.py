@@ -11,7 +11,6 @@ QKV is stored [g, q + 2, d, h] by format version 2 and up, which is our order to
 import contextlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import TRACKER, Saver
+from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.imported import imported_state
+from megatron.inference.convert.imported import ModelImport, check_complete, check_free, write_import
 from megatron.inference.convert.megatron_pickle import extract
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
@@ -101,12 +100,18 @@ def convert(
     state: what a run saves of its position. vocab_size: tokens without padding; heads: where the saved arguments lack it.
     Raises CheckpointError when a file is refused or a tensor is missing; nothing is left behind then.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SettingsError(f"{out} is there already", do="give a new folder")
+    check_free(out)
+    return write_import(open_classic(source, step, vocab_size, heads, log), out, state)
+
+
+def open_classic(
+    source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
+) -> ModelImport:
+    """What a checkpoint holds, file by file. Raises CheckpointError as `convert` does."""
     parts = find_parts(source, step)
     sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
     with _facts_and_tensors(parts[0]) as (facts, shapes, _):
-        model, vocab_size, notices = _settings(facts, shapes, sizes, vocab_size, heads)
+        model, vocab_size, notices = settings_of(facts, shapes, sizes, vocab_size, heads)
     wanted = GPTFacts(model, vocab_size).weights
 
     def shards() -> Iterator[list[Piece]]:
@@ -117,21 +122,9 @@ def convert(
                 pieces = list(_pieces(part, facts, shapes, get, model, wanted, sizes))
                 seen |= {piece.name for piece in pieces}
                 yield pieces
-        missing = sorted(set(wanted) - seen)
-        if missing:
-            raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
+        check_complete(source, wanted, seen)
 
-    origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
-    content = imported_state(model, vocab_size, state, origin)
-    new = not out.exists()
-    try:
-        with Saver(out) as saver:
-            saver.write(0, shards(), content)
-    except BaseException:
-        if new:
-            shutil.rmtree(out, ignore_errors=True)
-        raise
-    return [f"{out}: {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {vocab_size}", *notices]
+    return ModelImport(model, vocab_size, f"Megatron-LM in {parts[0].path.parent.parent.resolve()}", notices, shards)
 
 
 def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
@@ -243,7 +236,7 @@ def _reshaped(
         raise CheckpointError(f"{name} has shape {tuple(x.shape)}, which does not fit {placed.shape}") from None
 
 
-def _settings(
+def settings_of(
     facts: dict,
     shapes: dict[str, tuple[int, ...]],
     sizes: tuple[int, int],

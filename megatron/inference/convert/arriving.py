@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exports and imports have in common: a folder that is whole or not there, and what a checkpoint has to say."""
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError
+from megatron.inference.convert.imported import check_free
+from megatron.storage.durable import storage, sync_folder
+
+
+@contextlib.contextmanager
+def arriving(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, or vanishes at any failure."""
+    check_free(out)
+    folder = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
+    with storage(out):
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+        with storage(out):
+            sync_folder(folder)
+            if out.exists():
+                out.rmdir()
+            folder.rename(out)
+            sync_folder(out.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def needed(reader: Reader, key: str) -> Any:
+    """What state.json says under `key`. Raises CheckpointError when it says nothing."""
+    if key not in reader.state:
+        raise CheckpointError(f"{reader.folder} does not say what model it is", f"state.json has no {key}")
+    return reader.state[key]

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTs as Megatron-LM's classic checkpoints: `release/mp_rank_XX[_YYY]/model_optim_rng.pt`, weights alone.
+
+`release` is Megatron-LM's word for weights without a training's position: it loads them without optimizer and random
+state and starts at iteration 0. A file holds what one rank has, cut along tp and pp as asked: its boxes of the logical
+tensors, flattened to Megatron-LM's matrices, under the names of one of its implementations. `megatron_lm` reads them back.
+
+The vocabulary is padded to a multiple of `make_vocab_size_divisible_by` x tp, and Megatron-LM's softmax counts the padding.
+Padding rows are the mean of all rows: the logit of such a row is the mean of the logits, so that p of them beside v tokens
+add at most log(1 + p/v) to any loss, and none is ever the likeliest.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.checkpoint.boxes import Box, find_flaw
+from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert.arriving import arriving, needed
+from megatron.inference.convert.megatron_lm import open_classic
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.weights import Unit, under
+from megatron.mpu.placement import Placement
+from megatron.settings import schema
+from megatron.storage.durable import storage
+
+Implementation = Literal["transformer_engine", "local", "legacy"]  # whose names the tensors have
+
+_CORE = {
+    "attention_norm": "input_layernorm.",
+    "attention.qkv": "self_attention.linear_qkv.",
+    "attention.output": "self_attention.linear_proj.",
+    "attention.q_norm": "self_attention.q_layernorm.",
+    "attention.k_norm": "self_attention.k_layernorm.",
+    "mlp_norm": "pre_mlp_layernorm.",
+    "mlp.up": "mlp.linear_fc1.",
+    "mlp.down": "mlp.linear_fc2.",
+}
+IN_LAYER: dict[str, dict[str, str]] = {  # implementation -> our module -> their name up to `weight` or `bias`
+    "local": _CORE,
+    "transformer_engine": _CORE  # norms are part of the linear layers behind them
+    | {"attention_norm": "self_attention.linear_qkv.layer_norm_", "mlp_norm": "mlp.linear_fc1.layer_norm_"},
+    "legacy": {
+        "attention_norm": "input_layernorm.",
+        "attention.qkv": "self_attention.query_key_value.",
+        "attention.output": "self_attention.dense.",
+        "mlp_norm": "post_attention_layernorm.",
+        "mlp.up": "mlp.dense_h_to_4h.",
+        "mlp.down": "mlp.dense_4h_to_h.",
+    },
+}
+OUTSIDE = {
+    "embedding.word": "embedding.word_embeddings.",
+    "embedding.position": "embedding.position_embeddings.",
+    "final_norm": "final_layernorm.",
+    "output": "output_layer.",
+}
+_SAME = (  # settings that have the same name and meaning there
+    "num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table "
+    "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
+    "untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std "
+    "make_vocab_size_divisible_by rotary_base bias_gelu_fusion"
+).split()
+_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups", "group_query_attention", "max_position_embeddings")
+_OF_TRAINING = (
+    "label_smoothing",
+    "attention_softmax_in_fp32",
+    "model_type",
+    "model_name_or_path",
+)  # not of the weights
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model to write, and how. tp, pp: ranks of the new files."""
+
+    model: schema.Model
+    vocab_size: int
+    tp: int
+    pp: int
+    implementation: Implementation
+    dtype: torch.dtype
+
+    @property
+    def facts(self) -> GPTFacts:
+        return GPTFacts(self.model, self.vocab_size)
+
+    @property
+    def padded_vocab(self) -> int:
+        multiple = self.model.make_vocab_size_divisible_by * self.tp
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def to_megatron(
+    path: Path,
+    out: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    implementation: Implementation = "transformer_engine",
+    dtype: torch.dtype = torch.float32,
+    check: bool = True,
+    log: Callable[[str], None] = print,
+) -> list[str]:
+    """Write a checkpoint directory as a folder that Megatron-LM loads; returns what the user should hear.
+
+    check: read what was written, as `from-megatron` does, and compare all settings and each tensor before `out` appears.
+    Raises SettingsError for a model or a layout that cannot be expressed, CheckpointError when the comparison fails.
+    """
+    with Reader(path) as reader:
+        config = schema.from_record(needed(reader, "config"))
+        export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype)
+        check_expressible(export)
+        padding = _padding_rows(reader)
+        with arriving(out) as folder:
+            args = arguments(export, config.tokenizer, reader.state.get("iteration", 0))
+            for pipeline in range(pp):
+                for tensor in range(tp):
+                    name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")
+                    log(f"writing {out / 'release' / name}")
+                    model = rank_tensors(export, reader, padding, tensor, pipeline)
+                    content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
+                    _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
+            (folder / TRACKER).write_text("release")
+            notices = [compare(export, reader, folder)] if check else []
+    if added := export.padded_vocab - export.vocab_size:
+        notices.append(f"{added} rows of padding hold the mean of all rows: Megatron-LM's softmax counts them")
+    layout = f"tensor parallel {tp} x pipeline parallel {pp}"
+    flags = f"--load {out} --ckpt-format torch" + (" --use-legacy-models" if implementation == "legacy" else "")
+    return [f"{out}: {layout}, names of {implementation}", *notices, f"in Megatron-LM: {flags} --use-checkpoint-args"]
+
+
+def check_expressible(export: Export) -> None:
+    """Raise SettingsError for a model that Megatron-LM, or this export, does not have, and for a layout that cannot be."""
+    model = export.model
+    known = {*_SAME, *_SIZES, *_OF_TRAINING}
+    other = [f.name for f in fields(model) if f.name not in known and getattr(model, f.name) != f.default]
+    if model.model_type != "GPT":
+        other.append(f"model_type {model.model_type}")
+    if export.implementation == "legacy" and model.qk_layernorm:
+        other.append("qk_layernorm (with --use-legacy-models)")
+    if other:
+        raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
+    for what, size in export.facts.divisible_by_tp().items():
+        if size % export.tp:
+            raise SettingsError(f"{size} ({what}) cannot be divided by --target-tensor-parallel-size {export.tp}")
+    if model.num_layers % export.pp:
+        raise SettingsError(
+            f"{model.num_layers} layers cannot be divided by --target-pipeline-parallel-size {export.pp}"
+        )
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline: int) -> dict[str, Any]:
+    """What one of their ranks saves under `model`."""
+    first, last = pipeline == 0, pipeline == export.pp - 1
+    a_stage = export.model.num_layers // export.pp
+    layers = range(pipeline * a_stage, (pipeline + 1) * a_stage)
+    flat = {}
+    for unit in export.facts.units(layers, first, last):
+        for name, placed in under(unit.name, unit.weights).items():
+            local = _local(export, reader, padding, name, placed, tensor)
+            flat[_their_name(export, unit, name, layers.start, first)] = local
+    return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
+
+
+def _local(export: Export, reader: Reader, padding, name: str, placed: Placement, tensor: int) -> torch.Tensor:
+    """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, padded rows included."""
+    shape = placed.local_shape({"tp": export.tp})
+    box = Box(*placed.box(shape, {"tp": tensor}))
+    x = reader.read(name, box, export.dtype)
+    if box.extent[0] < shape[0]:
+        x = torch.cat([x, padding(name).to(export.dtype).expand(shape[0] - box.extent[0], -1)])
+    return x.flatten(0, -2) if name.endswith(".weight") and x.dim() > 1 else x.flatten()
+
+
+def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Tensor]:
+    """Name of a table [v, h] -> the mean of its rows [h], read a few at a time."""
+
+    @cache
+    def mean(name: str) -> torch.Tensor:
+        v, h = reader.tensors[name].shape
+        boxes = (Box((at, 0), (min(rows, v - at), h)) for at in range(0, v, rows))
+        return sum(reader.read(name, box, torch.float64).sum(0) for box in boxes) / v
+
+    return mean
+
+
+def _their_name(export: Export, unit: Unit, name: str, first_layer: int, first: bool) -> str:
+    """The name in a stage that begins with layer `first_layer`."""
+    if unit.layer is not None:
+        module, _, kind = name.removeprefix(f"{unit.name}.").rpartition(".")
+        stack = "encoder" if export.implementation == "legacy" else "decoder"
+        return f"{stack}.layers.{unit.layer - first_layer}.{IN_LAYER[export.implementation][module]}{kind}"
+    module, _, kind = name.rpartition(".")
+    if module == "embedding.word" and not first:  # the last stage's copy of a tied table
+        return "word_embeddings_for_head.weight" if export.implementation == "legacy" else "output_layer.weight"
+    stack = "encoder." if export.implementation == "legacy" else "decoder."
+    return (stack if module == "final_norm" else "") + OUTSIDE[module] + kind
+
+
+def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
+    """Megatron-Core's linear layers save a state for fp8 beside their weights, which is None without fp8."""
+    linear = (
+        "linear_qkv.weight",
+        "linear_proj.weight",
+        "linear_fc1.weight",
+        "linear_fc2.weight",
+        "output_layer.weight",
+    )
+    states = {name.removesuffix("weight") + "_extra_state": None for name in flat if name.endswith(linear)}
+    return flat | states
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The early models' dictionaries in dictionaries."""
+    found: dict[str, Any] = {"language_model": {}}
+    for name, x in flat.items():
+        module, rest = name.split(".", 1)
+        if module == "word_embeddings_for_head":
+            found[module] = {rest: x}
+        elif module == "embedding":
+            table, kind = rest.split(".")
+            found["language_model"].setdefault(module, {})[table] = {kind: x}
+        else:
+            found["language_model"].setdefault(module, {})[rest] = x
+    return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True)
+    with storage(path), open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: int) -> argparse.Namespace:
+    """The arguments of a run of Megatron-LM that would have saved this model."""
+    m = export.model
+    tanh_without_bias = m.bias_gelu_fusion and m.disable_bias_linear  # its fused GeLU needs a bias
+    learned = m.position_embedding_type == "learned_absolute"
+    legacy = export.implementation == "legacy"
+    named = {f.name: getattr(tokenizer, f.name) for f in fields(tokenizer)}
+    files = {name: named.get(name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
+    return argparse.Namespace(
+        num_layers=m.num_layers,
+        encoder_num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_size,
+        num_attention_heads=m.num_attention_heads,
+        kv_channels=m.head_dim,
+        group_query_attention=m.query_groups != m.num_attention_heads,
+        num_query_groups=m.query_groups,
+        seq_length=m.seq_length,
+        encoder_seq_length=m.seq_length,
+        max_position_embeddings=m.position_table,
+        position_embedding_type=m.position_embedding_type,
+        add_position_embedding=learned or not legacy,
+        use_rotary_position_embeddings=m.position_embedding_type == "rope",
+        rotary_base=int(m.rotary_base) if float(m.rotary_base).is_integer() else m.rotary_base,
+        rotary_percent=m.rotary_percent,
+        rotary_interleaved=False,
+        normalization=m.normalization,
+        norm_epsilon=m.norm_epsilon,
+        layernorm_epsilon=m.norm_epsilon,
+        apply_layernorm_1p=False,
+        qk_layernorm=m.qk_layernorm,
+        swiglu=m.swiglu,
+        squared_relu=False,
+        bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
+        openai_gelu=tanh_without_bias,
+        add_bias_linear=not m.disable_bias_linear,
+        add_qkv_bias=False,
+        untie_embeddings_and_output_weights=m.untie_embeddings_and_output_weights,
+        apply_query_key_layer_scaling=m.apply_query_key_layer_scaling,
+        attention_softmax_in_fp32=m.attention_softmax_in_fp32,
+        apply_residual_connection_post_layernorm=False,
+        hidden_dropout=m.hidden_dropout,
+        attention_dropout=m.attention_dropout,
+        init_method_std=m.init_method_std,
+        make_vocab_size_divisible_by=m.make_vocab_size_divisible_by,
+        vocab_size=export.vocab_size,
+        padded_vocab_size=export.padded_vocab,
+        tensor_model_parallel_size=export.tp,
+        pipeline_model_parallel_size=export.pp,
+        virtual_pipeline_model_parallel_size=None,
+        world_size=export.tp * export.pp,
+        params_dtype=export.dtype,
+        fp16=export.dtype == torch.float16,
+        bf16=export.dtype == torch.bfloat16,
+        transformer_impl="local" if legacy else export.implementation,
+        use_legacy_models=legacy,
+        ckpt_format="torch",
+        num_experts=None,
+        data_parallel_random_init=False,
+        iteration=iteration,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        no_save_optim=True,
+        no_save_rng=True,
+        **files,
+    )
+
+
+# ---- proof -----------------------------------------------------------------------------------------------------------
+
+
+def compare(export: Export, reader: Reader, folder: Path) -> str:
+    """Read the export as `from-megatron` reads; in words, that it is the model. Raises CheckpointError when it is not."""
+    found = open_classic(folder, None, None, None, log=lambda text: None)
+    ours, theirs = export.model, found.model
+    differ = [f"{name} {getattr(theirs, name)}" for name in _SAME if getattr(ours, name) != getattr(theirs, name)]
+    if found.vocab_size != export.vocab_size:
+        differ.append(f"vocabulary {found.vocab_size}")
+    boxes: dict[str, list[Box]] = {name: [] for name in export.facts.weights}
+    for piece in _pieces(found.shards()):
+        boxes[piece.name].append(piece.box)
+        if not torch.equal(reader.read(piece.name, piece.box, export.dtype).float(), piece.tensor):
+            differ.append(piece.name)
+    shapes = {name: placed.shape for name, placed in export.facts.weights.items()}
+    differ += [f"{name}: {flaw}" for name, found in boxes.items() if (flaw := find_flaw(shapes[name], found))]
+    if differ:
+        raise CheckpointError(
+            f"what was written is read back as another model: {len(differ)} differences",
+            ", ".join(differ[:8]),
+            "nothing was written",
+        )
+    return f"read back: the same settings, and {len(boxes)} tensors equal to the bit"
+
+
+def _pieces(shards) -> Iterator:
+    return (piece for shard in shards for piece in shard)
