@@ -97,6 +97,25 @@ def test_read_back_it_is_the_same_to_the_bit(tmp_path, model, tp, pp, names, cap
         assert getattr(saved, name) == getattr(schema.Model(**model), name), name
 
 
+def test_long_contexts_and_activations_go_out_and_come_back(tmp_path):
+    """Under Megatron-LM's own names, as its arguments have them."""
+    asked = dict(
+        squared_relu=True, use_rope_scaling=True, rope_scaling_factor=4.0, window_size="(7, 0)", z_loss_coeff=0.1
+    )
+    model = GPT2 | dict(position_embedding_type="rope", window_attn_skip_freq=2, max_position_embeddings=None) | asked
+    _, ours = export(tmp_path, model, 1, 1)
+    args = vars(next(iter(ours.values()))["args"])
+    assert args["window_size"] == (7, 0) and {name: args[name] for name in ("squared_relu", "use_rope_scaling")} == {
+        "squared_relu": True,
+        "use_rope_scaling": True,
+    }
+    tool.main(["from-megatron", str(tmp_path / "out"), str(tmp_path / "back")])
+    with Reader(tmp_path / "back" / "iter_0000000") as reader:
+        saved = schema.from_record(reader.state["config"]).model
+    for name in ("squared_relu", "use_rope_scaling", "rope_scaling_factor", "window", "window_attn_skip_freq"):
+        assert getattr(saved, name) == getattr(schema.Model(**model), name), name
+
+
 # Names and shapes in `GPTModel(...).state_dict()` of megatron-core 0.16.1, local layer spec, of a model of these sizes.
 RECORDED = {
     "embedding.word_embeddings.weight": (56, H),
@@ -195,9 +214,12 @@ def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
         tool.main([*words, "--tp", "0"])
     with pytest.raises(UsageError, match="OUT must be a folder"):
         tool.main(["to-megatron", str(tmp_path / "ours"), "memory://out"])
+    save(tmp_path / "capped", LLAMA | dict(final_logit_softcapping=30.0))
+    with pytest.raises(SettingsError, match="a model with final_logit_softcapping is not exported"):
+        tool.main(["to-megatron", str(tmp_path / "capped"), str(tmp_path / "out")])
     monkeypatch.setattr(megatron_export, "_SAME", [name for name in megatron_export._SAME if name != "swiglu"])
     with pytest.raises(
         SettingsError, match="a model with swiglu is not exported"
     ):  # a setting that this export is new to
         tool.main(words)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["capped", "ours"]

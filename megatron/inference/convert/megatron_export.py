@@ -67,11 +67,20 @@ _SAME = (  # settings that have the same name and meaning there
     "num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table "
     "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
     "untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std "
-    "make_vocab_size_divisible_by rotary_base bias_gelu_fusion"
+    "make_vocab_size_divisible_by rotary_base bias_gelu_fusion squared_relu rotary_seq_len_interpolation_factor "
+    "use_rope_scaling rope_scaling_factor window window_attn_skip_freq"
 ).split()
-_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups", "group_query_attention", "max_position_embeddings")
+_SIZES = (
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "group_query_attention",
+    "max_position_embeddings",
+    "window_size",
+)
 _OF_TRAINING = (
     "label_smoothing",
+    "z_loss_coeff",
     "attention_softmax_in_fp32",
     "model_type",
     "model_name_or_path",
@@ -274,13 +283,18 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
         rotary_base=int(m.rotary_base) if float(m.rotary_base).is_integer() else m.rotary_base,
         rotary_percent=m.rotary_percent,
         rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        use_rope_scaling=m.use_rope_scaling,
+        rope_scaling_factor=m.rope_scaling_factor,
+        window_size=None if m.window_size is None else schema.window_numbers(m.window_size),
+        window_attn_skip_freq=m.window_attn_skip_freq,
         normalization=m.normalization,
         norm_epsilon=m.norm_epsilon,
         layernorm_epsilon=m.norm_epsilon,
         apply_layernorm_1p=False,
         qk_layernorm=m.qk_layernorm,
         swiglu=m.swiglu,
-        squared_relu=False,
+        squared_relu=m.squared_relu,
         bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
         openai_gelu=tanh_without_bias,
         add_bias_linear=not m.disable_bias_linear,
