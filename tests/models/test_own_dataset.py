@@ -59,7 +59,7 @@ def test_a_recipe_with_samples_of_its_own_needs_no_flag_for_them():
     run.close()
     rows = [run.train_batches.dataset[index] for index in (0, 1)]
     assert (batch.tokens.T.numpy() == [row[:-1] for row in rows]).all()
-    assert (np.diff(rows) % 20 == 1).all()
+    assert (np.diff(rows) % 21 == 1).all()  # 20 numbers and the end of document
 
 
 def test_others_need_one():
