@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
 
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> None:
     settings = groups["evaluate"]
     check(settings)
 
+    choose_waiting()  # before torch is loaded
     from megatron.inference.load import load_model, open_tokenizer
     from megatron.mpu.initialize import pick_device, use_threads
 
