@@ -4,7 +4,6 @@
 What each package does: the tour in README.md. How they are built and why: docs/design.md.
 """
 
-import os
 import sys
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -17,11 +16,6 @@ if sys.version_info < (3, 10):  # noqa: UP036 (told before anything is imported 
         "  -> source .venv/bin/activate (scripts/quickstart.sh makes it)".format(*sys.version_info[:2])
     )
 
-# Threads of torch on CPUs wait for each other hundreds of times a step. By default libgomp lets them spin meanwhile. Where
-# other programs run too, they keep the very thread that they wait for from its core: a step then took 20 times as long.
-# They sleep instead, unless the environment has a wish of its own. libgomp reads this once, when torch is loaded.
-if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 # Commands that users type by another module's name: `python -m NAME` -> file of the module that answers.
 ALIASES = {"megatron.pretrain": "tools/pretrain.py"}

@@ -33,16 +33,15 @@ choose_python() {
         "-> install one, or say where it is: PYTHON=/path/to/python3.12 bash $0"
 }
 
-wait_for() { # pid, words that say how far it is: until it ends, with its code; no more than 5 seconds go by in silence
-    local code=0 silent=0
+wait_for() { # pid, a command that says how far it is: until it ends, with its code; on a terminal a line that changes, and
+    # elsewhere one every 4 seconds
+    local code=0 before=$SECONDS every=4
+    [ ! -t 1 ] || every=1
     while kill -0 "$1" 2>/dev/null; do
         sleep 0.2
-        silent=$((silent + 1))
-        if [ -t 1 ] && [ $((silent % 5)) -eq 0 ]; then
-            printf '  %s\033[K\r' "$(eval "$2")"
-        elif [ ! -t 1 ] && [ $((silent % 20)) -eq 0 ]; then
-            printf '  %s\n' "$(eval "$2")"
-        fi
+        [ $((SECONDS - before)) -ge "$every" ] || continue
+        before=$SECONDS
+        if [ -t 1 ]; then printf '  %s\033[K\r' "$(eval "$2")"; else printf '  %s\n' "$(eval "$2")"; fi
     done
     [ ! -t 1 ] || printf '\033[K'
     wait "$1" || code=$?

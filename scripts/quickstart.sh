@@ -50,12 +50,12 @@ VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --m
 
 step 1/7 "A corpus from the documentation that comes with Python"
 is_made "$RUN/train.jsonl" ||
-    told 2 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
+    told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
         --output "$RUN/train.jsonl"
 
 step 2/7 "A vocabulary of 8192 tokens (byte-level BPE)"
 is_made "$RUN/vocab.json" ||
-    told 2 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+    told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
 
 step 3/7 "Text to tokens"
 preprocess() {
@@ -63,7 +63,7 @@ preprocess() {
         grep -E 'documents num|tokens num| MB in '
 }
 for part in train held_out; do
-    is_made "$RUN/${part}_text_document.idx" || told 1 preprocess "$part"
+    is_made "$RUN/${part}_text_document.idx" || told 0.7 preprocess "$part"
 done
 
 tracker=$RUN/checkpoints/latest_checkpointed_iteration.txt
@@ -72,7 +72,7 @@ step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two 
 if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
     echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
 else
-    takes "$(awk "BEGIN { print 5 + ($ITERATIONS - $reached) * 0.17 }")"
+    takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * 0.135 }")"
     OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 \
@@ -88,7 +88,7 @@ fi
 
 step 5/7 "Perplexity of text that was held out"
 is_made "$RUN/evaluation.jsonl" ||
-    told 5 python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
+    told 3 python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
         --output "$RUN/evaluation.jsonl"
 
 step 6/7 "What it writes by now"
@@ -97,12 +97,12 @@ write_samples() {
         --prompt "Return a new" "The module defines" "class Error(" >"$RUN/samples.txt.partial"
     mv "$RUN/samples.txt.partial" "$RUN/samples.txt"
 }
-is_made "$RUN/samples.txt" || told 4 write_samples
+is_made "$RUN/samples.txt" || told 3.5 write_samples
 cat -s "$RUN/samples.txt" | sed 's/^/  | /'
 
 step 7/7 "A report: loss, learning rate, throughput, gradient norm"
 is_made "$RUN/report.html" ||
-    told 3 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title quickstart
+    told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title quickstart
 
 cat <<END
 

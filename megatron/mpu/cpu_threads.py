@@ -5,13 +5,17 @@
 
 The count is the rank's share of the cores that its processes may use: those of the affinity mask, or of a container's
 quota. A user's own OMP_NUM_THREADS wins. What other programs use at the moment takes nothing away: rounding depends on the
-count, and threads that sleep while they wait (`megatron/__init__.py` asks for that before torch is loaded) come off well
-beside other programs: two of them were faster than one beside two busy processes on two cores (docs/benchmarks.md).
+count, and beside two busy processes two threads that sleep while they wait were faster than one (docs/benchmarks.md).
+
+What other programs use decides how threads wait for each other, which they do hundreds of times a step and which changes no
+result. By default libgomp lets them spin for some milliseconds. That is best where each has a core to itself. Beside other
+programs they keep the very thread that they wait for from its core, and a step takes 20 times as long: there they sleep.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -53,6 +57,24 @@ def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
     return Threads(max(1, usable // ranks_here), ", ".join(words))
 
 
+def choose_waiting(
+    ranks_here: int = 1, env: MutableMapping[str, str] = os.environ, busy: Optional[float] = None, modules=sys.modules
+) -> None:
+    """Say in the environment that threads sleep while they wait, where threads and other programs do not fit on the cores.
+
+    Before torch is loaded, or it is too late: libgomp reads the environment once. A user's own wish counts.
+    busy: cores that other programs use; default: it is measured, in a tenth of a second
+    """
+    threads = choose_threads(ranks_here, env).count
+    if threads == 1 or "torch" in modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & env.keys():
+        return
+    if busy is None:
+        busy = busy_cores()
+    others = round(max(0.0, busy - (ranks_here - 1)))  # the other ranks of this machine are starting, too
+    if others and others + threads * ranks_here > cores():
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def waiting(env: Mapping[str, str] = os.environ) -> str:
     """What the environment asks of threads that wait, in words."""
     if env.get("GOMP_SPINCOUNT"):
@@ -83,6 +105,41 @@ def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/c
             if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # without a limit: max, or -1
                 limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
+
+
+def busy_cores(stat: Path = Path("/proc/stat"), seconds: float = 0.05, looks: int = 2) -> float:
+    """Cores of the affinity mask that are busy while this process sleeps: the least of some looks; 0: nothing says so."""
+    seen = [_ticks(stat)]
+    for _ in range(looks):
+        time.sleep(seconds)
+        seen.append(_ticks(stat))
+    return min(used(before, after) for before, after in zip(seen, seen[1:]))
+
+
+def used(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> float:
+    """Cores that were busy between two looks, core -> (ticks in use, all ticks).
+
+    >>> used({"cpu0": (10, 20), "cpu1": (5, 20)}, {"cpu0": (20, 30), "cpu1": (10, 30)})
+    1.5
+    """
+    shares = [
+        (after[core][0] - before[core][0]) / (after[core][1] - before[core][1])
+        for core in before.keys() & after.keys()
+        if after[core][1] > before[core][1]
+    ]
+    return sum(shares)
+
+
+def _ticks(stat: Path) -> dict[str, tuple[int, int]]:
+    """Core -> (ticks that it was in use, all ticks) since the machine was started."""
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+    found = {}
+    for line in _read(stat).splitlines():
+        name, *words = line.split()
+        if name in mine and len(words) >= 8:
+            ticks = [int(word) for word in words[:8]]  # what follows, guests' time, is a part of these
+            found[name] = sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle, and waiting for a disk
+    return found
 
 
 def _read(path: Path) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> None:
     settings = groups["evaluate"]
     check(settings)
 
+    choose_waiting()  # before torch is loaded
     from megatron.guard.endings import guarded
     from megatron.mpu.initialize import join_job, leave_job
 

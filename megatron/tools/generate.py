@@ -16,6 +16,7 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling
+from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
 
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> None:
     sampling.check()
     prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
 
+    choose_waiting()  # before torch is loaded
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
     from megatron.mpu.initialize import pick_device, use_threads

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from megatron.errors import UsageError, debugging, run_main
 from megatron.model.recipe import Recipe, named_recipe
+from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Config
@@ -57,6 +58,7 @@ def _start(config: Config, recipe: Recipe) -> None:
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)
+    choose_waiting(rank_env.ranks().local_world_size or 1)  # before torch is loaded
     if config.planner.preflight:
         from megatron.planner.preflight.run import preflight
 

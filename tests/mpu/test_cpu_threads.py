@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.mpu import cpu_threads
 from megatron.mpu.cpu_threads import choose_threads, cores, quota, share, waiting
 
 
@@ -72,38 +73,90 @@ def test_the_users_own_number_counts():
 
 # The library of threads that torch brings along says with OMP_DISPLAY_ENV what it has read of the environment.
 LOAD = """
-import sys
+import ctypes, sys
 {before}
-import megatron, ctypes
-from megatron.mpu.cpu_threads import waiting
+from megatron.mpu import cpu_threads
+cpu_threads.cores = lambda: 2
+cpu_threads.busy_cores = lambda: {busy}
+cpu_threads.choose_waiting()
 ctypes.CDLL(sys.argv[1])
-print(waiting())
+print(cpu_threads.waiting())
 """
+LIBGOMPS_OWN = 300_000
 
 
 @pytest.mark.parametrize(
-    "env, before, spins, words",
+    "env, busy, before, spins, words",
     [
-        ({}, "", 0, "waiting threads sleep"),
-        (dict(OMP_WAIT_POLICY="active"), "", 30_000_000_000, "waiting threads spin"),
-        (dict(GOMP_SPINCOUNT="77"), "", 77, "GOMP_SPINCOUNT 77"),
-        ({}, "sys.modules['torch'] = sys", None, "waiting threads spin"),  # it is too late then
+        ({}, 2.0, "", 0, "waiting threads sleep"),
+        ({}, 0.6, "", 0, "waiting threads sleep"),
+        ({}, 0.4, "", LIBGOMPS_OWN, "waiting threads spin"),
+        (dict(OMP_NUM_THREADS="1"), 2.0, "", LIBGOMPS_OWN, "waiting threads spin"),  # there is none
+        (dict(OMP_WAIT_POLICY="active"), 2.0, "", 30_000_000_000, "waiting threads spin"),
+        (dict(GOMP_SPINCOUNT="77"), 2.0, "", 77, "GOMP_SPINCOUNT 77"),
+        ({}, 2.0, "sys.modules['torch'] = sys", LIBGOMPS_OWN, "waiting threads spin"),  # it is too late then
     ],
 )
-def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise(env, before, spins, words):
+def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, before, spins, words):
     library = Path(find_spec("torch").submodule_search_locations[0]) / "lib" / "libgomp.so.1"
     if not library.exists():
         pytest.skip("this torch brings another library of threads")
-    inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(before=before), str(library)],
+        [sys.executable, "-c", LOAD.format(before=before, busy=busy), str(library)],
         env=inherited | dict(OMP_DISPLAY_ENV="verbose") | env,
         capture_output=True,
         text=True,
     )
     assert done.stdout.strip() == words, done.stderr
-    if spins is not None:
-        assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
+
+
+def test_ranks_that_start_beside_this_one_are_no_other_programs(monkeypatch):
+    monkeypatch.setattr(cpu_threads, "cores", lambda: 16)
+    for ranks, busy, asleep in [(4, 3.0, False), (4, 4.0, True), (1, 1.0, True), (1, 0.0, False)]:
+        env = {}
+        cpu_threads.choose_waiting(ranks, env, busy, modules={})
+        assert bool(env) == asleep, (ranks, busy)
+    env = dict(OMP_NUM_THREADS="4")  # beside which there is room
+    cpu_threads.choose_waiting(1, env, 12.0, modules={})
+    assert "OMP_WAIT_POLICY" not in env
+    cpu_threads.choose_waiting(1, env, 13.0, modules={})
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_busy_cores_are_those_of_this_process_affinity(tmp_path, monkeypatch):
+    """Looks at a clockwork of /proc/stat: 10 ticks between two of them; core 1 computes, core 2 waits for a disk."""
+    looks = iter(range(10))
+
+    def read(path):
+        tick = 10 * next(looks)
+        rows = dict(cpu0=(0, 0, 0, tick, 0), cpu1=(tick, 0, 0, 0, 0), cpu2=(0, 0, 0, 0, tick), cpu3=(0, tick, 0, 0, 0))
+        return "".join(f"{name} {' '.join(map(str, row))} 0 0 0 0 0\n" for name, row in rows.items())
+
+    monkeypatch.setattr(cpu_threads, "_read", read)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert cpu_threads.busy_cores(seconds=0.0) == 1.0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert cpu_threads.busy_cores(seconds=0.0) == 2.0
+    monkeypatch.setattr(cpu_threads, "_read", lambda path: "")
+    assert cpu_threads.busy_cores(seconds=0.0) == 0.0
+
+
+@pytest.mark.parametrize("name", ["pretrain", "evaluate", "generate"])
+def test_commands_choose_before_torch_is_loaded(name, root):
+    """In the source: the call stands before the first import that brings torch along."""
+    tree = ast.parse((root / f"megatron/tools/{name}.py").read_text(encoding="utf-8"))
+    heavy = ("megatron.inference.", "megatron.training.loop", "megatron.planner.tuning", "megatron.planner.preflight")
+    calls = [
+        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and "choose_waiting" in ast.unparse(node)
+    ]
+    function = next(f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno < calls[0] <= f.end_lineno)
+    imports = [
+        node.lineno for node in ast.walk(function) if isinstance(node, ast.ImportFrom) and node.module.startswith(heavy)
+    ]
+    assert imports and calls[0] < min(imports)
 
 
 def test_words_of_the_environment():

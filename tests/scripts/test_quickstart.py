@@ -2,6 +2,8 @@
 """The scripts, run as a newcomer runs them, shrunk to a few steps."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 
@@ -10,7 +12,8 @@ def test_from_corpus_to_report(copy, quickstart):
     run = copy / "runs" / "quickstart"
     for name in "train.jsonl vocab.json train_text_document.idx evaluation.jsonl samples.txt report.html".split():
         assert (run / name).stat().st_size > 0, name
-    assert "step 4 of 4    loss" in quickstart and "ppl:" in quickstart
+    assert re.search(r"iteration +4/ +4 \|.* lm loss: ", quickstart) and "ppl:" in quickstart
+    assert "OMP_NUM_THREADS environment variable" not in quickstart
     assert "report.html" in quickstart.splitlines()[-3]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "<svg" in page or "base64" in page
@@ -21,7 +24,44 @@ def test_it_goes_on_where_it_stopped(copy, bash, quickstart):
     again = bash("scripts/quickstart.sh", "--train-iters", str(reached)).stdout
     assert f"already trained to step {reached}" in again and again.count("already there") >= 6
     more = bash("scripts/quickstart.sh", "--train-iters", str(reached + 1), "--log-interval", "1").stdout
-    assert f"step {reached + 1} of {reached + 1}" in more and f"step {reached} of" not in more and "ppl:" in more
+    assert re.search(rf"iteration +{reached + 1}/ +{reached + 1} ", more) and "ppl:" in more
+    assert not re.search(rf"iteration +{reached}/ ", more)
+
+
+def test_every_step_that_works_says_how_long_it_takes(quickstart):
+    parts = quickstart.split("\n[")[1:]
+    assert [part[:4] for part in parts] == [f"{number}/7]" for number in range(1, 8)]
+    for part in parts:
+        seconds = re.search(r"^  about (\d+) s$", part, re.MULTILINE)
+        assert seconds and 1 <= int(seconds[1]) < 100, part
+
+
+def test_the_log_of_training_is_kept_as_it_was_said(copy, quickstart):
+    kept = (copy / "runs/quickstart/train.log").read_text().splitlines()
+    said = [line for line in quickstart.splitlines() if "| consumed samples: " in line]
+    assert said and said == [line for line in kept if line in said]
+
+
+def test_the_quickstart_edits_no_lines_of_training(root):
+    """What people read comes from the suite itself: no `sed` or `grep` stands behind the training."""
+    script = (root / "scripts/quickstart.sh").read_text(encoding="utf-8")
+    training = script[script.index("torchrun") : script.index("rm -f", script.index("torchrun"))]
+    assert "|" not in training and "--log-file" in training
+
+
+def test_a_wait_is_not_silent(copy, bash, tmp_path):
+    """`wait_for` speaks at least every 5 seconds of the shell's clock, and ends with the code of what it has waited for."""
+    (tmp_path / "slow.sh").write_text(
+        f"source {shlex.quote(str(copy / 'scripts/_env.sh'))}\n"
+        "sleep() { SECONDS=$((SECONDS + 1)); command sleep 0.001; }\n"  # a clock that runs fast
+        "(until [ -e ended ]; do command sleep 0.01; done; exit 7) &\n"
+        'far() { echo "at $SECONDS"; [ "$SECONDS" -lt 40 ] || touch ended; }\n'
+        'rm -f ended; SECONDS=0; code=0; wait_for $! far || code=$?; echo "code $code"\n'
+    )
+    said = bash(str(tmp_path / "slow.sh")).stdout.splitlines()
+    times = [int(line.split()[1]) for line in said if "at " in line]
+    assert times[-1] >= 40 and max(b - a for a, b in zip([0, *times], times, strict=False)) <= 5
+    assert said[-1] == "code 7"
 
 
 def test_help_and_mistakes(copy, bash):
