@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -130,7 +131,7 @@ class Launch:
     """
 
     def __init__(self, args: Namespace):
-        self.args = args
+        self.args, self.began = args, time.time()
         self.failures: Mapping[int, object] = {}  # rank -> torch's ProcessFailure
         self.error: Optional[BaseException] = None  # of the agent itself
         self.signals: list[int] = []  # that were handed on
@@ -202,6 +203,9 @@ class Launch:
     def ending_in_files(self) -> Ending:
         """How the job ended that was told to, where the agent has not said so: as one of the ranks has written."""
         files = sorted(Path(self.args.log_dir).glob("*/attempt_*/*/error.json"), key=os.path.getmtime)
+        files = [
+            path for path in files if path.stat().st_mtime >= self.began - 1
+        ]  # --log-dir may have been used before
         with contextlib.suppress(OSError, ValueError, LookupError):
             words = json.loads(files[-1].read_text())
             return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 
 import pytest
 
@@ -80,27 +81,36 @@ class Launched:
         script.write_text(RANK)
         self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
-            os.chdir(folder)
-            for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-            for name in ("torch", "torch.distributed"):  # torch has taken the stderr of the tests
-                for handler in logging.getLogger(name).handlers:
-                    handler.setStream(sys.stderr)
-            os.environ.update(ROOT=str(root))
-            tempfile.tempdir = str(folder)
-            for name in ("RANK", "WORLD_SIZE"):
-                os.environ.pop(name, None)
+            code = 99
             try:
-                errors.run_main(launch.main, ["--nproc-per-node", "2", *words])
+                self.launch(root, words)
             except SystemExit as end:
+                code = end.code
+            except BaseException:
+                traceback.print_exc()
+            finally:  # this is no second run of the tests
                 sys.stderr.flush()
-                os._exit(end.code)
+                os._exit(code)
 
-    def wait_for(self, name):
-        deadline = time.monotonic() + 60
-        while not (self.folder / name).exists():
+    def launch(self, root, words):
+        """In the forked process."""
+        os.setsid()
+        os.chdir(self.folder)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        for name in ("torch", "torch.distributed"):  # torch has taken the stderr of the tests
+            logging.getLogger(name).handlers[:] = [logging.StreamHandler(sys.stderr)]
+        os.environ.update(ROOT=str(root))
+        tempfile.tempdir = str(self.folder)
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        errors.run_main(launch.main, ["--nproc-per-node", "2", *words])
+
+    def wait_for(self, name, text=""):
+        """Until there is such a file, with this text in it."""
+        deadline, path = time.monotonic() + 100, self.folder / name
+        while not (path.exists() and text in path.read_text()):
             assert time.monotonic() < deadline and os.waitpid(self.pid, os.WNOHANG)[0] == 0, self.said
             time.sleep(0.01)
 
@@ -233,10 +243,7 @@ def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path
         "--micro-batch-size 1 --train-iters 1000000 --eval-iters 0 --device cpu --save saved --log-interval 1000000"
     ).split()
     job = start(str(root / "pretrain_gpt.py"), *flags)
-    metrics = tmp_path / "saved" / "metrics.jsonl"
-    job.wait_for("saved/metrics.jsonl")
-    while '"kind": "step"' not in metrics.read_text():
-        time.sleep(0.02)
+    job.wait_for("saved/metrics.jsonl", '"kind": "step"')
     job.interrupt()
     code, said = job.end()
     [iteration] = [int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")]
