@@ -7,39 +7,65 @@ from megatron.errors import SettingsError, StorageError
 from megatron.planner.memory import ledger
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
-from megatron.planner.text import recomputed
+from megatron.planner.text import recomputed, resting_on
+from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of
 
 SMALL = 0.02  # kinds that are nowhere more than this share of the longest bar are drawn as one: "other"
-BAR, PANEL = 0.34, 7.5  # inches: height of a bar, width of a panel
+BAR, WIDTH = 0.42, 8.0  # inches: height of a bar, width of the picture
+
+# A colour is one kind of bytes or of seconds, and of nothing else: blues are state, greens what passes leave behind,
+# violets buffers, browns what is always there; time is red to yellow. Each reads on a light and on a dark ground.
+COLOURS = {
+    "weights": "#1e40af",
+    "gradients": "#3b82f6",
+    "main weights": "#0891b2",
+    "optimizer moments": "#93c5fd",
+    "offloaded optimizer state": "#155e75",
+    "buffers of state on disk": "#67e8f9",
+    "activations": "#15803d",
+    "logits": "#4ade80",
+    "workspace": "#a3e635",
+    "gathered weights": "#6d28d9",
+    "gradient buffers": "#8b5cf6",
+    "pipeline buffers": "#c084fc",
+    "communication buffers": "#e9a8fd",
+    "fragmentation": "#a8763e",
+    "device context": "#d4b483",
+    "compute": "#b91c1c",
+    "tensor parallel": "#f97316",
+    "data parallel": "#fbbf24",
+    "pipeline messages": "#fde047",
+    "update": "#be185d",
+    "bubble": "#fda4af",
+    "other": "#9ca3af",
+}
 
 
 def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
     """Write a picture of the plans, in the format that the name of the file ends with (.svg, .png, .pdf).
 
-    On the left the memory of each plan's fullest rank by kind, beside what the device has; on the right a step's seconds.
+    Above, the memory of each plan's fullest rank by kind, beside what the device has; below, a step's seconds.
     Raises SettingsError without matplotlib or for a format that it does not know, StorageError where writing fails.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError("--picture needs the package matplotlib", str(error), "pip install matplotlib") from None
+    figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1), "--picture")
+    memory, time = figure.subplots(2, 1)
     names = [
-        f"{number}  {plan.layout.short()}, micro {plan.layout.micro}, recompute {recomputed(plan)}"
+        f"{number}  {plan.layout.short()}\nmicro {plan.layout.micro}, recompute {recomputed(plan)}"
         for number, plan in enumerate(plans, 1)
     ]
     filled = [ledger(plan.job, plan.layout, cluster.device, plan.rank).device for plan in plans]
-    figure = Figure(figsize=(2 * PANEL, 1.6 + BAR * (len(plans) + 3)), layout="constrained")
-    memory, time = figure.subplots(1, 2, sharey=True)
     _bars(memory, [{kind: size / 1e9 for kind, size in kinds.items()} for kinds in filled], names)
-    memory.axvline(cluster.device.memory_bytes / 1e9, color="black", linestyle="--", linewidth=1)
+    memory.axvline(cluster.device.memory_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB on the fullest rank; dashed: {cluster.device.name}, {cluster.device.memory_gb:.1f} GB")
     _bars(time, [plan.step.parts for plan in plans], names)
-    time.set_xlabel("seconds of a step")
-    figure.suptitle(f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}")
+    time.set_xlabel(f"seconds of a step {resting_on(cluster)}")
+    figure.suptitle(f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}", color=INK)
     try:
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):  # text stays text; the same bytes every time
-            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+        if path.endswith(".svg"):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(svg_of(figure))
+        else:
+            figure.savefig(path)
     except ValueError as error:
         raise SettingsError(f"--picture {path}: this format cannot be drawn", str(error), "say .svg or .png") from None
     except OSError as error:
@@ -51,17 +77,26 @@ def _bars(axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
     longest = max(sum(row.values()) for row in rows)
     largest = {kind: max(row.get(kind, 0.0) for row in rows) for row in rows for kind in row}
     kinds = [kind for kind in sorted(largest, key=largest.get, reverse=True) if largest[kind] > SMALL * longest]
+    kinds = [kind for kind in kinds if kind in COLOURS]
     drawn = [{kind: row.get(kind, 0.0) for kind in kinds} for row in rows]
     for row, whole in zip(drawn, rows):
         row["other"] = sum(whole.values()) - sum(row.values())
     left = [0.0] * len(rows)
     for kind in [*kinds, "other"]:
         widths = [row[kind] for row in drawn]
-        axes.barh(names, widths, left=left, label=kind)
+        axes.barh(names, widths, left=left, label=kind, color=COLOURS[kind], height=0.62)
         left = [start + width for start, width in zip(left, widths)]
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / len(rows)), ncols=4, frameon=False, fontsize="small"
+        loc="upper center",
+        bbox_to_anchor=(0.4, -0.62 / (BAR * len(rows) + 0.6)),
+        ncols=4,
+        frameon=False,
+        fontsize="small",
+        labelcolor=INK,
+        handlelength=1,
+        columnspacing=1.2,
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    if not axes.yaxis_inverted():
-        axes.invert_yaxis()
+    plain(axes)
+    axes.grid(axis="x", color=SOFT, alpha=0.3, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.invert_yaxis()

@@ -200,6 +200,10 @@ class Metrics:
         if self.active:
             self._tell_times(times, 1, iteration, consumed_samples)
 
+    def note(self, kind: str, iteration: int, **facts) -> None:
+        """A record of something that happened behind an iteration, for the report alone."""
+        self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def start(self, startup: Optional[dict[str, float]] = None) -> None:

@@ -2,8 +2,9 @@
 """metrics.jsonl: what a run was and what each step did, one JSON object per line.
 
 Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (where the time before the first step went), `step`
-(one per iteration), `eval`, `timers` (one per log interval, where they are on), `rewind` (a spike sent the run back to this
-iteration) and `end` (exit code and reason, unless the process was killed). The file only grows.
+(one per iteration), `eval`, `timers` (one per log interval, where they are on), `memory` (of the first rank, one per log
+interval), `save` (a checkpoint was written, or begun to be), `spike` (that sent the run back), `rewind` (to this iteration)
+and `end` (exit code and reason, unless the process was killed). The file only grows.
 A resumed run appends a `run` record with the iteration it starts from: that record takes back all `step` and `eval`
 records behind that iteration which a killed run had written, and `read_history` leaves them out. A line torn by the
 kill is skipped.
@@ -113,7 +114,12 @@ class History:
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # iteration that each launch started from
+    events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, as they came
+    memory: list[dict] = field(default_factory=list)
     damaged_lines: int = 0
+
+
+EVENTS = ("run", "save", "spike", "rewind", "end")
 
 
 def read_history(path: Path) -> History:
@@ -124,6 +130,10 @@ def read_history(path: Path) -> History:
             history.damaged_lines += 1
             continue
         kind, iteration = record["kind"], int(record["iteration"])
+        if kind in EVENTS:
+            history.events.append(record)
+        elif kind == "memory":
+            history.memory.append(record)
         if kind in ("run", "rewind"):
             _take_back(history.steps, iteration)
             _take_back(history.evals, iteration)

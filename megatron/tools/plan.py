@@ -179,7 +179,8 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
         print(sentence(f"the best of {fit:,} layouts that fit: {best.layout.short()}", width))
         print(text.verdict(best, cluster))
     else:
-        print(f"nothing fits: {found.looked_at:,} layouts of {cluster.world_size:,} ranks, none within memory")
+        none = "none within memory" if found.looked_at else "none is possible"
+        print(f"nothing fits: {found.looked_at:,} layouts of {cluster.world_size:,} ranks, {none}")
     print()
     for line in (text.described(outcome.job), text.devices(cluster, outcome.source)):
         print(sentence(line, width))

@@ -3,8 +3,9 @@
 
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
 
-Read from the run's folder: metrics.jsonl (needed); evaluation.json, and samples.txt or generations.jsonl (shown when
-there). The page needs no network: the pictures are inside it.
+Read from the run's folder: metrics.jsonl (needed); evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
+and samples.txt or generations.jsonl (shown when there). The page needs no network: the pictures are inside it. The one
+perplexity that it shows is that of the held-out evaluation, if there is one, else of the last validation.
 """
 
 import json
@@ -16,10 +17,12 @@ from typing import Optional
 
 from megatron.errors import DataError, run_main
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import count, seconds
 from megatron.telemetry.metrics import duration
 from megatron.telemetry.run_record import History, read_history
+from megatron.tools import report_facts
 from megatron.tools.report_page import Section, page
-from megatron.tools.report_plots import plots
+from megatron.tools.report_plots import memory_plot, plots
 
 LOSS = "lm loss"
 
@@ -46,59 +49,94 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
     sections = [
-        Section("Training", pictures=plots(history.steps, history.evals, history.starts)),
+        Section("Training", pictures=plots(history)),
         Section("What the model writes", quotes=samples),
-        Section("Evaluation", tables=[("", evaluation)]),
+        Section("Evaluation on held-out text", tables=[("", _rows(evaluation) if evaluation else {})]),
+        Section("Schedule", report_facts.schedule_plot(history), [("", report_facts.schedule(history))], wide=True),
+        Section("Data", tables=[("", report_facts.data(history))]),
+        Section("Memory", memory_plot(history), [("", report_facts.memory(history))]),
+        Section("Events", tables=[("", report_facts.events(history))]),
         Section("Totals", tables=[("", totals(history))]),
         Section("The run", tables=[("", provenance(history))]),
         Section("Settings", tables=list(settings(history).items()), folded=True),
     ]
-    return page(title or folder.resolve().name, subtitle(history), tiles(history), sections)
+    return page(title or folder.resolve().name, subtitle(history), tiles(history, evaluation), sections)
 
 
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
-def tiles(history: History) -> list[tuple[str, str, str]]:
+def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
     """The handful of numbers at the top: (value, what it is, a remark)."""
     steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
     found = []
     losses = [step[LOSS] for step in steps[-20:] if step.get(LOSS) is not None]
     if losses:
         first = next((step[LOSS] for step in steps if step.get(LOSS) is not None), losses[-1])
-        found.append((f"{statistics.fmean(losses):.3f}", "training loss", f"from {first:.3f} at the start"))
-    valid = [e for e in history.evals if e.get("split") == "validation" and e.get(LOSS) is not None]
-    if valid:
-        before = f"from {math.exp(min(20, valid[0][LOSS])):,.1f}" if len(valid) > 1 else f"loss {valid[-1][LOSS]:.3f}"
-        found.append((f"{math.exp(min(20, valid[-1][LOSS])):,.1f}", "validation perplexity", before))
+        mean = f"mean of the last {len(losses)} steps" if len(losses) > 1 else "of the last step"
+        found.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
+    if held := perplexity(history, evaluation):
+        found.append((f"{held[0]:,.1f}", "perplexity", held[1]))
     found.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
     tokens = trained_tokens(history)
     if tokens:
-        found.append((short(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
+        found.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
     speed = [step["tokens_per_second"] for step in steps if step.get("tokens_per_second")]
     if speed:
-        mfu = [step["mfu"] for step in steps if step.get("mfu")]
-        remark = f"MFU {statistics.median(mfu):.1%}" if mfu else "median over the run"
-        found.append((f"{statistics.median(speed):,.0f}", "tokens per second", remark))
+        found.append((f"{statistics.median(speed):,.0f}", "tokens per second", "of all ranks, median of the steps"))
+    mfu = [step["mfu"] for step in steps if step.get("mfu")]
+    if mfu:
+        found.append((f"{statistics.median(mfu):.1%}", "MFU", mfu_of(history)))
     return found
+
+
+def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]:
+    """The one perplexity of a page, and what it was measured on."""
+    held_out = _find_perplexity(evaluation, "")
+    if held_out:
+        return held_out
+    valid = [e for e in history.evals if e.get("split") == "validation" and e.get(LOSS) is not None]
+    if not valid:
+        return None
+    return math.exp(min(20, valid[-1][LOSS])), f"of validation during training, at iteration {valid[-1]['iteration']:,}"
+
+
+def _find_perplexity(found, name: str) -> Optional[tuple[float, str]]:
+    if isinstance(found, list):
+        return next(filter(None, (_find_perplexity(item, name) for item in found)), None)
+    if not isinstance(found, dict):
+        return None
+    if isinstance(found.get("perplexity"), (int, float)):
+        what = found.get("data") or name or "held-out text"
+        tokens = f", {count(found['tokens'])} tokens" if found.get("tokens") else ""
+        at = f", iteration {found['iteration']:,}" if isinstance(found.get("iteration"), int) else ""
+        return float(found["perplexity"]), f"held out: {what}{tokens}{at}"
+    return next(filter(None, (_find_perplexity(inner, part) for part, inner in found.items())), None)
+
+
+def mfu_of(history: History) -> str:
+    """What the model FLOPs are a share of, as the run has written down."""
+    peak = history.run.get("peak") or {}
+    if not peak.get("flops"):
+        return "model FLOPs, as a share of the peak that the run compared with"
+    return f"model FLOPs, as a share of {peak['flops'] / 1e12:,.3g} TFLOP/s a rank: {peak.get('of')}"
 
 
 def totals(history: History) -> dict[str, str]:
     steps = history.steps
-    seconds = sum(step.get("seconds") or 0.0 for step in steps)
+    took = sum(step.get("seconds") or 0.0 for step in steps)
     rows = {
         "iterations": f"{steps[-1]['iteration']:,}",
         "samples": f"{steps[-1]['consumed_samples']:,}",
         "tokens": f"{trained_tokens(history):,}" if trained_tokens(history) else "",
-        "time in training steps": duration(seconds),
+        "time in training steps": duration(took),
         "time in evaluation": duration(sum(e.get("seconds") or 0.0 for e in history.evals)),
-        "median time of a step": f"{1000 * statistics.median(step.get('seconds') or 0.0 for step in steps):,.1f} ms",
+        "median time of a step": seconds(statistics.median(step.get("seconds") or 0.0 for step in steps)),
         "skipped steps (fp16 overflow)": str(sum(bool(step.get("skipped")) for step in steps)),
         "steps without a finite loss": str(sum(LOSS in step and step[LOSS] is None for step in steps)),
     }
     for evaluation in {e.get("split"): e for e in history.evals if e.get(LOSS) is not None}.values():
-        value = evaluation[LOSS]
-        rows[f"last {evaluation['split']} loss, perplexity"] = f"{value:.4f}, {math.exp(min(20.0, value)):,.2f}"
+        rows[f"last {evaluation['split']} loss"] = f"{evaluation[LOSS]:.4f}"
     return {name: value for name, value in rows.items() if value}
 
 
@@ -112,7 +150,7 @@ def subtitle(history: History) -> str:
     model = (run.get("config") or {}).get("model") or {}
     words = []
     if run.get("parameters"):
-        words.append(f"{short(run['parameters'])} parameters")
+        words.append(f"{count(run['parameters'])} parameters")
     if model.get("num_layers"):
         words.append(
             f"{model['num_layers']} layers of width {model.get('hidden_size')}, {model.get('seq_length')} tokens"
@@ -128,6 +166,7 @@ def provenance(history: History) -> dict[str, str]:
     """Where the run happened and with what."""
     run = history.run
     rows = {name: run.get(name) for name in ("time", "host", "machine", "device", "commit", "parameters")}
+    rows["parameters"] = f"{run['parameters']:,}" if run.get("parameters") else ""
     rows["command"] = " ".join(map(str, run.get("command") or []))
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
     rows["ranks"] = ", ".join(f"{axis} {size}" for axis, size in (run.get("mesh") or {}).items())
@@ -154,21 +193,6 @@ def _words(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def short(count: float) -> str:
-    """
-    >>> short(950), short(5_123_456), short(2.5e9)
-    ('950', '5.12 M', '2.50 B')
-    """
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if count >= size:
-            return (
-                f"{count / (1e3 if letter == 'k' else size):.3g} {letter}"
-                if letter == "k"
-                else f"{count / size:.2f} {letter}"
-            )
-    return f"{count:,.0f}"
-
-
 # -- other files of the run ----------------------------------------------------------------------------------------------
 
 
@@ -190,17 +214,28 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
     return [("", plain.read_text(encoding="utf-8", errors="replace").strip())] if plain.is_file() else []
 
 
-def read_evaluation(folder: Path) -> dict[str, str]:
-    """evaluation.json as rows, nested names joined with a slash."""
-    path = folder / "evaluation.json"
+def read_evaluation(folder: Path):
+    """What evaluation.jsonl or evaluation.json holds, whatever its shape; None without them. Raises DataError."""
+    lines, whole = folder / "evaluation.jsonl", folder / "evaluation.json"
+    path = lines if lines.is_file() else whole
     if not path.is_file():
-        return {}
+        return None
     try:
-        return _rows(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        if path == whole:
+            return json.loads(text)
+        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return found[0] if len(found) == 1 else found
     except ValueError as error:
         raise DataError(
             f"{path}: not valid JSON", why=str(error), do="run the evaluation again, or remove the file"
         ) from None
+
+
+def _number(value: float, name: str) -> str:
+    if isinstance(value, int):
+        return str(value) if isinstance(value, bool) else f"{value:,}"
+    return f"{value:,.1f}" if name.endswith("perplexity") else f"{value:.6g}"
 
 
 def _rows(value, name: str = "") -> dict[str, str]:
@@ -209,7 +244,7 @@ def _rows(value, name: str = "") -> dict[str, str]:
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         parts = enumerate(value, 1)
     else:
-        return {name or "result": f"{value:.6g}" if isinstance(value, float) else _words(value)}
+        return {name or "result": _number(value, name) if isinstance(value, (int, float)) else _words(value)}
     return {
         key: row
         for part, inner in parts

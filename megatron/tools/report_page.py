@@ -5,7 +5,10 @@ import html
 from dataclasses import dataclass, field
 
 STYLE = """
+:root { color-scheme: light dark }
 :root { --ink: #111827; --soft: #6b7280; --line: #e5e7eb; --card: #ffffff; --ground: #f3f4f6; --accent: #2563eb }
+@media (prefers-color-scheme: dark) {
+:root { --ink: #e5e7eb; --soft: #9ca3af; --line: #374151; --card: #111827; --ground: #030712; --accent: #60a5fa } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif }
 main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 64px }
@@ -13,20 +16,24 @@ h1 { font-size: 28px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 12px } h3
 .subtitle { color: var(--soft); margin: 4px 0 24px }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px }
 .tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px }
-.tile { padding: 14px 16px } .tile b { display: block; font-size: 26px; font-weight: 650; line-height: 1.25 }
+.tile { padding: 14px 16px; overflow-wrap: anywhere; min-width: 0 }
+.tile b { display: block; font-size: 26px; font-weight: 650; line-height: 1.25 }
 .tile span { display: block } .tile small { color: var(--soft) }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 12px }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 12px; margin-bottom: 12px }
+.wide figure { grid-column: 1 / -1 }
 figure { margin: 0; padding: 12px 12px 6px } figure img { width: 100%; display: block }
 figcaption { font-weight: 600; padding: 0 4px 6px }
 .card { padding: 6px 16px; margin-bottom: 12px; overflow-x: auto }
 table { border-collapse: collapse; width: 100% } td { border-top: 1px solid var(--line); padding: 5px 8px 5px 0 }
-tr:first-child td { border-top: 0 } td:first-child { color: var(--soft); width: 38%; white-space: nowrap }
+tr:first-child td { border-top: 0 } td:first-child { color: var(--soft); width: 38% }
 td { overflow-wrap: anywhere; vertical-align: top }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 10px 0 }
 pre { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace }
 mark { background: none; color: var(--accent); font-weight: 650 }
 summary { cursor: pointer; padding: 8px 0; color: var(--soft) }
-@media (max-width: 520px) { .pictures { grid-template-columns: 1fr } }
+@media (max-width: 520px) { main { padding: 20px 12px 40px } .pictures { grid-template-columns: minmax(0, 1fr) }
+td, tr { display: block; padding: 2px 0 } td + td { border-top: 0; padding-bottom: 6px }
+td:first-child { width: auto; white-space: normal; overflow-wrap: anywhere } }
 @media print { body { background: #fff } details { display: none } figure, .tile { break-inside: avoid } }
 """
 
@@ -37,9 +44,10 @@ class Section:
 
     heading: str
     pictures: list[tuple[str, str]] = field(default_factory=list)
-    tables: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    tables: list[tuple[str, dict[str, str] | list[tuple[str, str]]]] = field(default_factory=list)
     quotes: list[tuple[str, str]] = field(default_factory=list)
     folded: bool = False
+    wide: bool = False  # pictures over the whole width
 
 
 def page(title: str, subtitle: str, tiles: list[tuple[str, str, str]], sections: list[Section]) -> str:
@@ -63,11 +71,12 @@ def _section(section: Section) -> str:
         f'<figure><figcaption>{html.escape(caption)}</figcaption><img alt="{html.escape(caption)}" src="{url}"></figure>'
         for caption, url in section.pictures
     )
-    inner = f'<div class="pictures">{pictures}</div>' if pictures else ""
+    inner = f'<div class="pictures{" wide" * section.wide}">{pictures}</div>' if pictures else ""
     for caption, rows in section.tables:
         if rows:
             lines = "".join(
-                f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows.items()
+                f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+                for name, value in (rows.items() if isinstance(rows, dict) else rows)
             )
             inner += (
                 f"<h3>{html.escape(caption)}</h3>" if caption else ""

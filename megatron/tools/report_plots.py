@@ -1,39 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a run as SVG pictures."""
+"""The curves of a run as SVG pictures, for light and dark pages."""
 
 import base64
-import io
 import itertools
 import math
 from collections.abc import Callable
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT, VIOLET, new_figure, plain, svg_of
+from megatron.telemetry.run_record import History
 
 MOST_POINTS = 1500  # a curve of more points is thinned: the page stays small, the eye sees no difference
-BLUE, ORANGE, GREEN, GREY, INK = "#2563eb", "#ea580c", "#059669", "#9ca3af", "#374151"
 
 Points = list[tuple[int, float]]
 
 
-def plots(steps: list[dict], evals: list[dict], starts: list[int]) -> list[tuple[str, str]]:
+def plots(history: History) -> list[tuple[str, str]]:
     """(caption, SVG as a data URL) for loss, learning rate, throughput and gradient norm; curves without data are left out.
 
-    starts: iterations that launches began at; resumes are marked with a dotted line.
+    Dotted lines are where launches after the first one began, and (red) spikes.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError("the report needs the package matplotlib", str(error), "pip install matplotlib") from None
-    resumes = [start for start in starts if start > 0]
+    steps = history.steps
     wanted: list[tuple[str, Optional[Callable]]] = [
-        ("Training and validation loss", _loss(steps, evals)),
-        ("Learning rate", _simple(steps, "learning_rate", ORANGE)),
-        ("Throughput, tokens per second", _throughput(steps)),
+        ("Loss in training and validation", _loss(steps, history.evals)),
+        ("Learning rate", _simple(_points(steps, "learning_rate"), ORANGE, "learning rate")),
+        ("Throughput of all ranks", _throughput(steps)),
         ("Gradient norm before clipping", _gradient_norm(steps)),
     ]
-    note = " (dotted: resumed)" if resumes else ""
-    return [(caption + note, _picture(Figure, draw, resumes)) for caption, draw in wanted if draw]
+    return [(caption, _picture(draw, history)) for caption, draw in wanted if draw]
+
+
+def memory_plot(history: History) -> list[tuple[str, str]]:
+    """The same of the memory of the first rank, where it was measured more than once."""
+    points = [
+        (record["iteration"], record["bytes"] / 1e9) for record in history.memory if _is_number(record.get("bytes"))
+    ]
+
+    def draw(axes):
+        axes.plot(*_thin(points), color=VIOLET, linewidth=1.6)
+        axes.set_ylim(0, 1.15 * max(value for _, value in points))
+        axes.set_ylabel("GB (10^9 bytes)")
+
+    if len(points) < 2:
+        return []
+    return [("Memory of rank 0, its peak so far", _picture(draw, history))]
 
 
 def _loss(steps: list[dict], evals: list[dict]) -> Optional[Callable]:
@@ -41,26 +51,28 @@ def _loss(steps: list[dict], evals: list[dict]) -> Optional[Callable]:
     valid = _points([e for e in evals if e.get("split") == "validation"], "lm loss")
 
     def draw(axes):
-        axes.plot(*_thin(points), color=BLUE, alpha=0.25, linewidth=0.8)
-        axes.plot(*_thin(smooth(points)), color=BLUE, linewidth=1.6, label="training")
+        _both(axes, points, BLUE, "training, ")
         if valid:
             axes.plot(*zip(*valid), color=ORANGE, linewidth=1.4, marker="o", markersize=4, label="validation")
-        axes.legend(frameon=False, fontsize=9)
+        axes.set_ylabel("loss (nats a token)")
 
     return draw if points else None
 
 
-def _simple(steps: list[dict], name: str, colour: str) -> Optional[Callable]:
-    points = _points(steps, name)
-    return (lambda axes: axes.plot(*_thin(points), color=colour, linewidth=1.6)) if points else None
+def _simple(points: Points, colour: str, label: str) -> Optional[Callable]:
+    def draw(axes):
+        axes.plot(*_thin(points), color=colour, linewidth=1.6)
+        axes.set_ylabel(label)
+
+    return draw if points else None
 
 
 def _throughput(steps: list[dict]) -> Optional[Callable]:
     points = _points(steps, "tokens_per_second")
 
     def draw(axes):
-        axes.plot(*_thin(points), color=GREEN, alpha=0.25, linewidth=0.8)
-        axes.plot(*_thin(smooth(points)), color=GREEN, linewidth=1.6)
+        _both(axes, points, GREEN)
+        axes.set_ylabel("tokens per second")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_ylim(0, 1.15 * sorted(value for _, value in points)[int(0.98 * (len(points) - 1))])
 
@@ -71,12 +83,19 @@ def _gradient_norm(steps: list[dict]) -> Optional[Callable]:
     points = [(at, value) for at, value in _points(steps, "grad_norm") if value > 0]
 
     def draw(axes):
-        axes.plot(*_thin(points), color=INK, alpha=0.3, linewidth=0.8)
-        axes.plot(*_thin(smooth(points)), color=INK, linewidth=1.6)
+        _both(axes, points, INK)
+        axes.set_ylabel("L2 norm of all gradients")
         if max(value for _, value in points) > 10 * min(value for _, value in points):
             axes.set_yscale("log")
 
     return draw if points else None
+
+
+def _both(axes, points: Points, colour: str, what: str = "") -> None:
+    """A pale line of all steps, and a strong one of their running mean."""
+    axes.plot(*_thin(points), color=colour, alpha=0.3, linewidth=0.8, label=f"{what}each step (pale)")
+    smoothed = f"{what}mean of {2 * _half(len(points), SHARE) + 1} steps"
+    axes.plot(*_thin(smooth(points)), color=colour, linewidth=1.7, label=smoothed)
 
 
 def _points(records: list[dict], name: str) -> Points:
@@ -87,20 +106,44 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def smooth(points: Points, share: float = 0.03) -> Points:
+SHARE = 0.03  # of a curve: the window of its running mean
+
+
+def _half(count: int, share: float) -> int:
+    return max(2, round(share * count)) // 2
+
+
+def smooth(points: Points, share: float = SHARE) -> Points:
     """Mean over a window of about `share` of the curve, centred so that a falling curve is not delayed.
 
+    At the end, where half of the window is missing, it goes on as the straight line through the last whole window: the
+    mean of ever fewer points would jump to the noise of the last one. At its start a curve falls faster than it shakes, so
+    there the window shrinks.
+
     >>> smooth([(1, 2.0), (2, 4.0), (3, 9.0)], share=1.0)
-    [(1, 2.0), (2, 5.0), (3, 9.0)]
+    [(1, 2.0), (2, 5.0), (3, 8.5)]
     """
-    sums = [0.0, *itertools.accumulate(value for _, value in points)]
-    half = max(2, round(share * len(points))) // 2
+    values = [value for _, value in points]
+    sums = [0.0, *itertools.accumulate(values)]
+    half, count = _half(len(points), share), len(points)
+    window = min(count, 2 * half + 1)
+    slope, middle, mean = _line(values[count - window :])
     result = []
     for place, (at, _) in enumerate(points):
-        reach = min(half, place, len(points) - 1 - place)
-        low, high = place - reach, place + reach + 1
-        result.append((at, (sums[high] - sums[low]) / (high - low)))
+        if place >= count - half:
+            result.append((at, mean + slope * (place - (count - window) - middle)))
+        else:
+            reach = min(half, place)
+            low, high = place - reach, place + reach + 1
+            result.append((at, (sums[high] - sums[low]) / (high - low)))
     return result
+
+
+def _line(values: list[float]) -> tuple[float, float, float]:
+    """(slope, middle, mean) of the straight line through values at 0, 1, 2 ... by least squares."""
+    middle, mean = (len(values) - 1) / 2, sum(values) / max(1, len(values))
+    spread = sum((at - middle) ** 2 for at in range(len(values)))
+    return sum((at - middle) * value for at, value in enumerate(values)) / (spread or 1.0), middle, mean
 
 
 def _thin(points: Points) -> tuple[list[int], list[float]]:
@@ -109,21 +152,26 @@ def _thin(points: Points) -> tuple[list[int], list[float]]:
     return [at for at, _ in kept], [value for _, value in kept]
 
 
-def _picture(figure_class, draw: Callable, resumes: list[int]) -> str:
-    figure = figure_class(figsize=(6.2, 3.1), layout="constrained")
+def _picture(draw: Callable, history: History) -> str:
+    figure = new_figure(5.4, 3.1, "the report")
     axes = figure.add_subplot()
     draw(axes)
-    for at in resumes:
-        axes.axvline(at, color=GREY, linestyle=":", linewidth=1)
-    axes.set_xlabel("iteration", color=INK, fontsize=9)
-    axes.grid(color="#e5e7eb", linewidth=0.7)
+    resumes = [start for start in history.starts if start > 0]
+    spikes = [event["iteration"] for event in history.events if event["kind"] == "spike"]
+    for places, colour, label in ((resumes, SOFT, "resumed"), (spikes, RED, "spike")):
+        for number, at in enumerate(places):
+            axes.axvline(at, color=colour, linestyle=":", linewidth=1.2, label=label if number == 0 else None)
+    axes.set_xlabel("iteration")
+    axes.grid(color=LINE, alpha=0.5, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    axes.tick_params(colors=INK, labelsize=9, length=0)
     axes.ticklabel_format(axis="x", style="plain")
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#d1d5db")
-    out = io.BytesIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode("ascii")
+    if len(axes.get_legend_handles_labels()[0]) > 1 or resumes or spikes:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    plain(axes)
+    return data_url(svg_of(figure))
+
+
+def data_url(svg: str) -> str:
+    """A picture as the address of itself: the page needs no file beside it."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8")).decode("ascii")

@@ -454,7 +454,10 @@ def build_metrics(config: schema.Config, context: RankContext, facts: Facts, sta
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
     )
-    header = run_record(config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters)
+    peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
+    header = run_record(
+        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak
+    )
     return Metrics(
         config.logging,
         rates,
@@ -492,6 +495,16 @@ def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[
     if context.device.type == "cpu":
         return initialize.measured_flops(context.device, DTYPES[config.precision.precision])
     return peak_flops(name, config.precision.precision)
+
+
+def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
+    """What `peak_of` is the peak of, in words."""
+    precision = config.precision.precision
+    if config.logging.peak_tflops:
+        return "as --peak-tflops says"
+    if context.device.type == "cpu":
+        return f"the best {precision} matrix product measured on a rank's cores"
+    return f"the data sheet of {name} in {precision}"
 
 
 def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:

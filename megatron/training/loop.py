@@ -24,6 +24,7 @@ from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rat
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
+from megatron.telemetry.memory import peak_bytes
 from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
@@ -63,7 +64,7 @@ def train(run: Run) -> None:
                     run.profiler.end(run.state.iteration)
             if step is None:  # a spike: the run is back at an earlier step
                 continue
-            run.metrics.record(step)
+            record_step(run, step)
             if due(run.config.guard.check_replicas_interval, run.state):
                 check_replicas(run.optimizer, run.state.iteration)
             if run.valid_batches and due(batch.eval_interval, run.state):
@@ -83,6 +84,13 @@ def train(run: Run) -> None:
     for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
         if batches:
             evaluate(run, batches, split, final=True)
+
+
+def record_step(run: Run, step: StepMetrics) -> None:
+    """The log and the files take in a step that was done."""
+    run.metrics.record(step)
+    if due(run.config.logging.log_interval, run.state):
+        run.metrics.note("memory", run.state.iteration, bytes=peak_bytes(run.context.device.type))
 
 
 def train_step(run: Run) -> Optional[StepMetrics]:

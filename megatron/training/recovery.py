@@ -50,6 +50,7 @@ def rewind(run: Run) -> None:
     back, _, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
+    run.metrics.note("spike", spike, why=str(run.watch.spike))
     run.metrics.rewind(back.iteration)
     run.metrics.log(
         f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "

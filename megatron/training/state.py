@@ -2,6 +2,7 @@
 """`Run` holds the objects of a pretraining job; `State` is what changes from step to step, and what checkpoints keep."""
 
 import math
+import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
@@ -123,8 +124,10 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to; all ranks together. Raises as `Keeper.save` does."""
+        started = time.perf_counter()
         with self.phase("save"):
             self._save()
+        self.metrics.note("save", self.state.iteration, seconds=round(time.perf_counter() - started, 3))
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
 
     def _save(self) -> None:

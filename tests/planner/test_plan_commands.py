@@ -79,11 +79,13 @@ def test_defaults_that_are_dear_on_a_gpu_are_told(capsys):
 
 def test_a_picture_of_the_plans(tmp_path, capsys):
     flags = [*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--top", "3"]
+    flags += ["--tp", "4", "--pp", "4"]  # few layouts: it is not the search that is tested
     plan.main([*flags, "--picture", str(tmp_path / "plan.svg")])
     drawn = (tmp_path / "plan.svg").read_text()
     best = capsys.readouterr().out.partition("\n1  ")[2].split()[0]
     for words in (
-        f"1  {best},",
+        f"1  {best}<",
+        "seconds of a step (speeds are assumed)",
         "optimizer moments",
         "tensor parallel",
         "16 ranks, global batch 32",
@@ -94,6 +96,27 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
         plan.main([*flags, "--picture", str(tmp_path / "plan.txt")])
     with pytest.raises(StorageError, match="cannot write --picture"):
         plan.main([*flags, "--picture", str(tmp_path / "nowhere" / "plan.svg")])
+
+
+def test_a_colour_of_a_picture_has_one_meaning(tmp_path, capsys):
+    """In the legends of one picture, and for every kind of bytes and seconds that plans have."""
+    from megatron.planner.picture import COLOURS
+    from megatron.telemetry.drawing import THEME
+
+    assert len(set(COLOURS.values())) == len(COLOURS) and not set(COLOURS.values()) & set(THEME)
+    kinds, flags = set(), [*TINY[:-2], "--world-size", "4", "--global-batch-size", "8", "--device-name", "a100-40"]
+    for more in ("--bf16 --tp 2", "--zero-stage 2 --device cpu --device-name cpu", "--zero-stage 3", "--pp 2"):
+        plan.main([*flags, "--top", "200", "--json", *more.split()])
+        for one in json.loads(capsys.readouterr().out)["plans"]:
+            kinds |= set(one["parts"]).union(*(rank["device"] for rank in one["memory"]))
+    assert len(kinds) > 15 and kinds <= set(COLOURS)
+    flags = [*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--top", "3"]
+    plan.main([*flags, "--tp", "4", "--pp", "4", "--picture", str(tmp_path / "plan.svg")])
+    drawn = (tmp_path / "plan.svg").read_text()
+    legends = re.findall(r"fill: (#\w{6})[^>]*/>\s*</g>\s*<g id=\"text_\d+\">\s*<text[^>]*>([a-z ]+)<", drawn)
+    assert len(legends) > 8 and {colour: words for colour, words in legends} == {
+        COLOURS[words]: words for _, words in legends
+    }
 
 
 def test_json(capsys):

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from megatron.errors import DataError
-from megatron.telemetry.run_record import JsonLines
-from megatron.tools.report import build, main, short
+from megatron.telemetry.run_record import JsonLines, read_history
+from megatron.tools.report import build, main, perplexity, read_evaluation
 from megatron.tools.report_plots import smooth
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
@@ -30,6 +30,7 @@ def write_run(folder, steps=60, resumed_at=None, valid=True):
         mesh=dict(pp=1, replicate=2, shard=1, cp=1, tp=1),
         config=CONFIG,
         parameters=5_123_456,
+        peak=dict(flops=312e12, of="the data sheet of an A100"),
     )
     lines.write(header | dict(iteration=0))
     for n in range(1, steps + 1):
@@ -86,19 +87,18 @@ def test_page_is_complete_and_self_contained(tmp_path):
 def test_numbers_of_the_run_are_there(tmp_path):
     text = re.sub(r"<[^>]+>", "|", build(write_run(tmp_path, resumed_at=30)))
     for shown in (
-        "5.12 M parameters",
+        "5.1 M parameters",
         "2 layers of width 64",
         "dp 2",
         "in 2 launches",
         "480 samples",
         "7,680",
         "|0:00:30|",
-        "500.0 ms",
+        "500.00 ms",
         "skipped steps (fp16 overflow)||1|",
         "steps without a finite loss||1|",
-        "|16.7|",
-        "from 50.0",
-        "MFU 40.0%",
+        "|16.7||perplexity||of validation during training, at iteration 60|",
+        "|40.0%||MFU||model FLOPs, as a share of 312 TFLOP/s a rank: the data sheet of an A100|",
         "--lr||0.0006|",
         "torch 2.13.0",
         "started from iterations||0, 30|",
@@ -161,19 +161,128 @@ def test_command_of_a_missing_run_ends_with_the_data_code(tmp_path):
     assert done.returncode == 4 and "no such file" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_page_has_one_perplexity_and_says_whose(tmp_path):
+    """That of the held-out evaluation, where there is one: validation is then told as a loss alone."""
+    write_run(tmp_path)
+    found = dict(iteration=60, data="held_out", loss=math.log(12.5), perplexity=12.5, tokens=100_000)
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps(found) + "\n")
+    page = re.sub(r"<[^>]+>", "|", build(tmp_path))
+    assert "|12.5||perplexity||held out: held_out, 100.0 k tokens, iteration 60|" in page
+    assert "16.7" not in page and "last validation loss||2.8134|" in page
+    (tmp_path / "evaluation.jsonl").unlink()
+    (tmp_path / "evaluation.json").write_text(json.dumps(dict(wikitext=found | dict(data=None))))
+    history = read_history(tmp_path / "metrics.jsonl")
+    assert perplexity(history, read_evaluation(tmp_path)) == (12.5, "held out: wikitext, 100.0 k tokens, iteration 60")
+
+
+def pictures(page):
+    """{caption: SVG} of a page."""
+    found = re.findall(
+        r'<figcaption>([^<]*)</figcaption><img alt="[^"]*" src="data:image/svg\+xml;base64,([^"]*)"', page
+    )
+    return {caption: base64.b64decode(data).decode() for caption, data in found}
+
+
+def words_of(picture):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+
+
+def test_axes_have_labels_and_lines_a_legend(tmp_path):
+    drawn = pictures(build(write_run(tmp_path, resumed_at=30)))
+    expected = {
+        "Loss in training and validation": [
+            "loss (nats a token)",
+            "training, each step (pale)",
+            "validation",
+            "resumed",
+        ],
+        "Learning rate": ["learning rate", "resumed"],
+        "Throughput of all ranks": ["tokens per second", "each step (pale)", "mean of 3 steps"],
+        "Gradient norm before clipping": ["L2 norm of all gradients", "each step (pale)", "mean of 3 steps"],
+    }
+    assert list(drawn) == list(expected)
+    for caption, words in expected.items():
+        assert [word for word in ["iteration", *words] if word not in words_of(drawn[caption])] == [], caption
+
+
+def test_page_and_pictures_have_a_dark_scheme(tmp_path):
+    page = build(write_run(tmp_path))
+    assert page.count("prefers-color-scheme: dark") == 1 and "color-scheme: light dark" in page
+    for picture in pictures(page).values():
+        light, dark = (dict(re.findall(r"(--c\d): (#\w+)", part)) for part in picture.split("@media")[:2])
+        assert light.keys() == dark.keys() and not set(light.values()) & set(dark.values())
+        text_colours = set(re.findall(r"<text[^>]*fill: ([^;\"]+)", picture))
+        assert text_colours and all(colour.startswith("var(--c") for colour in text_colours)
+
+
+def test_schedule_data_memory_and_events_are_told(tmp_path):
+    config = dict(
+        model=dict(num_layers=8, seq_length=100),
+        optimizer=dict(lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", lr_decay_iters=60, lr_warmup_iters=6),
+        batch=dict(micro_batch_size=2, global_batch_size=16, train_iters=60),
+        parallel=dict(pipeline_schedule="1f1b"),
+        data=dict(data_path=["30", "web", "10", "books"], split="95,5,0"),
+    )
+    lines, at = JsonLines(tmp_path / "metrics.jsonl"), "2026-11-21T06:22:23+00:00"
+    launch = dict(
+        kind="run", host="node-7", device="cpu", config=config, time=at, mesh=dict(pp=4, replicate=1, shard=1)
+    )
+    step = {"kind": "step", "batch_size": 16, "seconds": 1.0, "lm loss": 2.0}
+    records = [launch | dict(iteration=0)]
+    records += [step | dict(iteration=n, consumed_samples=16 * n) for n in range(1, 26)]
+    records += [dict(kind="save", iteration=n, time=at, seconds=0.5) for n in (10, 20)]
+    records += [dict(kind="memory", iteration=n, time=at, bytes=size) for n, size in ((10, 1.5e9), (20, 2.0e9))]
+    records += [
+        dict(kind="spike", iteration=26, time=at, why="loss 9 is far"),
+        dict(kind="rewind", iteration=20, time=at),
+    ]
+    records += [launch | dict(iteration=20)]
+    records += [step | dict(iteration=n, consumed_samples=16 * n) for n in range(21, 31)]
+    records += [step | dict(iteration=31, consumed_samples=16 * 31, spike=7.25)]
+    records += [dict(kind="end", iteration=31, time=at, code=9, why="asked to stop")]
+    for record in records:
+        lines.write(record)
+    lines.close()
+    page = build(tmp_path)
+    text = re.sub(r"<[^>]+>", "|", page)
+    for shown in (
+        "cosine from 0.001 to 0.0001 over 60 steps, warmed up over 6|",
+        "16 samples a step, 2 at a time on each data parallel rank|",
+        "1f1b over 4 ranks, 8 micro-batches a step|",
+        "web||75.0% of the samples: about 372, 37.2 k tokens|",
+        "books||25.0% of the samples: about 124, 12.4 k tokens|",
+        "peak on rank 0||2.00 GB: the whole process|",
+        "iteration 0 \u00b7 2026-11-21 06:22||started on node-7|",
+        "saved 2 times since iteration 10, 500.00 ms each|",
+        "iteration 26 \u00b7 2026-11-21 06:22||spike: loss 9 is far|",
+        "went back to here|",
+        "restarted; the log had reached iteration 26|",
+        "iteration 31||spike: 7.2 deviations above the median|",
+        "ended with exit code 9: asked to stop|",
+    ):
+        assert shown in text, shown
+    drawn = pictures(page)
+    [schedule] = [picture for caption, picture in drawn.items() if "planned" in caption]
+    assert "27% waiting (simulated, not measured)" in page and schedule.count("<title>") == 4 * 8 * 2  # 3 / (8 + 3)
+    assert "GB (10^9 bytes)" in words_of(drawn["Memory of rank 0, its peak so far"])
+    assert "spike" in words_of(drawn["Loss in training and validation"])
+
+
+def test_the_end_of_a_smoothed_curve_does_not_jump():
+    """It goes on as the least squares line of the last window, as numpy has it, and stays near a level that only shakes."""
+    import numpy as np
+
+    shaken = 3.0 + np.random.default_rng(5).normal(0.0, 0.3, 1000)
+    shaken[-1] = 5.0
+    found = np.array([value for _, value in smooth(list(enumerate(shaken.tolist())))])
+    slope, start = np.polyfit(np.arange(969, 1000), shaken[969:], 1)
+    assert found[985:] == pytest.approx(start + slope * np.arange(985, 1000))
+    assert found[500] == pytest.approx(shaken[485:516].mean())
+    assert np.abs(np.diff(found[100:])).max() < 0.1  # the last step alone is 2.0 away
+
+
 def test_smoothing_keeps_lines_and_lengths():
     line = [(n, 2.0 * n) for n in range(200)]
     assert [at for at, _ in smooth(line)] == list(range(200))
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     assert smooth([]) == [] and smooth([(1, 3.0)]) == [(1, 3.0)]
-
-
-def test_short_counts():
-    assert [short(n) for n in (0, 9999, 12_345, 1.5e6, 174.6e9, 2e12)] == [
-        "0",
-        "9,999",
-        "12.3 k",
-        "1.50 M",
-        "174.60 B",
-        "2.00 T",
-    ]

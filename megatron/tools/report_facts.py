@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report says of a run besides its curves: schedule, data, memory and events, as rows of (name, what is said)."""
+
+from typing import Optional
+
+from megatron.errors import Failure
+from megatron.pipeline.draw import svg
+from megatron.pipeline.schedule import default_chunks, stage_map
+from megatron.pipeline.simulate import bubble_of, make_plan, simulate
+from megatron.telemetry.figures import count, seconds, several, size
+from megatron.telemetry.run_record import History
+from megatron.tools.report_plots import data_url
+
+Rows = list[tuple[str, str]]
+SHOWN = 40  # events in the table: the last ones
+WIDEST = 16  # ranks of a pipeline that is drawn
+
+
+def group(history: History, name: str) -> dict:
+    """A group of the settings that the run was started with last; empty where there is none."""
+    found = (history.run.get("config") or {}).get(name)
+    return found if isinstance(found, dict) else {}
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def schedule(history: History) -> Rows:
+    """What changes with the steps: learning rate and batch; and the order of the passes in one."""
+    optimizer, batch = group(history, "optimizer"), group(history, "batch")
+    rows = [("learning rate", _learning_rate(optimizer, batch)), ("batch", _batch(history, batch))]
+    pipeline = _pipeline(history)
+    if pipeline:
+        name, pp, micros, chunks = pipeline
+        told = f"{name} over {pp} ranks{f' of {chunks} chunks' * (chunks > 1)}, {micros} micro-batches a step"
+        rows.append(("pipeline", told))
+    return [(name, told) for name, told in rows if told]
+
+
+def _learning_rate(o: dict, b: dict) -> str:
+    if o.get("lr") is None:
+        return ""
+    unit = "samples" if o.get("lr_decay_samples") or b.get("train_samples") else "steps"
+    over = o.get("lr_decay_samples") or o.get("lr_decay_iters") or b.get("train_iters") or b.get("train_samples")
+    warm = o.get("lr_warmup_samples") or o.get("lr_warmup_iters")
+    told = f"{o.get('lr_decay_style', 'decay')} from {o['lr']:g} to {o.get('min_lr') or 0:g}"
+    told += f" over {over:,} {unit}" if over else ""
+    if o.get("lr_warmup_fraction"):
+        return f"{told}, warmed up over {o['lr_warmup_fraction']:.1%} of them"
+    return f"{told}, warmed up over {warm:,}" if warm else told
+
+
+def _batch(history: History, b: dict) -> str:
+    """The size of the steps as they were, and how a rank goes through one."""
+    sizes = sorted({step["batch_size"] for step in history.steps if step.get("batch_size")})
+    if not sizes:
+        return ""
+    grown = f"{sizes[0]:,} samples a step" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} samples a step"
+    micro = b.get("micro_batch_size")
+    return f"{grown}, {micro} at a time on each data parallel rank" if isinstance(micro, int) else grown
+
+
+def _pipeline(history: History) -> Optional[tuple[str, int, int, int]]:
+    """(schedule, ranks, micro-batches of a step, chunks) of a run with a pipeline."""
+    p, b, mesh = group(history, "parallel"), group(history, "batch"), history.run.get("mesh") or {}
+    pp, micro, whole = mesh.get("pp") or 1, b.get("micro_batch_size"), b.get("global_batch_size")
+    if pp == 1 or not isinstance(micro, int) or not whole:
+        return None
+    dp = (mesh.get("replicate") or 1) * (mesh.get("shard") or 1)
+    name = p.get("pipeline_schedule") or "1f1b"
+    layers, each = group(history, "model").get("num_layers"), p.get("num_layers_per_virtual_pipeline_stage")
+    chunks = p.get("num_virtual_stages_per_pipeline_rank") or (layers // (pp * each) if layers and each else None)
+    return name, pp, whole // micro // dp, chunks or default_chunks(name)
+
+
+def schedule_plot(history: History) -> list[tuple[str, str]]:
+    """(caption, picture) of the passes of a step, simulated; none without a pipeline, or of one from a file."""
+    pipeline = _pipeline(history)
+    if not pipeline or pipeline[1] > WIDEST:
+        return []
+    name, pp, micros, chunks = pipeline
+    drawn = max(1, min(micros, 2 * pp))
+    try:
+        times = simulate(make_plan(name, pp, drawn, chunks), stage_map(name, pp, chunks))
+    except (Failure, ValueError, KeyError):
+        return []
+    short = {key: (start / chunks, end / chunks) for key, (start, end) in times.items()}
+    of = f"{drawn} of {micros} micro-batches" if drawn < micros else several(micros, "micro-batch", "micro-batches")
+    caption = f"A step as it was planned, {of}: {bubble_of(times, pp):.0%} waiting (simulated, not measured)"
+    return [(caption, data_url(svg({name: short}, "time: 1 is the forward pass of a rank's layers")))]
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def data(history: History) -> Rows:
+    """The blend, with the part of what was trained on that each dataset has had, as its weight says."""
+    from megatron.data.blend import parse_blend
+
+    d = group(history, "data")
+    words = d.get("train_data_path") or d.get("data_path") or []
+    samples = history.steps[-1]["consumed_samples"]
+    tokens = samples * int(group(history, "model").get("seq_length") or 0)
+    if not words:
+        return [("synthetic", "samples that are made up, no files")] if d.get("mock_data") else []
+    try:
+        blend = parse_blend(words, "--data-path")
+    except Failure:
+        return [("files", " ".join(map(str, words)))]
+    rows = []
+    for place, prefix in enumerate(blend.prefixes):
+        share = 1.0 if len(blend.prefixes) == 1 else blend.weights and blend.weights[place]
+        had = f"{share:.1%} of the samples: about {count(share * samples)}, {count(share * tokens)} tokens"
+        rows.append((prefix, had if share else "as large a part as it has of all tokens"))
+    return rows + ([("split", str(d["split"]))] if d.get("split") else [])
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory(history: History) -> Rows:
+    """The most that the first rank has taken."""
+    found = [record for record in history.memory if record.get("bytes")]
+    if not found:
+        return []
+    most = max(found, key=lambda record: record["bytes"])
+    device = history.run.get("device") or "cpu"
+    of = "the whole process" if device == "cpu" else f"tensors on {device}"
+    first = next(record["iteration"] for record in found if record["bytes"] >= 0.99 * most["bytes"])
+    return [
+        ("peak on rank 0", f"{size(most['bytes'])}: {of}"),
+        ("reached", f"all but 1 % of it by iteration {first:,}"),
+        ("other ranks", "were not measured; --dry-run predicts each"),
+    ]
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def events(history: History) -> Rows:
+    """Starts, saves, spikes and ends in their order, saves in a row together; the last ones of a long run."""
+    rows, saves = [], []
+    launches, reached = 0, 0
+    for event in [*_with_spikes(history), {"kind": "the end of all"}]:
+        if event["kind"] == "save":
+            saves.append(event)
+            continue
+        if saves:
+            rows.append(_saved(saves))
+            saves = []
+        if event["kind"] == "run":
+            launches += 1
+            rows.append((_at(event), _started(event, launches, reached)))
+        elif event["kind"] == "spike":
+            rows.append((_at(event), f"spike: {event.get('why', '')}"))
+        elif event["kind"] == "rewind":
+            rows.append((_at(event), "went back to here"))
+        elif event["kind"] == "end":
+            code = event.get("code")
+            rows.append((_at(event), f"ended with exit code {code}" + f": {event['why']}" * bool(event.get("why"))))
+        reached = max(reached, event.get("iteration", 0))
+    left_out = len(rows) - SHOWN
+    return [("before these", several(left_out, "event")), *rows[-SHOWN:]] if left_out > 0 else rows
+
+
+def _with_spikes(history: History) -> list[dict]:
+    """The events, and among them the steps that were spikes and from which nothing was taken back."""
+    spikes = [
+        dict(kind="spike", iteration=step["iteration"], why=f"{step['spike']:.1f} deviations above the median")
+        for step in history.steps
+        if step.get("spike")
+    ]
+    found = list(history.events)
+    for spike in spikes:
+        at = next((n for n, e in enumerate(found) if e["iteration"] >= spike["iteration"] and e["kind"] != "run"), None)
+        found.insert(len(found) if at is None else at, spike)
+    return found
+
+
+def _at(event: dict) -> str:
+    clock = str(event.get("time") or "")[:16].replace("T", " ")
+    return f"iteration {event['iteration']:,}" + f" \u00b7 {clock}" * bool(clock)
+
+
+def _started(event: dict, launches: int, reached: int) -> str:
+    if launches == 1:
+        return f"started on {event.get('host') or 'this machine'}"
+    lost = reached - event["iteration"]
+    return "restarted" + (f"; the log had reached iteration {reached:,}" if lost > 0 else "")
+
+
+def _saved(saves: list[dict]) -> tuple[str, str]:
+    took = [event["seconds"] for event in saves if event.get("seconds") is not None]
+    mean = f", {seconds(sum(took) / len(took))} each" if took else ""
+    if len(saves) == 1:
+        return _at(saves[0]), f"saved{mean.removesuffix(' each')}"
+    return _at(saves[-1]), f"saved {len(saves)} times since iteration {saves[0]['iteration']:,}{mean}"
