@@ -37,6 +37,8 @@ CASES = [
     ("tp2sp", f"{LLAMA} --micro-batch-size 2"),
     ("tp2", "--recompute-granularity core_attn"),
     ("tp4sp", ""),
+    ("tp2sp", f"{PLAIN} --squared-relu --window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 2"),
+    ("dp2-zero2", "--z-loss-coeff 0.1 --final-logit-softcapping 9"),
     ("dp2", ""),
     ("dp2-zero1", "--bf16"),
     ("dp2-zero2", "--bf16 --amp-level O1"),
