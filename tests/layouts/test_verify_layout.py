@@ -43,6 +43,12 @@ def test_bf16_has_limits_of_its_own(capsys):
     assert code == 0 and "limits for bf16" in text
 
 
+def test_matrices_are_orthogonalised_in_fp32_here(capsys):
+    """Whatever --muon-fp32-matmul-prec says: bf16 would round layouts apart by more than the limits of fp32."""
+    code, text = _verify("--layouts tp2sp-dp2-zero1 --optimizer muon --swiglu --disable-bias-linear", capsys)
+    assert code == 0 and "1 of 1 pass" in text
+
+
 def _no_sum(self, *args):
     return None
 
