@@ -19,6 +19,7 @@ import torch
 from megatron.model.recipe import Recipe, recipe_of
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline.stages import chunks_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
@@ -116,10 +117,14 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     """
     parallel = config.parallel if layout.own else _parallel(config, layout)
     parallel = replace(parallel, data_parallel_size=None, pipeline_timeline=None)
+    # Muon's products would else differ by rounding to bf16.
+    exact = dict(muon_fp32_matmul_prec="highest") if knows_matrices(config.optimizer) else {}
     quiet = dict(
         checkpoint=schema.Checkpoint(),
         optimizer=replace(
-            config.optimizer, param_cpu_offload=config.optimizer.param_cpu_offload and parallel.sharding_stage == 3
+            config.optimizer,
+            param_cpu_offload=config.optimizer.param_cpu_offload and parallel.sharding_stage == 3,
+            **exact,
         ),
         precision=gentle(config.precision),
         data=replace(config.data, num_workers=0),

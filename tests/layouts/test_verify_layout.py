@@ -43,6 +43,14 @@ def test_bf16_has_limits_of_its_own(capsys):
     assert code == 0 and "limits for bf16" in text
 
 
+def test_matrices_are_orthogonalised_in_fp32_here(capsys):
+    """Whatever --muon-fp32-matmul-prec says: bf16 would round layouts apart by more than the limits of fp32."""
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 --mock-data"
+    steps = "--global-batch-size 8 --micro-batch-size 1 --train-iters 5 --steps 5 --lr 1e-2 --optimizer muon"
+    verify_layout.main(f"{shape} {steps} --layouts tp2sp --swiglu --disable-bias-linear".split())
+    assert "1 of 1 pass" in capsys.readouterr().out
+
+
 def _no_sum(self, *args):
     return None
 
