@@ -244,7 +244,7 @@ CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load ck-damaged", "holds no valid checkpoint|has 1,000 bytes instead of"),
     ("pretrain_gpt", f"{MOCK} --load ck-no-index", "holds no valid checkpoint|index.json cannot be read"),
     ("pretrain_gpt", f"{MOCK} --load ck-megatron", "is in Megatron-LM's own format|checkpoint from-megatron"),
-    ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format, which is not read here"),
+    ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format|checkpoint from-megatron"),
     ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
     (
         "pretrain_gpt",

@@ -117,7 +117,10 @@ def _visible_damage(path: Place) -> Optional[str]:
             f"from-megatron {path.parent} OUT"
         )
     if not (path / "index.json").exists() and any(path.glob("*.distcp")):
-        return f"{path} is in torch's distributed format, which is not read here; save it with --ckpt-format torch"
+        return (
+            f"{path} is in torch's distributed format; if it is Megatron-LM's, make one of this with python -m "
+            f"megatron.tools.checkpoint from-megatron {path.parent} OUT"
+        )
     try:
         with Reader(path) as reader:
             reader.check_files()

@@ -9,7 +9,7 @@
     python -m megatron.tools.checkpoint to-hf PATH OUT         GPT-2 or Llama for Hugging Face transformers
     python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2 or Llama from Hugging Face transformers
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
-    python -m megatron.tools.checkpoint from-megatron PATH OUT the same, read
+    python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
 
 PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint; or the
 URL of one (s3://bucket/run).

@@ -99,10 +99,11 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
 
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
-    """Import a GPT of Megatron-LM's classic checkpoints, weights alone. Their pickles are read in a process of its own."""
-    from megatron.inference.convert import megatron_lm
+    """Import a GPT of Megatron-LM, weights alone: classic checkpoints, or distributed ones. Their pickles are not run."""
+    from megatron.inference.convert import megatron_dist, megatron_lm
 
-    told = megatron_lm.convert(
+    kind = megatron_dist if megatron_dist.is_distributed(path, which.ckpt_step) else megatron_lm
+    told = kind.convert(
         path,
         out,
         fresh_state(),

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
     from megatron.tools import checkpoint
 
     source = Path(asked.load_dir)
-    if any(source.glob("mp_rank_*")) or any(source.glob("*/mp_rank_*")):  # Megatron-LM's own format
+    theirs = ("mp_rank_*", "*/mp_rank_*", "*.distcp", "*/*.distcp")  # Megatron-LM's own formats
+    if any(next(source.glob(pattern), None) for pattern in theirs):
         checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
         return
     checkpoint.main(

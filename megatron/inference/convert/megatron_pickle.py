@@ -11,7 +11,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,12 @@ class Shell:
 
 
 def extract(source: Path, folder: Path) -> None:
-    """Write what `source` holds into `folder`, in a child. Raises CheckpointError with the reason when it is refused.
+    """Write what `source` holds into `folder`, in a child. Raises CheckpointError with the reason when it is refused."""
+    refused_in_child(source, folder, lambda: _write(_load(source), folder))
+
+
+def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> None:
+    """Call `read`, which opens `source`, in a child; an error of it, or its end, is a CheckpointError with the reason.
 
     The child is a fork, which spares it seconds of start-up; on one thread, since a thread pool does not survive a fork.
     """
@@ -45,7 +50,7 @@ def extract(source: Path, folder: Path) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             torch.set_num_threads(1)
-            _write(_load(source), folder)
+            read()
             code = 0
         except BaseException as error:  # whatever the reader stumbles over, the file is no checkpoint
             (folder / "refused").write_text(" ".join(str(error).split())[:500] or type(error).__name__)
