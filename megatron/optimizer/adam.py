@@ -125,7 +125,7 @@ def update(
         adamw(
             *[[flat[where] for where in stretches] for flat in flats],
             [],
-            [torch.tensor(float(step_count), device=flats[0].device) for _ in stretches],
+            [torch.full((), float(step_count), device=flats[0].device) for _ in stretches],
             fused=True,
             amsgrad=False,
             maximize=False,
