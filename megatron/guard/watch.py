@@ -20,6 +20,7 @@ from megatron.guard.culprit import Finding, Observer
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.spikes import Recent, Spike
 from megatron.guard.stopping import VOTES, Stop, StopRequests
+from megatron.mpu.transfer import to_device
 from megatron.settings import schema
 
 IN_A_ROW = 10  # steps that may be skipped one after another before skipping is no remedy
@@ -71,7 +72,7 @@ class Watch:
     def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
         """A rank's sums of the step, and behind them its part of the ledger and its votes to stop; fp64."""
         halves = ledger.added(batch.hash for batch in batches) if self.counts else (0, 0)
-        return torch.cat([sums, sums.new_tensor([*halves, *self.requests.votes()])])
+        return torch.cat([sums, to_device([*halves, *self.requests.votes()], sums.dtype, sums.device)])
 
     def count(self, totals: torch.Tensor) -> list[float]:
         """Take note of what all ranks have said; returns the totals that `with_votes` was given."""

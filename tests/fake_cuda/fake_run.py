@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on fake CUDA devices, and what its host waits for. Imported by `run_cases.py`, which has loaded the device."""
+
+import os
+import traceback
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import mistakes
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.model.recipe import named_recipe
+from megatron.mpu import collectives, random
+from megatron.settings.parse import parse_pretrain
+from megatron.training import build, loop
+from megatron.training.rules import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+@contextmanager
+def host_reads():
+    """A list that grows with every point where the host reads a value of the device, for which it has to wait.
+
+    What is read is made up: ones, which are true. Values on the CPU are made up in silence.
+    """
+    found: list[str] = []
+
+    def reading(name):
+        real = getattr(torch.Tensor, name)
+
+        def read(tensor, *args, **kwargs):
+            if not isinstance(tensor, FakeTensor):
+                return real(tensor, *args, **kwargs)
+            if tensor.device.type == "cuda":
+                found.append(f"{name} in {_place()}")
+            with unset_fake_temporarily():
+                ones = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+                return ones if name == "cpu" else real(ones, *args, **kwargs)
+
+        return read
+
+    with ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(torch.Tensor, name, reading(name)))
+        yield found
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies from the host to the device for which the host waits: not asked to go on, or from pageable memory.
+
+    Below FakeTensorMode's functions there is no copy: what is seen is that the sides differ, the memory and the asking.
+    """
+
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if function is torch.ops.aten._to_copy.default:
+            self._note(args[0], out, kwargs.get("non_blocking", False))
+        elif function is torch.ops.aten.copy_.default:
+            self._note(args[1], args[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return out
+
+    def _note(self, source: torch.Tensor, target: torch.Tensor, goes_on: bool) -> None:
+        if {source.device.type, target.device.type} != {"cpu", "cuda"}:
+            return
+        host = source if source.device.type == "cpu" else target
+        if not (goes_on and host.is_pinned()):
+            kind = "copy that waits" if not goes_on else "copy of pageable memory"
+            self.found.append(f"{kind} in {_place()}")
+
+
+def words_of_no_generator(shape: tuple[int, ...], seeds: list[int], device: torch.device) -> torch.Tensor:
+    """In place of `random_words`: a fake device has no generator."""
+    return torch.zeros((len(seeds), *shape), dtype=torch.int16, device=device)
+
+
+def _place() -> str:
+    """The innermost place of the suite on the stack."""
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT / "megatron"))]
+    return f"{os.path.relpath(frames[-1].filename, ROOT)}: {frames[-1].name}"
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that says of itself that its memory is page-locked."""
+    tensor = tensor.clone()
+    tensor.pinned = True
+    return tensor
+
+
+@contextmanager
+def a_device():
+    """What torch.cuda says of a device, as far as the suite asks."""
+    same = dict(is_available=lambda: True, device_count=lambda: 8, set_device=lambda device: None)
+    more = dict(get_device_name=lambda device=None: "NVIDIA H100 80GB HBM3", synchronize=lambda device=None: None)
+    with ExitStack() as stack:
+        for name, value in {**same, **more}.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self: getattr(self, "pinned", False)))
+        stack.enter_context(mock.patch.object(random, "random_words", words_of_no_generator))
+        yield
+
+
+@contextmanager
+def a_job(rank: int, world: int):
+    """A process group of `world` ranks of which only this one is there; objects come back as this one's own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    with ExitStack() as stack:
+        own = mock.patch.object(collectives, "gather_objects", lambda value, axis: [value] * axis.size)
+        stack.enter_context(own)
+        stack.enter_context(mock.patch.object(build, "prove_complete", lambda *args, **kwargs: None))
+        yield
+    dist.destroy_process_group()
+
+
+def run(flags: str, rank: int = 0, world: int = 1, steps: int = 1, mistake: str = "") -> dict:
+    """Build a run and train some steps; {"waits": where the host waited for the device in the last of them}."""
+    recipe = named_recipe("GPT")
+    if mistake:
+        getattr(mistakes, mistake)()
+    with a_device(), a_job(rank, world), host_reads() as reads:
+        config = parse_pretrain(flags.split(), recipe.groups, "", {"model_type": "GPT", **recipe.defaults})
+        config = resolve(config, world_size=world)
+        with FakeTensorMode(allow_non_fake_inputs=True), Copies(reads):
+            run = build.build_run(config, recipe)
+            for _ in range(steps):
+                reads.clear()
+                loop.train_step(run)
+    return dict(waits=reads)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of every kind of layout on fake CUDA devices, as one rank of a job of up to 64, and planted mistakes.
+
+Needs g++ (or what CXX names), which compiles the device in a few seconds, and a torch without CUDA: one with it has a
+device of its own to register.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+pytestmark = [
+    pytest.mark.skipif(not COMPILER, reason="no C++ compiler: apt-get install g++, or set CXX"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA: tests/gpu runs on a device"),
+]
+
+BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --lr 1e-2
+    --micro-batch-size 2 --train-iters 4 --eval-iters 0 --device cuda --num-workers 0 --precision bf16"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --disable-bias-linear --group-query-attention --num-query-groups 2 --qk-layernorm"""
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP = "--num-layers 4 --pipeline-model-parallel-size 2"
+CASES = {  # name: flags, rank, ranks
+    "one process": ("", 0, 1),
+    "Llama, fp32": (f"{LLAMA} --precision fp32", 0, 1),
+    "fp16": ("--precision fp16", 0, 1),
+    "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
+    "masks": ("--reset-attention-mask --reset-position-ids --eod-mask-loss", 0, 1),
+    "accumulation": ("--gradient-accumulation-fusion --global-batch-size 4", 0, 1),
+    "offload": ("--optimizer-cpu-offload", 0, 1),
+    "recompute": (f"--recompute-granularity full {DROPOUT}", 0, 1),
+    "dp4 zero1 overlap": ("--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather", 3, 4),
+    "dp8 zero2 of 64": (f"{TP} {DROPOUT} --sharding-stage 2 --recompute-granularity selective", 37, 64),
+    "dp8 zero3": (f"{LLAMA} --sharding-stage 3", 7, 8),
+    "tp4": (f"{DROPOUT} --tensor-model-parallel-size 4 --recompute-granularity full_attn", 2, 4),
+    "pp2 first": (PP + " --global-batch-size 8", 0, 2),
+    "pp2 last, Llama, tp2 sp": (f"{PP} {TP} {LLAMA} --global-batch-size 8", 3, 4),
+    "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
+    "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
+    "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),
+}
+OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
+    "copy that waits in megatron/optimizer/adam.py: step",
+    "copy that waits in megatron/mpu/collectives.py: start_all_gather",
+}
+MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
+    "a_table_on_the_cpu": ("--position-embedding-type rope", "megatron/model/positions.py"),
+    "a_message_in_another_format": (PP, "megatron/pipeline/wire.py"),
+    "memory_that_is_not_pinned": ("", "copy of pageable memory"),
+    "a_copy_that_waits": ("", "copy that waits"),
+    "a_step_count_made_on_the_host": ("", "megatron/optimizer/adam.py"),
+    "a_loss_read_for_the_log": ("", "item in megatron/training/loop.py"),
+    "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
+    "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),
+    "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
+    "a_sum_of_two_devices": ("", "megatron/training/loop.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """{name: what was seen} of all cases and mistakes, in one process that forks: importing takes longer than a step."""
+    library = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
+    home = Path(torch.__file__).parent
+    places = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}", f"-L{home / 'lib'}"]
+    source = str(HERE / "fake_cuda.cpp")
+    flags = ["-O1", "-shared", "-fPIC", "-std=c++20", *places, "-lc10", "-ltorch_cpu"]
+    subprocess.run([COMPILER, source, "-o", str(library), *flags], check=True)
+    cases = [
+        dict(flags=f"{BASE} --precision bf16 {flags}", rank=rank, world=world) for flags, rank, world in CASES.values()
+    ]
+    cases += [dict(flags=f"{BASE} --precision bf16 {flags}", mistake=name) for name, (flags, _) in MISTAKES.items()]
+    command = [sys.executable, str(HERE / "run_cases.py"), str(library)]
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=600)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert len(answers) == len(cases), done.stderr[-3000:]
+    return dict(zip([*CASES, *MISTAKES], answers, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_runs_and_the_host_reads_one_thing(found, name):
+    """The sums of the step and the norm, in one message: what the guards judge before the update."""
+    waits = found[name].get("waits") or pytest.fail(str(found[name]))
+    assert waits[0] == "cpu in megatron/optimizer/zero.py: totals"
+    assert set(waits[1:]) == OFFLOAD_WAITS if name == "offload" else len(waits) == 1
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_with_its_place(found, name):
+    said = found[name]
+    assert MISTAKES[name][1] in str(said.get("where", said.get("waits"))), said
+    assert "error" in said or len(said["waits"]) > 1
