@@ -89,7 +89,7 @@ class AdamW(UpdateRule):
 
     def update(self, weights, gradients, states, step, lr, decay):
         s = self.settings
-        steps = [torch.tensor(float(step), device=weight.device) for weight in weights]
+        steps = [torch.full((), float(step), device=weight.device) for weight in weights]
         betas = dict(beta1=s.adam_beta1, beta2=s.adam_beta2, eps=s.adam_eps)
         common = dict(fused=True, amsgrad=False, maximize=False, lr=lr, weight_decay=decay)
         adamw(weights, gradients, *states, [], steps, **common, **betas)

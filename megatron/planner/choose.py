@@ -93,7 +93,8 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
     """Defaults of Megatron's that cost a GPU more than any layout can save, for whoever did not mean them."""
     speeds = cluster.device.flops
     if job.device == "cuda" and job.precision == "fp32" and "bf16" in speeds and "fp32" in speeds:
-        yield f"fp32, the default: products are {speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
+        times = f"{speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
+        yield f"fp32, the default: products are {times}{' (assumed)' * cluster.device.assumed}"
     dropout = job.facts.settings.attention_dropout
     if job.device == "cuda" and dropout:
         yield (

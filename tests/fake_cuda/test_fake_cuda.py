@@ -37,6 +37,13 @@ CASES = {  # name: flags, rank, ranks
     "masks": ("--reset-attention-mask --reset-position-ids --eod-mask-loss", 0, 1),
     "accumulation": ("--gradient-accumulation-fusion --global-batch-size 4", 0, 1),
     "offload": ("--optimizer-cpu-offload", 0, 1),
+    "Muon, dp2 zero2": ("--optimizer muon --sharding-stage 2", 1, 2),
+    "Lion, z-loss, caps": (
+        "--optimizer lion --z-loss-coeff 1e-3 --attn-logit-softcapping 30 --final-logit-softcapping 30 "
+        "--attention-backend explicit --window-size 7,0",
+        0,
+        1,
+    ),
     "recompute": (f"--recompute-granularity full {DROPOUT}", 0, 1),
     "dp4 zero1 overlap": ("--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather", 3, 4),
     "dp8 zero2 of 64": (f"{TP} {DROPOUT} --sharding-stage 2 --recompute-granularity selective", 37, 64),
@@ -75,10 +82,9 @@ def found(tmp_path_factory) -> dict:
     source = str(HERE / "fake_cuda.cpp")
     flags = ["-O1", "-shared", "-fPIC", "-std=c++20", *places, "-lc10", "-ltorch_cpu"]
     subprocess.run([COMPILER, source, "-o", str(library), *flags], check=True)
-    cases = [
-        dict(flags=f"{BASE} --precision bf16 {flags}", rank=rank, world=world) for flags, rank, world in CASES.values()
-    ]
-    cases += [dict(flags=f"{BASE} --precision bf16 {flags}", mistake=name) for name, (flags, _) in MISTAKES.items()]
+    cases = [dict(flags=flags, rank=rank, world=world) for flags, rank, world in CASES.values()]
+    cases += [dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()]
+    cases = [dict(case, flags=f"{BASE} {case['flags']}") for case in cases]
     command = [sys.executable, str(HERE / "run_cases.py"), str(library)]
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]

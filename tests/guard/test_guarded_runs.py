@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
+from megatron.telemetry.run_record import read_history
 from megatron.tools import status
 from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
@@ -313,7 +315,7 @@ def test_a_value_that_is_not_finite_is_traced_to_rank_micro_batch_module_and_sam
         run_ranks(2, _pretrain, flags, 2, _poisoned(**fault))
     text = str(failed.value)
     assert "iteration 3: loss" in text and "not finite" in text and where in text, text
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+    assert sorted(path.name for path in (tmp_path / "a").glob("iter_*")) == ["iter_0000001", "iter_0000002"]
 
 
 def test_documents_behind_a_value_that_is_not_finite_are_named(tmp_path):
@@ -387,7 +389,7 @@ def test_a_spike_is_told_or_skipped(tmp_path, capsys):
 def test_a_spike_rolls_back_and_leaves_out_what_led_to_it(run_ranks, tmp_path):
     """The end is that of a run which was told from the start to leave those steps out."""
     flags = f"{SPIKY} --on-spike rollback --spike-skip-steps 4"
-    run_ranks(2, _pretrain, f"{flags} --save {tmp_path / 'a'}", 2, _spike())
+    run_ranks(2, _pretrain, f"{flags} --save {tmp_path / 'a'} --log-interval 10", 2, _spike())
     assert [record["iteration"] for record in _records(tmp_path / "a", "rewind")] == [30]
     run_ranks(2, _pretrain, f"{SPIKY} --save {tmp_path / 'b'} --iterations-to-skip 37 38 39 40", 2)
     expected, found = _tensors(tmp_path / "b" / "iter_0000044"), _tensors(tmp_path / "a" / "iter_0000044")
@@ -395,6 +397,13 @@ def test_a_spike_rolls_back_and_leaves_out_what_led_to_it(run_ranks, tmp_path):
     with Reader(tmp_path / "a" / "iter_0000044") as reader:
         state = reader.state["state"]
     assert state["left_out"] == [37, 38, 39, 40] and state["rollbacks"] == 1 and state["consumed_samples"] == 44 * 8
+    history = read_history(tmp_path / "a" / "metrics.jsonl")  # what the report tells of it
+    told = [(event["kind"], event["iteration"]) for event in history.events if event["kind"] != "save"]
+    assert told == [("run", 0), ("spike", 40), ("rewind", 30), ("end", 44)]
+    on_disk = {int(path.name[5:]) for path in (tmp_path / "a").glob("iter_*")}
+    assert on_disk <= {event["iteration"] for event in history.events if event["kind"] == "save"}
+    used = [record["bytes"] for record in history.memory]
+    assert used and resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 >= max(used) > 5e7
 
 
 def test_rollbacks_are_limited(tmp_path):

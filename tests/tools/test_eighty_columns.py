@@ -18,7 +18,7 @@ LARGE = """--model-name-or-path 175B --vocab-size 51200 --mock-data --bf16 --tra
 MIDDLE = """--model-name-or-path 1.3B --vocab-size 50304 --mock-data --bf16 --train-iters 10 --lr 1e-4
     --device-name A100-40GB --world-size 8 --global-batch-size 512"""
 PLANS = {
-    f"{TINY} --world-size 4 --global-batch-size 8": "the best of",
+    f"{TINY.replace('--bf16', '')} --world-size 4 --global-batch-size 8": "the best of",
     f"{TINY} --world-size 16 --max-global-batch-size 32 --tokens 3e11 --top 20": "the best of",
     f"{MIDDLE} --tp 2 --rejected 20 --device-memory-gb 14": "the best of",
     f"{MIDDLE} --device-memory-gb 2 --tp 2 --pp 2": "nothing fits: ",
@@ -34,7 +34,7 @@ RUNS = {
     f"{TINY} --world-size 4 --auto-parallel --max-global-batch-size 8": "nothing was found",
     f"{TINY} --world-size 1 --global-batch-size 8": "nothing was found",
 }
-FIGURE = re.compile(r"\d (ms|s|min|h|days|tokens/s|TFLOP/s|device hours)(?!\w)| tokens a day")
+FIGURE = re.compile(r"\d (ms|s|min|h|days|tokens/s|TFLOP/s|device hours)(?!\w)| tokens a day|times as fast")
 OWN = re.compile(r"layouts looked at in|do not fit; in|^ *speeds\)")  # how long the search itself took
 
 
