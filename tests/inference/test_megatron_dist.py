@@ -225,6 +225,13 @@ def test_damage_is_named(theirs, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
+def mistake(metadata, name, other):
+    """One tensor is said to lie where another one does."""
+    wrong, right = ([info for at, info in metadata.storage_data.items() if at.fqn == each] for each in (name, other))
+    for a, b in zip(wrong, right, strict=True):
+        vars(a).update(vars(b))
+
+
 def test_forged_descriptions_are_refused(theirs, tmp_path):
     good = (theirs / ".metadata").read_bytes()
     places = lambda m: list(m.storage_data.values())
@@ -237,6 +244,7 @@ def test_forged_descriptions_are_refused(theirs, tmp_path):
         (lambda m: setattr(m.state_dict_metadata[name].chunks[0], "offsets", torch.Size([9, 0, 0])), "does not say"),
         (lambda m: setattr(m.state_dict_metadata[name], "size", torch.Size([4, 1, 1])), "is damaged"),
         (lambda m: m.state_dict_metadata.pop(name), "lacks 4 tensors"),
+        (lambda m: mistake(m, name, "decoder.layers.mlp.linear_fc1.weight"), "is not there with shape"),
         (lambda m: m.state_dict_metadata[name].chunks.pop(), "pieces do not make the tensor"),
     ):
         (theirs / ".metadata").write_bytes(good)

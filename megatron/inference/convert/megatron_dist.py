@@ -142,7 +142,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return _PLAIN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return f"{module}.{name}"
-        if (module, name) == ("torch.serialization", "_get_layout") or module.rpartition(".")[0] == "pathlib":
+        if (module, name) == ("torch.serialization", "_get_layout"):
             return Shell
         if f"{module}.".startswith(_INERT):
             return type(name, (Content,), {})
