@@ -20,7 +20,7 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
-from megatron.checkpoint.keeper import Keeper, Snapshot
+from megatron.checkpoint.manager import CheckpointManager, Snapshot
 from megatron.checkpoint.store import Piece
 from megatron.settings import schema
 
@@ -67,16 +67,16 @@ def measure(
         assert os.waitpid(child, 0)[1] == 0
         return stall, took, time.perf_counter() - start
     said = {}
-    keeper = Keeper(
+    manager = CheckpointManager(
         schema.Checkpoint(save=str(folder), async_save=way == "thread"),
         log=lambda text: said.setdefault("saved" in text, time.perf_counter()),
     )
-    keeper._snapshot = snapshot  # memory that is there, as for every save but the first
+    manager._snapshot = snapshot  # memory that is there, as for every save but the first
     start = time.perf_counter()
-    stall = keeper.save(1, pieces, {})
+    stall = manager.save(1, pieces, {})
     train(steps, tensors, a)
     took = time.perf_counter() - start
-    keeper.close()
+    manager.close()
     return stall, took, said[True] - start
 
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.data.blend import interleave, normalized  # noqa: E402
 from megatron.data.gpt_dataset import build_datasets  # noqa: E402
-from megatron.data.index_maps import build_sample_index, make_plan  # noqa: E402
+from megatron.data.index_maps import build_sample_index, make_epoch_plan  # noqa: E402
 from megatron.data.indexed import IndexedDataset, write_index  # noqa: E402
-from megatron.data.loader import Batches  # noqa: E402
+from megatron.data.loader import MicroBatchLoader  # noqa: E402
 from megatron.settings.schema import Data  # noqa: E402
 
 SEQ_LENGTH, MEAN_LENGTH = 1024, 445
@@ -50,7 +50,7 @@ def write_corpus(folder: Path, documents: int):
 def index_maps(prefix: str, lengths: np.ndarray, samples: int) -> None:
     document = np.arange(len(lengths), dtype=np.int32)
     timed("shuffle of the documents", lambda: np.random.RandomState(1).shuffle(document))
-    plan = make_plan(range(len(lengths)), lengths, SEQ_LENGTH, 1)
+    plan = make_epoch_plan(range(len(lengths)), lengths, SEQ_LENGTH, 1)
     timed("sample index", lambda: build_sample_index(document, lengths, SEQ_LENGTH, plan.num_samples))
     timed("opening the token file", lambda: IndexedDataset(prefix))
     data = Data(data_path=[prefix], split="1,0,0")
@@ -71,7 +71,7 @@ def reading(prefix: str, samples: int, count: int = 2000) -> None:
     [train[i] for i in range(count)]  # page in
     seconds = timed(f"{count} samples", lambda: [train[i] for i in range(count)])
     print(f"{'':58}{seconds / count * 1e6:6.1f} us a sample")
-    with Batches(train, data, micro_batch_size=8) as batches:
+    with MicroBatchLoader(train, data, micro_batch_size=8) as batches:
         seconds = timed("250 micro-batches of 8, inline", lambda: batches.step(0, count // 8))
     print(f"{'':58}{seconds / count * 1e6:6.1f} us a sample")
 

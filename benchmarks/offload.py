@@ -32,14 +32,14 @@ from megatron.data.loader import MicroBatch
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.scratch import Scratch
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Model, Optimizer
 
 WAYS = ("memory", "host", "disk", "page-cache", "mapped")
 VOCABULARY = 1024
 
 
-def build(way: str, arguments: argparse.Namespace) -> tuple[GPT, ShardedAdamW]:
+def build(way: str, arguments: argparse.Namespace) -> tuple[GPT, DistributedOptimizer]:
     """The model, and its optimizer with state in the way's place."""
     model = Model(
         num_layers=arguments.layers,
@@ -57,7 +57,7 @@ def build(way: str, arguments: argparse.Namespace) -> tuple[GPT, ShardedAdamW]:
     if way == "page-cache":
         Scratch._go_direct = lambda self: False
     gpt = GPT(model, Mesh(), VOCABULARY, dtype=torch.bfloat16, device="meta")
-    optimizer = ShardedAdamW(gpt, Mesh(), settings, dtype=torch.bfloat16, device=arguments.device, seed=1)
+    optimizer = DistributedOptimizer(gpt, Mesh(), settings, dtype=torch.bfloat16, device=arguments.device, seed=1)
     if way == "mapped":
         (state,) = optimizer.states
         state.main = mapped(state.main, arguments.dir)
@@ -83,7 +83,7 @@ def contender(way: str, arguments: argparse.Namespace, pipe) -> None:
         start = time.perf_counter()
         loss, count = gpt(None, batch)[1].values()
         loss.backward()
-        sums, norm = optimizer.totals(torch.stack((loss.detach(), count)).double())
+        sums, norm = optimizer.finalize_grads(torch.stack((loss.detach(), count)).double())
         behind_passes = time.perf_counter()
         optimizer.step(3e-4, 0.1, min(1.0, sums[1].item() / (norm + 1e-6)) / sums[1].item())
         if arguments.device != "cpu":

@@ -29,7 +29,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.pipeline.build import build_stages
-from megatron.pipeline.execute import Wire, execute
+from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.simulate import bubble_of, simulate
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import Timeline
@@ -80,11 +80,11 @@ def main() -> None:
             Timeline(name, pipeline.stages, [rounds[-1] for rounds in noted]).write(asked.timeline)
 
 
-def measure(rank: int, model: Model, pipelines: dict[str, Pipeline], micros: int, rounds: int):
+def measure(rank: int, model: Model, pipelines: dict[str, Pipeline], num_microbatches: int, rounds: int):
     """(seconds of a message, schedule -> (seconds of each plain step, records of each noted step)) on this rank."""
     mesh = Mesh(rank, pp=next(iter(pipelines.values())).pp)
     shape = (model.seq_length, ROWS, model.hidden_size)
-    runs = {name: _prepare(model, pipeline, mesh, shape, micros) for name, pipeline in pipelines.items()}
+    runs = {name: _prepare(model, pipeline, mesh, shape, num_microbatches) for name, pipeline in pipelines.items()}
     found = {name: ([], []) for name in pipelines}
     for number in range(rounds + 1):  # the first round warms up
         for name, run in runs.items():
@@ -100,15 +100,15 @@ def measure(rank: int, model: Model, pipelines: dict[str, Pipeline], micros: int
     return _message(mesh, shape), found
 
 
-def _prepare(model, pipeline, mesh, shape, micros):
+def _prepare(model, pipeline, mesh, shape, num_microbatches):
     """A function that runs a step and notes its ops in the list that it gets."""
     stages = build_stages(lambda **part: GPT(model, mesh, VOCABULARY, **part), pipeline, mesh, True)
     for name, (parameter, placement) in placements(stages).items():
-        init_parameter(name, parameter, placement, mesh.place, seed=1)
-    wire = Wire(mesh.pp, shape, torch.float32, torch.device("cpu"), stages=pipeline.stages)
+        init_parameter(name, parameter, placement, mesh.coordinates, seed=1)
+    wire = P2PCommunicator(mesh.pp, shape, torch.float32, torch.device("cpu"), stages=pipeline.stages)
     tokens = torch.randint(VOCABULARY, (model.seq_length + 1, ROWS), generator=torch.Generator().manual_seed(0))
-    batches = [MicroBatch(tokens[:-1], tokens[1:].contiguous(), torch.arange(ROWS))] * micros
-    ops = pipeline.ops(mesh.pp.rank, micros)
+    batches = [MicroBatch(tokens[:-1], tokens[1:].contiguous(), torch.arange(ROWS))] * num_microbatches
+    ops = pipeline.ops(mesh.pp.rank, num_microbatches)
 
     def run(record):
         execute(ops, stages, batches, wire, lambda sums, batch: sums["lm loss"] / sums["tokens"], timeline=record)

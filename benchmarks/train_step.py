@@ -21,7 +21,7 @@ from megatron.data.loader import MicroBatch
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Kernels, Model, Optimizer
 
 # name: layers, hidden, heads, sequence, micro-batch, vocabulary
@@ -49,13 +49,13 @@ def ours(size: str, dtype: torch.dtype, compiled: bool):
     )
     mesh = Mesh()
     gpt = GPT(model, mesh, v, kernels=Kernels(torch_compile=compiled), dtype=dtype, device="meta")
-    optimizer = ShardedAdamW(gpt, mesh, Optimizer(), dtype=dtype, device="cpu", seed=1)
+    optimizer = DistributedOptimizer(gpt, mesh, Optimizer(), dtype=dtype, device="cpu", seed=1)
 
     def step(tokens: torch.Tensor) -> float:
         tokens = tokens.t().contiguous()  # [s + 1, b]
         loss, count = gpt(None, MicroBatch(tokens[:-1], tokens[1:], torch.arange(b)))[1].values()
         loss.backward()
-        sums, norm = optimizer.totals(torch.stack((loss.detach(), count)).double())
+        sums, norm = optimizer.finalize_grads(torch.stack((loss.detach(), count)).double())
         optimizer.step(3e-4, 0.1, min(1.0, sums[1].item() / (norm + 1e-6)) / sums[1].item())
         return (sums[0] / sums[1]).item()
 

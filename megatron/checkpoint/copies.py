@@ -21,9 +21,9 @@ import xxhash
 
 from megatron.checkpoint import survey
 from megatron.checkpoint.folder import TRACKER, clean, prune
-from megatron.checkpoint.storage import INDEX, Place, appear, storage_of
+from megatron.checkpoint.storage import INDEX, CheckpointPath, appear, storage_of
 from megatron.errors import Failure, StorageError
-from megatron.storage.durable import storage, sync_folder
+from megatron.storage.durable import storage_errors, sync_folder
 from megatron.storage.urls import UrlPath, location
 
 BEAT = 1.0  # seconds between two signs of life while the last copy is waited for
@@ -48,23 +48,23 @@ class Copies:
         self.where, self.keep = where, (keep_last, retain_interval)
         self.log = log
         # What is being copied: retention leaves it for so long, else a slow copy would never end.
-        self.present: Optional[Place] = None
-        self._waiting: queue.Queue[Optional[Place]] = queue.Queue()
+        self.present: Optional[CheckpointPath] = None
+        self._waiting: queue.Queue[Optional[CheckpointPath]] = queue.Queue()
         self._lock: Any = None  # of the folder, once there was something to copy
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
         self._thread.start()
 
-    def add(self, checkpoint: Place) -> None:
+    def add(self, checkpoint: CheckpointPath) -> None:
         """Have a checkpoint copied. Returns at once."""
         self._waiting.put(checkpoint)
 
-    def close(self, patience: Optional[float] = None, beat: Callable[[], None] = lambda: None) -> None:
+    def close(self, timeout: Optional[float] = None, beat: Callable[[], None] = lambda: None) -> None:
         """Wait until all are copied, or for so many seconds. beat: called now and then while the wait is an open one."""
         self._waiting.put(None)
-        while patience is None and self._thread.is_alive():
+        while timeout is None and self._thread.is_alive():
             beat()
             self._thread.join(BEAT)
-        self._thread.join(patience)
+        self._thread.join(timeout)
         if self._thread.is_alive():
             self.log("WARNING: the last copy of a checkpoint was not finished; the one before it is complete")
 
@@ -84,7 +84,7 @@ class Copies:
         if self._lock:
             self._lock.release()
 
-    def _hand_over(self, checkpoint: Place) -> None:
+    def _hand_over(self, checkpoint: CheckpointPath) -> None:
         command = self.where.replace(PATH, shlex.quote(str(checkpoint)))
         done = subprocess.run(  # in a session of its own, which Ctrl-C does not reach
             command, shell=True, capture_output=True, text=True, errors="replace", start_new_session=True
@@ -93,9 +93,9 @@ class Copies:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
             raise StorageError(f"exit code {done.returncode}" + "".join(f": {line}" for line in last))
 
-    def _copy(self, checkpoint: Place) -> None:
+    def _copy(self, checkpoint: CheckpointPath) -> None:
         folder = location(self.where)
-        with storage(folder):
+        with storage_errors(folder):
             self._lock = self._lock or storage_of(folder).claim(folder, self.log)
             self._lock.check()
             clean(folder)
@@ -103,9 +103,9 @@ class Copies:
         prune(folder, *self.keep)
 
 
-def _copy_folder(checkpoint: Place, folder: Path) -> None:
+def _copy_folder(checkpoint: CheckpointPath, folder: Path) -> None:
     """Copy a checkpoint to a file system: aside, synced, every byte compared, renamed."""
-    with storage(folder):
+    with storage_errors(folder):
         temporary = folder / f".tmp-{checkpoint.name}-{secrets.token_hex(4)}"
         if isinstance(checkpoint, UrlPath):
             temporary.mkdir()
@@ -119,13 +119,13 @@ def _copy_folder(checkpoint: Place, folder: Path) -> None:
         _, problems = survey.verify(temporary)
         if problems:
             raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
-        with storage(folder):
+        with storage_errors(folder):
             appear(temporary, folder / checkpoint.name)
             _track(folder, checkpoint)
             clean(folder)
 
 
-def _upload(checkpoint: Place, folder: UrlPath) -> None:
+def _upload(checkpoint: CheckpointPath, folder: UrlPath) -> None:
     """Copy a checkpoint to an object store. Its index.json comes last, when every byte was read back and is as it was."""
     final, store = folder / checkpoint.name, storage_of(folder)
     if (final / INDEX).exists():  # of an earlier run: the files have the same names
@@ -148,7 +148,7 @@ def _upload(checkpoint: Place, folder: UrlPath) -> None:
     _track(folder, checkpoint)
 
 
-def _parts(path: Place, size: int) -> Iterator[bytes]:
+def _parts(path: CheckpointPath, size: int) -> Iterator[bytes]:
     """A file or object of `size` bytes, part by part."""
     if isinstance(path, UrlPath):
         yield from (path.read_range(at, min(_PART, size - at)) for at in range(0, size, _PART))
@@ -158,7 +158,7 @@ def _parts(path: Place, size: int) -> Iterator[bytes]:
             yield part
 
 
-def _track(folder: Place, checkpoint: Place) -> None:
+def _track(folder: CheckpointPath, checkpoint: CheckpointPath) -> None:
     """Have the tracker of `folder` name the iteration of a checkpoint."""
     storage_of(folder).replace(folder / TRACKER, str(int(checkpoint.name.removeprefix("iter_"))).encode())
 

@@ -9,7 +9,7 @@ On a file system, and with other means to the same end in an object store (`stor
         .tmp-iter_0000300-5f0c/               being written; left over by a killed run until the next one saves
         .old-iter_0000200-91aa/               set aside for the moment in which iteration 200 is saved again
 
-The ranks of a job act together through one function, `exchange(value) -> [value of rank 0, value of rank 1, ...]`
+The ranks of a job act together through one function, `all_gather_object(value) -> [value of rank 0, value of rank 1, ...]`
 (`torch.distributed.all_gather_object`, say). It carries every failure to every rank, so none is left waiting.
 """
 
@@ -19,30 +19,30 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.storage import TRACKER, Place, storage_of
+from megatron.checkpoint.storage import TRACKER, CheckpointPath, storage_of
 from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
-from megatron.storage.durable import Damaged, storage
+from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
-Exchange = Callable[[Any], list]
+AllGatherObject = Callable[[Any], list]
 NEW_RUN = "check --load; a new run begins where --save and --load are the same new folder, or with --auto-resume"
 
 
 def alone(value: Any) -> list:
-    """The exchange of a job with one rank."""
+    """The all_gather_object of a job with one rank."""
     return [value]
 
 
 # ---------------------------------------------------------------------------------------------------- finding
 
 
-def checkpoints(folder: Place) -> dict[int, Place]:
+def checkpoints(folder: CheckpointPath) -> dict[int, CheckpointPath]:
     """Iteration -> directory of every checkpoint, oldest first; one that was set aside counts while it has no successor."""
     return storage_of(folder).checkpoints(folder)
 
 
-def read_tracker(folder: Place) -> Optional[int]:
+def read_tracker(folder: CheckpointPath) -> Optional[int]:
     """The iteration that the tracker names; None when it is missing or torn."""
     try:
         text = (folder / TRACKER).read_bytes()[:32].decode("ascii").strip()
@@ -55,12 +55,12 @@ def read_tracker(folder: Place) -> Optional[int]:
 class Choice:
     """Checkpoints to try, best first, and what the user should hear about how they were chosen."""
 
-    paths: tuple[Place, ...]
+    paths: tuple[CheckpointPath, ...]
     notices: tuple[str, ...] = ()
 
 
 def choose(
-    folder: Place, *, step: Optional[int] = None, allow_empty: Union[bool, None, Callable[[], bool]] = None
+    folder: CheckpointPath, *, step: Optional[int] = None, allow_empty: Union[bool, None, Callable[[], bool]] = None
 ) -> Choice:
     """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
@@ -110,7 +110,7 @@ def choose(
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _visible_damage(path: Place) -> Optional[str]:
+def _visible_damage(path: CheckpointPath) -> Optional[str]:
     if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
         return (
             f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
@@ -136,7 +136,7 @@ def _visible_damage(path: Place) -> Optional[str]:
 class Restored:
     """What a run was restored from; `notices` are for the user. bytes_read: of each rank; size: of all files."""
 
-    path: Place
+    path: CheckpointPath
     state: dict[str, Any]
     notices: tuple[str, ...]
     bytes_read: tuple[int, ...]
@@ -149,7 +149,7 @@ class Restored:
 
 
 def restore(
-    folder: Place,
+    folder: CheckpointPath,
     pieces: Iterable[Piece],
     *,
     step: Optional[int] = None,
@@ -159,7 +159,7 @@ def restore(
     strictness: Strictness = "strict",
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     rank: int = 0,
-    exchange: Exchange = alone,
+    all_gather_object: AllGatherObject = alone,
 ) -> Optional[Restored]:
     """Fill the pieces of all ranks from the newest checkpoint whose every byte is good; None when allowed and empty.
 
@@ -168,11 +168,15 @@ def restore(
     `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise.
     """
     folder, pieces = location(folder), list(pieces)
-    choice = _together(lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, exchange)[0]
+    choice = _together(
+        lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, all_gather_object
+    )[0]
     notices = list(choice.notices)
     for path in choice.paths:
         try:
-            loaded = _together(lambda path=path: _load(path, pieces, names, cast, strictness, check, rank), exchange)
+            loaded = _together(
+                lambda path=path: _load(path, pieces, names, cast, strictness, check, rank), all_gather_object
+            )
         except Damaged as problem:
             if step is not None or len(choice.paths) == 1:
                 raise
@@ -187,7 +191,7 @@ def restore(
 
 
 def _load(
-    path: Place, pieces: list[Piece], names, cast, strictness, check, rank: int
+    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, check, rank: int
 ) -> tuple[Any, list[str], int, int]:
     """(state on rank 0, notices, bytes that were read, bytes of all files)"""
     with Reader(path) as reader:
@@ -197,7 +201,7 @@ def _load(
         return reader.state if rank == 0 else None, notices, reader.bytes_read, size
 
 
-def _together(action: Callable[[], Any], exchange: Exchange) -> list:
+def _together(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:
     """Results of `action` on all ranks. When it fails on any it raises on all; damaged files are told last: for them there
     is an older checkpoint.
     """
@@ -206,7 +210,7 @@ def _together(action: Callable[[], Any], exchange: Exchange) -> list:
     except (Failure, OSError) as error:
         result, failure = None, error
     told = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
-    answers = exchange((result, told and (type(told), told.what, told.why, told.do)))
+    answers = all_gather_object((result, told and (type(told), told.what, told.why, told.do)))
     failures = [(rank, *problem) for rank, (_, problem) in enumerate(answers) if problem]
     if not failures:
         return [value for value, _ in answers]
@@ -227,13 +231,13 @@ class Saver:
 
     def __init__(
         self,
-        folder: Place,
+        folder: CheckpointPath,
         *,
         keep_last: Optional[int] = None,
         retain_interval: Optional[int] = None,
         rank: int = 0,
-        exchange: Exchange = alone,
-        in_use: Callable[[], Optional[Place]] = lambda: None,
+        all_gather_object: AllGatherObject = alone,
+        in_use: Callable[[], Optional[CheckpointPath]] = lambda: None,
         log: Callable[[str], None] = lambda text: None,
     ):
         """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
@@ -242,10 +246,10 @@ class Saver:
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
-        self.folder, self.rank, self.exchange = location(folder), rank, exchange
+        self.folder, self.rank, self.all_gather_object = location(folder), rank, all_gather_object
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = storage_of(self.folder), None
-        _together(self._claim, exchange)
+        _together(self._claim, all_gather_object)
 
     def __enter__(self) -> "Saver":
         return self
@@ -260,10 +264,10 @@ class Saver:
 
     def _claim(self) -> None:
         if self.rank == 0:
-            with storage(self.folder):
+            with storage_errors(self.folder):
                 self._lock = self._storage.claim(self.folder, self.log)
 
-    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Place:
+    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> CheckpointPath:
         """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.
 
         state: of rank 0; a dict that JSON can hold, `iteration` is added. A checkpoint of the same iteration is replaced.
@@ -272,12 +276,14 @@ class Saver:
         """
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
-            temporary = _together(lambda: self._begin(final), self.exchange)[0]
-            sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.exchange)
-            doomed = _together(lambda: self._finish(temporary, final, len(sizes), iteration, state), self.exchange)[0]
+            temporary = _together(lambda: self._begin(final), self.all_gather_object)[0]
+            sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.all_gather_object)
+            doomed = _together(
+                lambda: self._finish(temporary, final, len(sizes), iteration, state), self.all_gather_object
+            )[0]
             if doomed:
-                _together(lambda: read_back(final, self.rank), self.exchange)
-                _together(lambda: self._forget(doomed), self.exchange)
+                _together(lambda: read_back(final, self.rank), self.all_gather_object)
+                _together(lambda: self._forget(doomed), self.all_gather_object)
         except Failure:
             if self.rank == 0:
                 self._storage.discard(self.folder, temporary)
@@ -286,7 +292,7 @@ class Saver:
 
     def write(
         self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *, parts: Parts = at_once
-    ) -> Place:
+    ) -> CheckpointPath:
         """Write a checkpoint of several files from this process alone, one after the other; for tools.
 
         shards: the pieces of each file; `parts` as in `store.write_shard`.
@@ -302,19 +308,21 @@ class Saver:
             raise
         return final
 
-    def _begin(self, final: Place) -> Optional[Place]:
+    def _begin(self, final: CheckpointPath) -> Optional[CheckpointPath]:
         if self.rank != 0:
             return None
-        with storage(final):
+        with storage_errors(final):
             self._lock.check()
             self._storage.clean(self.folder, final)
             return self._storage.begin(final)
 
-    def _finish(self, temporary: Place, final: Place, writers: int, iteration: int, state: dict) -> list[Place]:
+    def _finish(
+        self, temporary: CheckpointPath, final: CheckpointPath, writers: int, iteration: int, state: dict
+    ) -> list[CheckpointPath]:
         """Let the checkpoint appear. Returns the ones that may go now; rank 0 does it all."""
         if self.rank != 0:
             return []
-        with storage(final):
+        with storage_errors(final):
             self._lock.check()
             commit(temporary, final, writers, {**state, "iteration": iteration})
             self._storage.replace(self.folder / TRACKER, str(iteration).encode())
@@ -322,12 +330,12 @@ class Saver:
         used = self.in_use()
         return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
 
-    def _forget(self, doomed: list[Place]) -> None:
+    def _forget(self, doomed: list[CheckpointPath]) -> None:
         if self.rank == 0:
             remove(doomed)
 
 
-def read_back(path: Place, writer: int) -> None:
+def read_back(path: CheckpointPath, writer: int) -> None:
     """Read a file that this process has just written, from the disk and not from memory where the system lets us.
 
     Raises StorageError when a byte differs: what the disk kept is not what it was given.
@@ -349,26 +357,30 @@ def read_back(path: Place, writer: int) -> None:
         )
 
 
-def _forget_cached(path: Place) -> None:
+def _forget_cached(path: CheckpointPath) -> None:
     """Have the system read a file from the disk when it is read next."""
     if not isinstance(path, UrlPath) and hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def clean(folder: Place) -> None:
+def clean(folder: CheckpointPath) -> None:
     """Remove what killed saves left behind. Only for the holder of the lock."""
     storage_of(folder).clean(folder)
 
 
-def prune(folder: Place, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Place]:
+def prune(
+    folder: CheckpointPath, keep_last: Optional[int] = None, retain_interval: Optional[int] = None
+) -> list[CheckpointPath]:
     """Delete the checkpoints that are `surplus`; returns what is gone. Only for the holder of the lock."""
     gone = surplus(folder, keep_last, retain_interval)
     remove(gone)
     return gone
 
 
-def surplus(folder: Place, keep_last: Optional[int] = None, retain_interval: Optional[int] = None) -> list[Place]:
+def surplus(
+    folder: CheckpointPath, keep_last: Optional[int] = None, retain_interval: Optional[int] = None
+) -> list[CheckpointPath]:
     """Checkpoints that need not be kept: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
 
     With `retain_interval` alone the newest stays too; with neither, all stay. Checkpoints newer than the tracker's stay:
@@ -382,8 +394,8 @@ def surplus(folder: Place, keep_last: Optional[int] = None, retain_interval: Opt
     return [old[n] for n in among if not (retain_interval and n % retain_interval == 0)]
 
 
-def remove(paths: Iterable[Place]) -> None:
+def remove(paths: Iterable[CheckpointPath]) -> None:
     """Delete checkpoints, oldest first. Raises StorageError when one cannot be deleted."""
     for path in paths:
-        with storage(path):
+        with storage_errors(path):
             storage_of(path).remove(path)

@@ -31,7 +31,7 @@ from megatron.storage.durable import (
     read_sealed,
     replace_file,
     require_space,
-    storage,
+    storage_errors,
     sync_folder,
     write_synced,
 )
@@ -43,48 +43,55 @@ TRACKER = "latest_checkpointed_iteration.txt"  # the iteration that was saved la
 _FINAL = re.compile(r"iter_(\d{7,})")
 _NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
 
-Place = Union[Path, UrlPath]
+CheckpointPath = Union[Path, UrlPath]
 Say = Callable[[str], None]
 
 
 class Storage(Protocol):
     """What writing checkpoints needs of a kind of storage. Failures are StorageErrors, or OSErrors that become such."""
 
-    def checkpoints(self, folder: Place) -> dict[int, Place]:
+    def checkpoints(self, folder: CheckpointPath) -> dict[int, CheckpointPath]:
         """Iteration -> where it is, of every checkpoint that a reader may see, oldest first."""
 
-    def lock(self, folder: Place, log: Say) -> Any:
+    def lock(self, folder: CheckpointPath, log: Say) -> Any:
         """The right to write into a folder that is there: `check()`, `release()`. Raises Locked."""
 
-    def claim(self, folder: Place, log: Say) -> Any:
+    def claim(self, folder: CheckpointPath, log: Say) -> Any:
         """Make the folder, lock it, and remove what killed saves have left."""
 
-    def begin(self, final: Place) -> Place:
+    def begin(self, final: CheckpointPath) -> CheckpointPath:
         """Where the files of one save go, all writers' alike."""
 
-    def create(self, path: Place, size: int) -> contextlib.AbstractContextManager:
+    def create(self, path: CheckpointPath, size: int) -> contextlib.AbstractContextManager:
         """A file to write `size` bytes to, which is durable when the context ends."""
 
-    def write(self, path: Place, content: bytes) -> None:
+    def write(self, path: CheckpointPath, content: bytes) -> None:
         """A small file, durably."""
 
-    def publish(self, draft: Place, final: Place, index: bytes, sizes: dict[str, int], parts: list[Place]) -> None:
+    def publish(
+        self,
+        draft: CheckpointPath,
+        final: CheckpointPath,
+        index: bytes,
+        sizes: dict[str, int],
+        parts: list[CheckpointPath],
+    ) -> None:
         """Let a complete draft appear as `final`. sizes: of its files by name; parts: files that nobody needs now."""
 
-    def replace(self, path: Place, content: bytes) -> None:
+    def replace(self, path: CheckpointPath, content: bytes) -> None:
         """A small file with its old content or the new, at any moment."""
 
-    def discard(self, folder: Place, draft: Optional[Place]) -> None:
+    def discard(self, folder: CheckpointPath, draft: Optional[CheckpointPath]) -> None:
         """Remove a draft that will not be published. Never fails."""
 
-    def clean(self, folder: Place, final: Optional[Place] = None) -> None:
+    def clean(self, folder: CheckpointPath, final: Optional[CheckpointPath] = None) -> None:
         """Remove what killed saves left behind (of one checkpoint). Only for the holder of the lock."""
 
-    def remove(self, path: Place) -> None:
+    def remove(self, path: CheckpointPath) -> None:
         """Delete a checkpoint so that no half of it is ever seen."""
 
 
-def storage_of(path: Place) -> Storage:
+def storage_of(path: CheckpointPath) -> Storage:
     """The storage that a path lies in."""
     return OBJECTS if isinstance(path, UrlPath) else LOCAL
 
@@ -119,7 +126,7 @@ class Local:
     @contextlib.contextmanager
     def create(self, path: Path, size: int):
         require_space(path.parent, size)
-        with storage(path, size), open(path, "wb", buffering=0) as file:
+        with storage_errors(path, size), open(path, "wb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
-from megatron.checkpoint.storage import Place, storage_of
+from megatron.checkpoint.storage import CheckpointPath, storage_of
 from megatron.errors import CheckpointError
-from megatron.storage.durable import checksum, read_sealed, seal, storage
+from megatron.storage.durable import checksum, read_sealed, seal, storage_errors
 from megatron.storage.urls import Draft
 
 FORMAT, VERSION = "boxes in safetensors", 1
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Lasting(Piece):
+class StablePiece(Piece):
     """A piece whose memory keeps its content while training goes on: a save in the background needs no copy of it."""
 
     __slots__ = ()
@@ -120,7 +120,9 @@ def at_once(piece: Piece) -> Iterable[torch.Tensor]:
     return (piece.tensor,)
 
 
-def write_shard(folder: Place, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once) -> int:
+def write_shard(
+    folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once
+) -> int:
     """Write this writer's file and its part of the index into `folder`, durably; returns the bytes of the file.
 
     Empty pieces only tell that their tensor exists. `parts` makes the content of a piece while it is written, for more
@@ -144,7 +146,7 @@ def write_shard(folder: Place, writer: int, pieces: Iterable[Piece], block: int 
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     partial = folder / f"part_{writer:05d}.json"
-    with storage(partial):
+    with storage_errors(partial):
         storage_of(folder).write(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
     return size
 
@@ -195,7 +197,7 @@ def _write_all(file, data: memoryview) -> None:
 # ---------------------------------------------------------------------------------------------------- one of them
 
 
-def commit(folder: Place, final: Place, num_writers: int, state: dict[str, Any]) -> None:
+def commit(folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any]) -> None:
     """Join the parts of the index, check that they make whole tensors, and let `folder` appear as `final`.
 
     Called once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. A checkpoint that is there already is
@@ -206,7 +208,7 @@ def commit(folder: Place, final: Place, num_writers: int, state: dict[str, Any])
     with ThreadPoolExecutor(_REQUESTS if isinstance(folder, Draft) else 1) as pool:
         index = merge([content for _, content in pool.map(read_sealed, parts)])
     place, state_path = storage_of(folder), folder / "state.json"
-    with storage(folder):
+    with storage_errors(folder):
         state_sum, content = seal(state)
         place.write(state_path, content)
         head = {"format": FORMAT, "version": VERSION, "state": state_sum}

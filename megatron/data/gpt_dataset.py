@@ -21,9 +21,9 @@ from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
     EpochPlan,
     IndexMaps,
-    Share,
+    SplitRange,
     build_index_maps,
-    make_plan,
+    make_epoch_plan,
     parse_split,
     sequences_of,
     suggest_split,
@@ -65,9 +65,9 @@ def build_datasets(
         return tuple(mock if len(mock) else None for mock in mocks)
     blends, shares = _sources(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
-    request = Request(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log)
+    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log)
     return tuple(
-        _build_split(blends[split], split, request) if wanted[split] else None for split in (TRAIN, VALID, TEST)
+        _build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)
     )
 
 
@@ -88,14 +88,14 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class GPTDatasetConfig:
     """What the datasets of one run have in common. Lists are over train, valid, test."""
 
     seq_length: int
     seed: int
     vocab_size: Optional[int]
     cache: Optional[str]
-    shares: list[Optional[Share]]
+    shares: list[Optional[SplitRange]]
     sizes: list[int]
     log: Callable[[str], None]
     files: dict[str, IndexedDataset] = field(default_factory=dict)  # opened so far
@@ -115,18 +115,18 @@ class Request:
 class GPTDataset:
     """Samples of one split of one token file, as `plan` says."""
 
-    def __init__(self, tokens: IndexedDataset, plan: EpochPlan, split: str, request: Request):
-        self.tokens, self.plan, self.vocab_size = tokens, plan, request.vocab_size
+    def __init__(self, tokens: IndexedDataset, plan: EpochPlan, split: str, config: GPTDatasetConfig):
+        self.tokens, self.plan, self.vocab_size = tokens, plan, config.vocab_size
         lengths = tokens.sequence_lengths
         own = np.ascontiguousarray(lengths[plan.first : plan.last])
         name = f"{Path(tokens.prefix).name}-{split}"
 
         def build():
-            request.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
+            config.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
             return build_index_maps(plan, lengths)._asdict()
 
         key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))
-        maps = request.cached(tokens.prefix, name, key, build, IndexMaps._fields)
+        maps = config.cached(tokens.prefix, name, key, build, IndexMaps._fields)
         self.document_index, self.sample_index, self.shuffle_index = maps["document"], maps["sample"], maps["shuffle"]
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class GPTDataset:
         return list(zip(documents.tolist(), [offset] + [0] * (last - first), lengths))
 
 
-def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[Share]]]:
+def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRange]]]:
     """(blend, share of its sequences) of each split."""
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
     if data.data_path and any(per_split):
@@ -185,16 +185,16 @@ def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[Share]]]:
     return blends, [(0.0, 1.0) if blend else None for blend in blends]
 
 
-def _build_split(blend: Blend, split: int, request: Request):
+def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
     """The dataset of one split, with at least the samples asked for."""
-    size = request.sizes[split]
+    size = config.sizes[split]
     if blend.weights is not None:
         planned, built = share_sizes(blend.weights, size)
-        datasets = [_build_file(prefix, count, split, request) for prefix, count in zip(blend.prefixes, built)]
-        return _build_blend(datasets, blend.prefixes, blend.weights, sum(planned), split, request)
+        datasets = [_build_file(prefix, count, split, config) for prefix, count in zip(blend.prefixes, built)]
+        return _build_blend(datasets, blend.prefixes, blend.weights, sum(planned), split, config)
     if len(blend.prefixes) == 1:
-        return _build_file(blend.prefixes[0], size, split, request)
-    datasets = [_build_file(prefix, None, split, request) for prefix in blend.prefixes]
+        return _build_file(blend.prefixes[0], size, split, config)
+    datasets = [_build_file(prefix, None, split, config) for prefix in blend.prefixes]
     lengths = [len(dataset) for dataset in datasets]
     total = sum(lengths)
     if size > total and split != VALID:
@@ -204,26 +204,26 @@ def _build_split(blend: Blend, split: int, request: Request):
             "prefixes without weights are gone through once, each in proportion to its size",
             f"for several epochs give weights, here: {weighted}",
         )
-    blended = _build_blend(datasets, blend.prefixes, lengths, min(size, total), split, request)
+    blended = _build_blend(datasets, blend.prefixes, lengths, min(size, total), split, config)
     return blended if size <= total else Repeated(blended, size)
 
 
-def _build_file(prefix: str, num_samples: Optional[int], split: int, request: Request):
+def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPTDatasetConfig):
     """Samples of one token file: at least `num_samples`, or one epoch of them (None)."""
-    tokens = request.open(prefix)
+    tokens = config.open(prefix)
     lengths = tokens.sequence_lengths
-    sequences = sequences_of(request.shares[split], len(tokens))
+    sequences = sequences_of(config.shares[split], len(tokens))
     if not lengths[sequences.start : sequences.stop].any():
-        raise _empty_split(tokens, split, request)
+        raise _empty_split(tokens, split, config)
 
     def plan_for(count: Optional[int]) -> EpochPlan:
-        return make_plan(sequences, lengths, request.seq_length, request.seed, count)
+        return make_epoch_plan(sequences, lengths, config.seq_length, config.seed, count)
 
     if split == VALID and num_samples is not None:
         plan = plan_for(None)
         if plan.num_samples == 0:
             plan = plan_for(1)  # as many epochs as one sample takes
-        dataset = GPTDataset(tokens, plan, SPLITS[split], request)
+        dataset = GPTDataset(tokens, plan, SPLITS[split], config)
         return dataset if len(dataset) >= num_samples else Repeated(dataset, num_samples)
     plan = plan_for(num_samples)
     if plan.num_samples == 0:
@@ -232,33 +232,33 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, request: Re
             f"--seq-length {plan.seq_length} needs {plan.seq_length + 1}",
             "leave this dataset out, give weights (--data-path WEIGHT PREFIX ...), or shorten --seq-length",
         )
-    return GPTDataset(tokens, plan, SPLITS[split], request)
+    return GPTDataset(tokens, plan, SPLITS[split], config)
 
 
 def _build_blend(
-    datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, request: Request
+    datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, config: GPTDatasetConfig
 ):
     """`size` samples of several datasets."""
     weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
-        request.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
+        config.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
         return dict(zip(names, interleave(weights, size, limits)))
 
     key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)
-    maps = request.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build, names)
+    maps = config.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build, names)
     return BlendedDataset(datasets, maps["dataset"], maps["sample"])
 
 
-def _empty_split(tokens: IndexedDataset, split: int, request: Request) -> DataError:
+def _empty_split(tokens: IndexedDataset, split: int, config: GPTDatasetConfig) -> DataError:
     """The error of a split without tokens, with the nearest --split that would work."""
     if not tokens.sequence_lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")
     total = len(tokens)
-    mine = sequences_of(request.shares[split], total)
-    ends = [sequences_of(share, total).stop if share else None for share in request.shares[:2]]
+    mine = sequences_of(config.shares[split], total)
+    ends = [sequences_of(share, total).stop if share else None for share in config.shares[:2]]
     ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])
-    counts = suggest_split(tokens.sequence_lengths, ends, [size > 0 for size in request.sizes])
+    counts = suggest_split(tokens.sequence_lengths, ends, [size > 0 for size in config.sizes])
     do = f"--split {','.join(map(str, counts))} gives each its part" if counts else "take more documents"
     return DataError(
         f"{tokens.prefix}: --split leaves nothing for {SPLITS[split]}",

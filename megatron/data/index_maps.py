@@ -18,10 +18,10 @@ from megatron.errors import SettingsError
 BLOCK = 1 << 22  # documents that `build_sample_index` looks at together: bounds its memory
 SEPARATE_BELOW = 0.80  # of the last epoch: when fewer of its samples are needed it is shuffled on its own
 
-Share = tuple[float, float]
+SplitRange = tuple[float, float]
 
 
-def parse_split(split: str) -> list[Optional[Share]]:
+def parse_split(split: str) -> list[Optional[SplitRange]]:
     """Where each of train, valid, test starts and ends as a share of the sequences; None where it has no weight.
 
     >>> parse_split("8,2")
@@ -42,7 +42,7 @@ def parse_split(split: str) -> list[Optional[Share]]:
     return [(start, end) if end > start else None for start, end in zip(ends, ends[1:])]
 
 
-def sequences_of(share: Share, total: int) -> range:
+def sequences_of(share: SplitRange, total: int) -> range:
     """The sequences of a split, of `total` in the file: contiguous, before any shuffle; halves round to even."""
     return range(*(int(round(bound * float(total))) for bound in share))
 
@@ -87,7 +87,7 @@ class EpochPlan:
         return ((self.epochs - 1) * self.tokens - 1) // self.seq_length
 
 
-def make_plan(
+def make_epoch_plan(
     sequences: range, lengths: np.ndarray, seq_length: int, seed: int, num_samples: Optional[int] = None
 ) -> EpochPlan:
     """Epochs that `num_samples` take (None: one), and whether the last of them is shuffled on its own.

@@ -6,9 +6,9 @@ samples, so ranks can add theirs up in any order: the sum is a part of the all-r
 with equal ledgers have seen the same tokens at the same steps; a repeated, skipped or changed sample shows.
 
     >>> a, b, c = ([place, place * 7] for place in (1, 2, 3))
-    >>> written(added([a, b, c])) == written(added([added([c, a]), b]))
+    >>> to_hex(sum_hashes([a, b, c])) == to_hex(sum_hashes([sum_hashes([c, a]), b]))
     True
-    >>> written([255, 16])
+    >>> to_hex([255, 16])
     '000000ff00000010'
 """
 
@@ -30,10 +30,10 @@ def sample_hash(place: int, tokens: np.ndarray) -> tuple[int, int]:
 def batch_hash(places: Iterable[int], tokens: np.ndarray) -> tuple[int, int]:
     """The hash of a micro-batch: tokens int64 [b, s], one sample a row."""
     rows = np.ascontiguousarray(tokens)
-    return added(sample_hash(place, row) for place, row in zip(places, rows))
+    return sum_hashes(sample_hash(place, row) for place, row in zip(places, rows))
 
 
-def added(hashes: Iterable[Sequence[int]]) -> tuple[int, int]:
+def sum_hashes(hashes: Iterable[Sequence[int]]) -> tuple[int, int]:
     """The hash of several parts together."""
     first = second = 0
     for part in hashes:
@@ -41,6 +41,6 @@ def added(hashes: Iterable[Sequence[int]]) -> tuple[int, int]:
     return first, second
 
 
-def written(halves: Iterable[float]) -> str:
+def to_hex(halves: Iterable[float]) -> str:
     """A hash as 16 hexadecimal digits."""
     return "".join(f"{int(half) % HALF:08x}" for half in halves)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches: what a model's forward pass is given, prepared ahead by threads. s: sequence, b: micro-batch.
 
-batches = Batches(train, config.data, micro_batch_size=4, eod=eod, dp_rank=dp.rank, dp_size=dp.size,
+batches = MicroBatchLoader(train, config.data, micro_batch_size=4, eod=eod, dp_rank=dp.rank, dp_size=dp.size,
                   next_step=lambda consumed: batch_size(config.batch, dp.size, consumed))
-for micro_batch in batches.step(consumed, num_micros=8): ...
+for micro_batch in batches.step(consumed, num_microbatches=8): ...
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 
 from megatron.data import masks
 from megatron.data.ledger import batch_hash, sample_hash
-from megatron.data.sampler import cyclic_place, micro_batch_samples
+from megatron.data.sampler import cyclic_position, micro_batch_samples
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 
@@ -69,7 +69,7 @@ class MicroBatch:
         )
 
 
-class Batches:
+class MicroBatchLoader:
     """The micro-batches of one data-parallel rank, a pure function of the samples consumed before a step.
 
     `next_step(consumed) -> (global batch size, micro-batches per rank)` foretells the steps to come, so that the next
@@ -105,22 +105,22 @@ class Batches:
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
-    def step(self, consumed: int, num_micros: int) -> list[MicroBatch]:
+    def step(self, consumed: int, num_microbatches: int) -> list[MicroBatch]:
         """The micro-batches of the step after `consumed` samples, in the order of micro-steps.
 
         Raises DataError where the data ends, and in this thread whatever went wrong in a thread that worked ahead.
         """
-        end = consumed + num_micros * self.micro_batch_size * self.dp_size
+        end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
         if not self._holds(end):
             raise DataError(
                 f"samples {consumed:,} to {end:,} are asked for, and the dataset has {len(self.dataset):,}",
                 do="build it for more samples (--train-iters, --train-samples), or --dataloader-type cyclic",
             )
-        keys = [(consumed, micro) for micro in range(num_micros)]
+        keys = [(consumed, micro) for micro in range(num_microbatches)]
         if self.pool is None:
             return [self.micro_batch(*key) for key in keys]
         futures = [self.ahead.pop(key, None) or self.pool.submit(self.micro_batch, *key) for key in keys]
-        self._prepare(end, num_micros)
+        self._prepare(end, num_microbatches)
         return [future.result() for future in futures]
 
     def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
@@ -189,18 +189,18 @@ class Batches:
             self.pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.clear()
 
-    def __enter__(self) -> "Batches":
+    def __enter__(self) -> "MicroBatchLoader":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _prepare(self, consumed: int, num_micros: int) -> None:
+    def _prepare(self, consumed: int, num_microbatches: int) -> None:
         """Hand the step after `consumed` samples to the threads, and drop what was foretold and did not come."""
         if self.next_step is not None and self._holds(consumed + 1):
-            num_micros = self.next_step(consumed)[1]
-        end = consumed + num_micros * self.micro_batch_size * self.dp_size
-        keys = [(consumed, micro) for micro in range(num_micros)] if self._holds(end) else []
+            num_microbatches = self.next_step(consumed)[1]
+        end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
+        keys = [(consumed, micro) for micro in range(num_microbatches)] if self._holds(end) else []
         for key in set(self.ahead) - set(keys):
             self.ahead.pop(key).cancel()
         for key in keys:
@@ -214,7 +214,7 @@ class Batches:
         """The dataset's sample at a place in the order of training."""
         if self.data.dataloader_type == "single":
             return position
-        epoch, index = cyclic_place(position, len(self.dataset))
+        epoch, index = cyclic_position(position, len(self.dataset))
         return int(cyclic_order(epoch, len(self.dataset))[index])
 
 

@@ -27,7 +27,15 @@ from typing import Any, Optional
 from megatron.data import manifest
 from megatron.data.indexed import bare_prefix
 from megatron.errors import DataError, SettingsError
-from megatron.storage.durable import Damaged, read_sealed, replace_file, require_space, seal, storage, sync_folder
+from megatron.storage.durable import (
+    Damaged,
+    read_sealed,
+    replace_file,
+    require_space,
+    seal,
+    storage_errors,
+    sync_folder,
+)
 from megatron.storage.urls import Stat, UrlPath, location
 
 NEEDED, OPTIONAL = (".idx", ".bin"), (".sums.json", ".stats.json")
@@ -58,7 +66,7 @@ def nearby(prefix: str, cache: Optional[str], log: Say = lambda text: None) -> s
     folder = Path(cache) / "fetched" / f"{source.name}-{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
     copy = folder / source.name
     if not _is_copy(copy, source, there):
-        with storage(folder):
+        with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / ".lock", f"{source} to be fetched", log):
             if not _is_copy(copy, source, there):
@@ -104,7 +112,7 @@ def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> Non
     shutil.rmtree(aside, ignore_errors=True)  # of a process that died: the lock is ours
     require_space(copy.parent, size)
     log(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
-    with storage(copy, size):
+    with storage_errors(copy, size):
         aside.mkdir()
         for number in range(1, _TRIES + 1):
             for ending in there:
@@ -144,7 +152,7 @@ def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[st
 @contextlib.contextmanager
 def _alone(path: Path, what: str, log: Say) -> Iterator[None]:
     """One process of this machine at a time; the kernel lets the next one in when its holder dies."""
-    with storage(path), open(path, "a+") as lock:
+    with storage_errors(path), open(path, "a+") as lock:
         started, said = time.monotonic(), 0.0
         while True:
             try:

@@ -24,18 +24,18 @@ def micro_batch_samples(consumed: int, micro_batch_size: int, dp_rank: int, dp_s
     return range(start, start + micro_batch_size)
 
 
-class Place(NamedTuple):
+class EpochPosition(NamedTuple):
     """Where a position falls when a dataset is passed over again and again."""
 
     epoch: int
     index: int
 
 
-def cyclic_place(position: int, length: int) -> Place:
+def cyclic_position(position: int, length: int) -> EpochPosition:
     """The epoch of a position and its place within the epoch's shuffled order (`--dataloader-type cyclic`).
 
     Each epoch has its own permutation of all `length` samples, seeded by the epoch's number. Megatron-LM's order without
     data sharding is the same whenever its global micro-step divides `length`; where it does not, Megatron-LM drops the
     rest of the epoch, and here nothing is dropped, since what is dropped would depend on the number of ranks.
     """
-    return Place(*divmod(position, length))
+    return EpochPosition(*divmod(position, length))

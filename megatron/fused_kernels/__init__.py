@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of the ops that have several implementations, what each needs, and how one is picked.
 
-`reference.py` defines every op in plain PyTorch. The table lists faster implementations, best first; `choose` takes the
-first one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
+`reference.py` defines every op in plain PyTorch. The table lists faster implementations, best first; `choose_kernel` takes
+the first one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
 
-    >>> choose("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256, causal=True)).name
+    >>> choose_kernel("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256, causal=True)).name
     'block-causal'
 """
 
@@ -87,11 +87,11 @@ class Implementation:
     covers: frozenset[str] = EVERYTHING
 
     def fits(self, case: Case) -> bool:
-        """Whether `choose` may take it."""
+        """Whether `choose_kernel` may take it."""
         return not self.lacking and case.asks <= self.covers and self.suits(case)
 
 
-def choose(op: str, case: Case, backend: str = "auto") -> Implementation:
+def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
     """The best implementation of `op` for `case`; a `backend` other than auto narrows it down if it covers the case."""
     fitting = [entry for entry in TABLE[op] if entry.fits(case)]
     asked = [entry for entry in fitting if entry.backend == backend]

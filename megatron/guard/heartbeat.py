@@ -79,7 +79,13 @@ class Heartbeat:
         if STACKS_SIGNAL is not None:
             self.stacks = stacks_path(self.path).open("wb", buffering=0)
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
-        who = dict(rank=rank, host=socket.gethostname(), pid=os.getpid(), born=born(os.getpid()), machine=machine())
+        who = dict(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            born=process_start_ticks(os.getpid()),
+            machine=machine(),
+        )
         words = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         if all(words):
             who["slurm_step"] = ".".join(words)
@@ -232,7 +238,7 @@ def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
     return None
 
 
-def born(pid: int) -> int:
+def process_start_ticks(pid: int) -> int:
     """When a process started, in ticks since the machine did; 0 when there is no such process (or no /proc)."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -243,7 +249,7 @@ def born(pid: int) -> int:
 def age() -> float:
     """Seconds since this process was started; 0 where the system does not say."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
-    ticks = born(os.getpid())
+    ticks = process_start_ticks(os.getpid())
     if clock is None or not ticks:
         return 0.0
     return max(0.0, time.clock_gettime(clock) - ticks / os.sysconf("SC_CLK_TCK"))

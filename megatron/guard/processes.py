@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from megatron.guard.heartbeat import Beat, born, machine
+from megatron.guard.heartbeat import Beat, machine, process_start_ticks
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_CHILD_SUBREAPER, ...)
 
@@ -83,7 +83,7 @@ def send(pid: int, number: int) -> bool:
 
 def is_gone(beat: Beat) -> bool:
     """Whether a rank's process was one of this machine, and is no longer there."""
-    return beat.machine == machine() and (born(beat.pid) != beat.born or state(beat.pid) == "Z")
+    return beat.machine == machine() and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
 
 
 def alive_here(beat: Beat) -> bool:

@@ -16,7 +16,7 @@ from megatron.errors import NumericsError
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 
 AXES = ("replicate", "shard", "expert_dp", "tp", "tied")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,13 +30,13 @@ class Copy(NamedTuple):
     axes: tuple[str, ...]
 
 
-def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
+def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
     """Compare parameters and main weights with those of other ranks; all ranks together, between two steps.
 
     Raises NumericsError, on every rank, that names each tensor that differs and the ranks whose bits are in the minority.
     """
     mesh = optimizer.mesh
-    with torch.no_grad(), optimizer.present():
+    with torch.no_grad(), optimizer.gathered_parameters():
         found = checksums(optimizer)
     different = [
         text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
@@ -44,7 +44,7 @@ def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
     bad = torch.tensor([float(bool(different))], device=optimizer.device)
     if not collectives.all_reduce(bad, mesh.world, "max").item():
         return
-    lines = sorted({line for lines in collectives.gather_objects(different, mesh.world) for line in lines})
+    lines = sorted({line for lines in collectives.all_gather_object(different, mesh.world) for line in lines})
     more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
     raise NumericsError(
         f"iteration {iteration}: ranks that hold the same parameters hold different bits",
@@ -54,14 +54,14 @@ def check_replicas(optimizer: ShardedAdamW, iteration: int) -> None:
     )
 
 
-def checksums(optimizer: ShardedAdamW) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
+def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
     """(name, axes, checksum) of what this rank holds together with others; checksums on the device, from which they
     are sent, also those of state in the memory of the host.
     """
     return [(copy.name, copy.axes, checksum(copy.values).to(optimizer.device)) for copy in copies(optimizer)]
 
 
-def copies(optimizer: ShardedAdamW) -> Iterable[Copy]:
+def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
     """What this rank holds together with others: parameters as the model uses them, and shards of main weights."""
     for unit in optimizer.units if optimizer.weights.keep else ():
         for slot in unit.slots:

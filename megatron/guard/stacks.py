@@ -2,7 +2,7 @@
 """Why a job stands still, in plain words, from heartbeats and the stacks of its ranks. Pure text; needs no torch.
 
 rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)
-7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in totals), step 17, op B micro 5
+7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in finalize_grads), step 17, op B micro 5
 """
 
 import json

@@ -39,7 +39,7 @@ class Watch:
 
     heartbeat: the rank's heartbeat
     log:       prints a line of the log, on rank 0
-    exchange:  value -> [value of every rank]
+    all_gather_object:  value -> [value of every rank]
     counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
     """
 
@@ -51,11 +51,11 @@ class Watch:
         heartbeat: Optional[Heartbeat] = None,
         rank: int = 0,
         log: Callable[[str], None] = lambda text: None,
-        exchange: Callable[[Any], list] = lambda value: [value],
+        all_gather_object: Callable[[Any], list] = lambda value: [value],
         counts: bool = True,
     ):
         self.settings, self.heartbeat, self.rank = settings, heartbeat or Heartbeat(), rank
-        self.log, self.exchange, self.counts = log, exchange, counts
+        self.log, self.all_gather_object, self.counts = log, all_gather_object, counts
         self.requests = StopRequests(
             signals=settings.exit_signal_handler,
             kill_switch=settings.kill_switch_file,
@@ -71,13 +71,13 @@ class Watch:
 
     def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
         """A rank's sums of the step, and behind them its part of the ledger and its votes to stop; fp64."""
-        halves = ledger.added(batch.hash for batch in batches) if self.counts else (0, 0)
+        halves = ledger.sum_hashes(batch.hash for batch in batches) if self.counts else (0, 0)
         return torch.cat([sums, to_device([*halves, *self.requests.votes()], sums.dtype, sums.device)])
 
     def count(self, totals: torch.Tensor) -> list[float]:
         """Take note of what all ranks have said; returns the totals that `with_votes` was given."""
         *values, first, second = totals[:-VOTES].tolist()
-        self.ledger = ledger.written((first, second))
+        self.ledger = ledger.to_hex((first, second))
         self.stop = self.requests.agreed(totals[-VOTES:].tolist())
         return values
 
@@ -154,7 +154,7 @@ class Watch:
             replay(observer.on_op)
         mine = observer.first
         told = mine and (mine, [describe(place) for place in mine.samples])
-        answers = sorted((answer for answer in self.exchange(told) if answer), key=lambda answer: answer[0])
+        answers = sorted((answer for answer in self.all_gather_object(told) if answer), key=lambda answer: answer[0])
         if not answers:
             return (
                 "the same step, repeated, is finite: its arithmetic is not repeatable on this machine "

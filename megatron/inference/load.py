@@ -14,7 +14,7 @@ from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.units import lay_out, materialise, owned_ranges, pieces_of
+from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.storage.urls import UrlPath, location
 
@@ -55,12 +55,12 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     )
     model = recipe_of(config).build_model(plain, Mesh(), vocab_size, dtype=dtype, device="meta")
     axis_of = partial(getattr, Mesh())  # of one rank
-    units = lay_out(model, axis_of)
+    units = flat_units_of(model, axis_of)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
     pieces = []
     for own in owned_ranges(units, axis_of):
-        materialise(own.unit, weights[own.unit.place])
-        pieces += pieces_of(own, weights.__getitem__, Mesh().place)
+        materialise(own.unit, weights[own.unit.buffer_slice])
+        pieces += pieces_of(own, weights.__getitem__, Mesh().coordinates)
     restored = restore(location(folder), pieces, step=step, cast=True)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
 

@@ -14,13 +14,13 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
-from megatron.model.weights import Table, inside
+from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
@@ -83,13 +83,13 @@ class Attention(nn.Module):
         self.layer, self.head_dim = layer, model.head_dim
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
-        self.qkv = ColumnParallelLinear(inside(weights, "qkv"), tp, **common)
-        self.output = RowParallelLinear(inside(weights, "output"), tp, **common)
+        self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **common)
+        self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
-            kind = dict(dtype=common["dtype"], device=common["device"])
+            factory_kwargs = dict(dtype=common["dtype"], device=common["device"])
             self.q_norm, self.k_norm = (
-                NORMS[model.normalization](inside(weights, name), model.norm_epsilon, **kind)
+                NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
                 for name in ("q_norm", "k_norm")
             )
         self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=tp)
@@ -141,7 +141,7 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
     if case.dropout:
         (s, b, g, q, _), t = query.shape, key.shape[0]
         dropout = layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
-    return choose("attention", case, layer.backend).run(
+    return choose_kernel("attention", case, layer.backend).run(
         query,
         key,
         value,

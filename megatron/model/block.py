@@ -8,7 +8,7 @@ from megatron.model.attention import Attention, ForwardContext
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute
-from megatron.model.weights import Table, inside
+from megatron.model.weights import Table, take_prefix
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Kernels, Model
@@ -37,23 +37,23 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.recompute_attention = recompute == "full_attn"
-        kind = dict(dtype=dtype, device=device)
-        common = dict(sequence_parallel=sequence_parallel, **kind)
+        factory_kwargs = dict(dtype=dtype, device=device)
+        common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
         norm, axis = NORMS[model.normalization], tp if sequence_parallel else None
-        self.attention_norm = norm(inside(weights, "attention_norm"), model.norm_epsilon, **kind)
+        self.attention_norm = norm(take_prefix(weights, "attention_norm"), model.norm_epsilon, **factory_kwargs)
         self.attention = Attention(
             model,
             layer,
             tp,
-            inside(weights, "attention"),
+            take_prefix(weights, "attention"),
             seed=seed,
             kernels=kernels,
             recompute_core=recompute == "core_attn",
             **common,
         )
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis)
-        self.mlp_norm = norm(inside(weights, "mlp_norm"), model.norm_epsilon, **kind)
-        self.mlp = MLP(model, tp, inside(weights, "mlp"), **common)
+        self.mlp_norm = norm(take_prefix(weights, "mlp_norm"), model.norm_epsilon, **factory_kwargs)
+        self.mlp = MLP(model, tp, take_prefix(weights, "mlp"), **common)
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
-from megatron.model.weights import Table, Unit, elements, logical, norm, positions, under, word_table
+from megatron.model.weights import Table, Unit, add_prefix, elements, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import Placement
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model
@@ -29,7 +29,7 @@ Bytes = Counter  # kind -> bytes
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSetup:
     """How a rank works on the model: its part of each layer, the samples of a pass, number format, kernels.
 
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
@@ -38,7 +38,7 @@ class Share:
 
     tp: int = 1
     sp: bool = False
-    micro: int = 1
+    micro_batch_size: int = 1
     device: str = "cuda"
     precision: str = "bf16"
     element: int = 2
@@ -46,7 +46,7 @@ class Share:
     chunk: Optional[int] = None
 
 
-class Core(NamedTuple):
+class CoreAttention(NamedTuple):
     """Attention between its two linear layers. kept: bytes for the backward pass; recomputed: bytes if it is recomputed.
 
     kernel: flash, block-causal, or reference, which stores scores. work: FLOPs over all pairs of query and key, of which
@@ -79,7 +79,7 @@ class Branch(NamedTuple):
     moved: int
     kept: int
     workspace: int
-    core: Optional[Core] = None
+    core: Optional[CoreAttention] = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Facts:
         """The weights of a layer."""
         raise NotImplementedError
 
-    def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
+    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
         """The branches of a layer, in order."""
         raise NotImplementedError
 
@@ -151,9 +151,9 @@ class Facts:
         """FLOPs of all layers' attention for one token that sees `context` tokens, forward."""
         return 0.0
 
-    def message(self, share: Share) -> tuple[int, ...]:
+    def message(self, share: RankSetup) -> tuple[int, ...]:
         """Shape of what goes from stage to stage: the hidden states."""
-        return self._between(share, self.settings.seq_length), share.micro, self.settings.hidden_size
+        return self._between(share, self.settings.seq_length), share.micro_batch_size, self.settings.hidden_size
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -173,10 +173,10 @@ class Facts:
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
         """The units of a pipeline stage, in the order in which its module registers them."""
         m, sp = self.settings, sequence_parallel
-        table = word_table(m, self.vocab_size)
+        table = vocab_embedding(m, self.vocab_size)
         front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
         if m.position_embedding_type == "learned_absolute":
-            front.append(Unit("embedding", under("position", positions(m, sp)), ends=("first",)))
+            front.append(Unit("embedding", add_prefix("position", positions(m, sp)), ends=("first",)))
         back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
@@ -212,7 +212,7 @@ class Facts:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def layer_kept(self, share: Share, kind: str, granularity: str = "") -> Bytes:
+    def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
         """Bytes that the forward pass of a layer keeps for the backward pass, with `granularity` of it recomputed."""
         if granularity == "full":  # its input, nothing else
             return Bytes({"inputs of recomputed layers": self.message_bytes(share)})
@@ -223,29 +223,29 @@ class Facts:
                 kept["inputs of recomputed layers"] += self.message_bytes(share)
                 kept["dropout masks"] += self._mask(share)
                 continue
-            kept.update(self.branch_kept(share, branch))
+            kept.update(self.branch_saved_bytes(share, branch))
             if attention and granularity == "core_attn":
                 kept["attention core"] += branch.core.recomputed - branch.core.kept
         return kept
 
-    def branch_kept(self, share: Share, branch: Branch) -> Bytes:
+    def branch_saved_bytes(self, share: RankSetup, branch: Branch) -> Bytes:
         """Bytes that a branch keeps with nothing recomputed."""
         n, rest = self._tokens(share), self._between(share, self._tokens(share))
         h, e = self.settings.hidden_size, share.element
-        kept = Bytes({"norms": self.norm_kept(share, rest * h, h), "dropout masks": self._mask(share)})
+        kept = Bytes({"norms": self.norm_saved_bytes(share, rest * h, h), "dropout masks": self._mask(share)})
         kept[branch.name] += (rest * h + n * branch.inputs) * e + branch.kept  # inputs of both products
         if branch.core:
             kept["attention core"] += branch.core.kept
         return kept
 
-    def norm_kept(self, share: Share, number: int, width: int, shared_input: bool = False) -> int:
+    def norm_saved_bytes(self, share: RankSetup, number: int, width: int, shared_input: bool = False) -> int:
         """Bytes that a norm of `number` elements keeps: its input, unless others keep it, and statistics of each row."""
         rows, own = number // width, 0 if shared_input else number * share.element
         if self.settings.normalization == "LayerNorm":
             return 2 * rows * (4 if share.device == "cuda" else share.element) + own
         return 4 * rows + own
 
-    def ends_kept(self, share: Share, first: bool, last: bool) -> Bytes:
+    def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
         """Bytes that embedding, and final norm with output layer and loss keep."""
         n, kept = self._tokens(share), Bytes()
         if first:
@@ -253,23 +253,25 @@ class Facts:
             kept["dropout masks"] += self._mask(share)
         if last:
             rest, h = self._between(share, n), self.settings.hidden_size
-            kept["norms"] += self.norm_kept(share, rest * h, h)
-            kept["output layer and loss"] += self.loss_kept(share)
+            kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
+            kept["output layer and loss"] += self.loss_saved_bytes(share)
         return kept
 
-    def layer_workspace(self, share: Share, kind: str, granularity: str = "", together: int = 1) -> int:
+    def layer_workspace(self, share: RankSetup, kind: str, granularity: str = "", together: int = 1) -> int:
         """Most bytes that a layer's backward pass needs beside what is kept; `together` layers are recomputed at a time."""
         branches = self.branches(share, kind)
         most = max(branch.workspace for branch in branches)
         if granularity == "full":
-            return most + together * self.layer_kept(share, kind).total()
+            return most + together * self.layer_saved_bytes(share, kind).total()
         for branch in branches if granularity else ():
             if branch.core:
-                core = branch.core.kept if granularity == "core_attn" else self.branch_kept(share, branch).total()
+                core = (
+                    branch.core.kept if granularity == "core_attn" else self.branch_saved_bytes(share, branch).total()
+                )
                 return most + core
         return most
 
-    def deferred_kept(self, share: Share, kind: str) -> int:
+    def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
         """Bytes of a layer whose products for weights' gradients are deferred (zero-bubble W): the inputs of its linear
         layers, and the gradients of their outputs.
         """
@@ -277,7 +279,7 @@ class Facts:
         between = (n + self._between(share, n)) * h
         return sum(between + n * (sum(b.outputs) + b.inputs) for b in self.branches(share, kind)) * share.element
 
-    def message_bytes(self, share: Share) -> int:
+    def message_bytes(self, share: RankSetup) -> int:
         """Bytes of what goes from stage to stage."""
         return math.prod(self.message(share)) * share.element
 
@@ -285,21 +287,21 @@ class Facts:
 
     def vocabulary_rows(self, tp: int) -> int:
         """Rows of the embedding on each tensor parallel rank, padding included."""
-        return word_table(self.settings, self.vocab_size)["weight"].local_shape({"tp": tp})[0]
+        return vocab_embedding(self.settings, self.vocab_size)["weight"].local_shape({"tp": tp})[0]
 
-    def loss_chunks(self, share: Share) -> int:
+    def loss_chunks(self, share: RankSetup) -> int:
         """Chunks of tokens that the loss of a micro-batch is computed in."""
         n, (chunk, block) = self._tokens(share), self._chunks(share)
         return sum(-(-min(block, n - start) // chunk) for start in range(0, n, block))
 
-    def loss_kept(self, share: Share) -> int:
+    def loss_saved_bytes(self, share: RankSetup) -> int:
         """What the fused output layer and loss keep: gradients of its input [n, h] and its weight [v/tp, h]; in place of
         the latter, while its product waits, the two that are multiplied.
         """
         n, row = self._tokens(share), self.settings.hidden_size * share.element
         return n * row + (self.loss_deferred(share) or self.vocabulary_rows(share.tp) * row)
 
-    def loss_deferred(self, share: Share) -> int:
+    def loss_deferred(self, share: RankSetup) -> int:
         """Bytes from which the output weight's gradient is made in the backward pass, or later: the input and the
         gradients of all logits, [n, h + v/tp]. 0: they are too many to be kept, and it is made in the forward pass.
         """
@@ -307,7 +309,7 @@ class Facts:
         wanted = n * (self.settings.hidden_size + self.vocabulary_rows(share.tp)) * share.element
         return wanted if n <= self._chunks(share).block else 0
 
-    def loss_workspace(self, share: Share) -> int:
+    def loss_workspace(self, share: RankSetup) -> int:
         """Most bytes of logits and their gradients at a time, beside what is kept."""
         n, rows, (chunk, block) = self._tokens(share), self.vocabulary_rows(share.tp), self._chunks(share)
         # In fp32: the logits, their gradients, one for the ops in between, and the slopes of their caps.
@@ -317,20 +319,20 @@ class Facts:
             return max(logits, product * share.element)
         return block * rows * share.element + logits + 2 * 4 * product  # weight gradients of blocks are summed in fp32
 
-    def _chunks(self, share: Share) -> LossChunks:
+    def _chunks(self, share: RankSetup) -> LossChunks:
         return LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)
 
     # ---- words for these --------------------------------------------------------------------------------------------
 
-    def _tokens(self, share: Share) -> int:
+    def _tokens(self, share: RankSetup) -> int:
         """Tokens of a micro-batch."""
-        return self.settings.seq_length * share.micro
+        return self.settings.seq_length * share.micro_batch_size
 
-    def _between(self, share: Share, tokens: int) -> int:
+    def _between(self, share: RankSetup, tokens: int) -> int:
         """Of these tokens, those that a rank holds between layers."""
         return tokens // (share.tp if share.sp else 1)
 
-    def _mask(self, share: Share) -> int:
+    def _mask(self, share: RankSetup) -> int:
         """Bytes of what a dropout of hidden states keeps."""
         whole = self._between(share, self._tokens(share)) * self.settings.hidden_size
         return whole if self.settings.hidden_dropout > 0 else 0

@@ -19,10 +19,10 @@ from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
-from megatron.model.weights import Table, inside
+from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
-from megatron.mpu.deferred_wgrad import WeightGradients
+from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
@@ -47,7 +47,9 @@ class LanguageModel(nn.Module):
     formats inside, op by op.
     """
 
-    weight_gradients: Optional[WeightGradients] = None  # of the output layer; set by `deferred_wgrad.attach`
+    weight_grad_store: Optional[WeightGradStore] = (
+        None  # of the output layer; set by `deferred_wgrad.attach_weight_grad_store`
+    )
 
     def __init__(
         self,
@@ -73,11 +75,11 @@ class LanguageModel(nn.Module):
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         self.softcap, self.z_loss = model.final_logit_softcapping, model.z_loss_coeff
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self.seed, self.kind = seed, dict(dtype=dtype, device=device)
+        self.seed, self.factory_kwargs = seed, dict(dtype=dtype, device=device)
         self.units = facts.units(layers, first, last, self.sequence_parallel)
         tables = {unit.name: unit.weights for unit in self.units}
         if "embedding.word" in tables:
-            self.embedding = Embedding(model, mesh, tables, seed, self.sequence_parallel, **self.kind)
+            self.embedding = Embedding(model, mesh, tables, seed, self.sequence_parallel, **self.factory_kwargs)
         self.recompute_groups = recompute_groups(layers, recompute or Recompute())
         granularity = {n: group.granularity for group in self.recompute_groups for n in group.layers}
         self.blocks = nn.ModuleDict(
@@ -90,11 +92,17 @@ class LanguageModel(nn.Module):
             for block in self.blocks.values():
                 block.compile()
         if last:
-            self.final_norm = NORMS[model.normalization](tables["final_norm"], model.norm_epsilon, **self.kind)
+            self.final_norm = NORMS[model.normalization](
+                tables["final_norm"], model.norm_epsilon, **self.factory_kwargs
+            )
             self.output = None
             if "output" in tables:
-                self.output = VocabParallelEmbedding(tables["output"], mesh.tp, **self.kind)
-            self.gather_input = mappings.gather_sequence if self.sequence_parallel else mappings.copy_to
+                self.output = VocabParallelEmbedding(tables["output"], mesh.tp, **self.factory_kwargs)
+            self.gather_input = (
+                mappings.gather_from_sequence_parallel_region
+                if self.sequence_parallel
+                else mappings.copy_to_tensor_model_parallel_region
+            )
 
     # ---- what a model says -------------------------------------------------------------------------------------------
 
@@ -134,7 +142,7 @@ class LanguageModel(nn.Module):
                 softcap=self.softcap,
                 z_loss=self.z_loss,
                 chunk=self.kernels.cross_entropy_chunk,
-                deferred=self.weight_gradients,
+                deferred=self.weight_grad_store,
             )
         return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
 
@@ -197,14 +205,16 @@ class LanguageModel(nn.Module):
 class Embedding(nn.Module):
     """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has the word table alone."""
 
-    def __init__(self, model: Model, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **kind):
+    def __init__(
+        self, model: Model, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory_kwargs
+    ):
         super().__init__()
         self.word = VocabParallelEmbedding(
-            tables["embedding.word"], mesh.tp, sequence_parallel=sequence_parallel, **kind
+            tables["embedding.word"], mesh.tp, sequence_parallel=sequence_parallel, **factory_kwargs
         )
         self.position = None
         if "embedding" in tables:
-            self.position = LearnedPositions(inside(tables["embedding"], "position"), **kind)
+            self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
         self.dropout = Dropout(model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None)
 

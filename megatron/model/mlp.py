@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.weights import Table, inside
+from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.settings.schema import Model
@@ -21,8 +21,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gated, self.squared = model.swiglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
-        self.up = ColumnParallelLinear(inside(weights, "up"), tp, **common)
-        self.down = RowParallelLinear(inside(weights, "down"), tp, **common)
+        self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
+        self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.up(x)  # [s, b, ffn/tp] or [s, b, 2 ffn/tp]

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.model.weights import Table
 from megatron.mpu.layers import create_parameters
@@ -37,13 +37,13 @@ class RMSNorm(nn.Module):
 @op
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`reference.layer_norm` by the best kernel."""
-    return choose("layer_norm", Case(x.device.type, x.dtype)).run(x, weight, bias, epsilon)
+    return choose_kernel("layer_norm", Case(x.device.type, x.dtype)).run(x, weight, bias, epsilon)
 
 
 @op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`reference.rms_norm` by the best kernel."""
-    return choose("rms_norm", Case(x.device.type, x.dtype)).run(x, weight, epsilon)
+    return choose_kernel("rms_norm", Case(x.device.type, x.dtype)).run(x, weight, epsilon)
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -44,19 +44,19 @@ class Unit:
         return (first and "first" in self.ends) or (last and "last" in self.ends)
 
 
-def under(name: str, table: Table) -> dict[str, Placement]:
+def add_prefix(name: str, table: Table) -> dict[str, Placement]:
     """A table with `name.` before each of its names."""
     return {f"{name}.{key}": placement for key, placement in table.items()}
 
 
-def inside(table: Table, name: str) -> dict[str, Placement]:
+def take_prefix(table: Table, name: str) -> dict[str, Placement]:
     """What stands under `name.` in a table, by the rest of its name."""
     return {key[len(name) + 1 :]: placement for key, placement in table.items() if key.startswith(f"{name}.")}
 
 
 def logical(units: Iterable[Unit]) -> dict[str, Placement]:
     """All weights of these units by their full names."""
-    return {name: placement for unit in units for name, placement in under(unit.name, unit.weights).items()}
+    return {name: placement for unit in units for name, placement in add_prefix(unit.name, unit.weights).items()}
 
 
 def elements(table: Table) -> int:
@@ -102,7 +102,7 @@ def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
     return table
 
 
-def word_table(model: Model, vocab_size: int) -> dict[str, Placement]:
+def vocab_embedding(model: Model, vocab_size: int) -> dict[str, Placement]:
     """Of an embedding of words, or an output layer: [v, h], its rows divided, padded on each rank."""
     shape, multiple = (vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
     init = Normal(model.init_method_std)
@@ -127,11 +127,15 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
     width = m.num_attention_heads * m.head_dim
     table = {
-        **under("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias, matrices=parts)),
-        **under("output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
+        **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias, matrices=parts)),
+        **add_prefix(
+            "output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
+        ),
     }
     for name in ("q_norm", "k_norm") if m.qk_layernorm else ():
-        table |= under(name, norm(m, m.head_dim, partial=True))  # one weight for all heads, of which a rank sees some
+        table |= add_prefix(
+            name, norm(m, m.head_dim, partial=True)
+        )  # one weight for all heads, of which a rank sees some
     return table
 
 
@@ -140,6 +144,8 @@ def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     m, bias = model, not model.disable_bias_linear
     rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.swiglu else ((m.ffn_size,), 0, None)
     return {
-        **under("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
-        **under("down", row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
+        **add_prefix("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
+        **add_prefix(
+            "down", row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
+        ),
     }

@@ -186,7 +186,7 @@ def broadcast_object(value, axis: Axis, source: int = 0):
     return box[0]
 
 
-def gather_objects(value, axis: Axis) -> list:
+def all_gather_object(value, axis: Axis) -> list:
     """Small picklable values of all ranks of the axis, in their order. For checks, not for steps."""
     if axis.size == 1:
         return [value]

@@ -30,7 +30,7 @@ import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives
-from megatron.mpu.deferred_wgrad import WeightGradients, defer_function
+from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.layers import matmul
 from megatron.mpu.mesh import Axis
 from megatron.settings.kernel_sizes import LossChunks
@@ -51,14 +51,15 @@ def linear_cross_entropy(
     softcap: Optional[float] = None,
     z_loss: float = 0.0,
     chunk: Optional[int] = None,
-    deferred: Optional[WeightGradients] = None,
+    deferred: Optional[WeightGradStore] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
     fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
-    mapping that brought it (`copy_to` or `gather_sequence`) completes. weight [v/tp, h]: rows tp.rank * v/tp
-    onwards of the padded vocabulary; labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
+    mapping that brought it (`copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`)
+    completes. weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
+    labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
     deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`.
@@ -69,7 +70,7 @@ def linear_cross_entropy(
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
         return loss, z
-    defer = defer_function(deferred, hidden, weight)
+    defer = wgrad_defer_function(deferred, hidden, weight)
     return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer), z
 
 

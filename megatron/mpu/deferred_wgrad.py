@@ -2,14 +2,14 @@
 """Deferred weight gradients (W of zero-bubble schedules): the backward pass makes gradients of inputs at once.
 
 The previous pipeline stage needs the gradient of a layer's input (dgrad) at once; no rank waits for that of its weight
-(wgrad). While a pass `collect`s, linear layers leave the product that makes the weight's gradient here; `deliver` does
-these products later:
+(wgrad). While a pass `collect`s, linear layers leave the product that makes the weight's gradient here;
+`run_deferred_wgrads` does these products later:
 
-    waiting = attach(stages)
+    waiting = attach_weight_grad_store(stages)
     with waiting.collect() as products:
         torch.autograd.backward(y, gradient)  # pass I
     ...
-    deliver(products)  # pass W
+    run_deferred_wgrads(products)  # pass W
 
 The output layer leaves its product here, too (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap
 and stay in pass I, and so do those of a layer whose input needs no gradient.
@@ -25,7 +25,7 @@ import torch
 Product = tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]
 
 
-class WeightGradients:
+class WeightGradStore:
     """Where the linear layers of a rank leave the products of pass W. Not collecting, it changes nothing."""
 
     def __init__(self):
@@ -43,22 +43,24 @@ class WeightGradients:
     def defer(self, weight: torch.nn.Parameter, product: Callable[[], torch.Tensor]) -> None:
         """For the backward pass of a layer: the product that is its weight's gradient, for later or for now."""
         if self._products is None:
-            deliver([(weight, product)])
+            run_deferred_wgrads([(weight, product)])
         else:
             self._products.append((weight, product))
 
 
-def attach(modules: Iterable[torch.nn.Module]) -> WeightGradients:
-    """One `WeightGradients` for all linear layers in `modules`."""
-    shared = WeightGradients()
+def attach_weight_grad_store(modules: Iterable[torch.nn.Module]) -> WeightGradStore:
+    """One `WeightGradStore` for all linear layers in `modules`."""
+    shared = WeightGradStore()
     for module in modules:
         for layer in module.modules():
-            if hasattr(layer, "weight_gradients"):
-                layer.weight_gradients = shared
+            if hasattr(layer, "weight_grad_store"):
+                layer.weight_grad_store = shared
     return shared
 
 
-def defer_function(deferred: Optional[WeightGradients], x: torch.Tensor, weight: torch.Tensor) -> Optional[Callable]:
+def wgrad_defer_function(
+    deferred: Optional[WeightGradStore], x: torch.Tensor, weight: torch.Tensor
+) -> Optional[Callable]:
     """What takes the product for the gradient of a weight that x is multiplied with; None: autograd does.
 
     Else autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
@@ -68,7 +70,7 @@ def defer_function(deferred: Optional[WeightGradients], x: torch.Tensor, weight:
     return partial(deferred.defer, weight)
 
 
-def deliver(products: list[Product]) -> None:
+def run_deferred_wgrads(products: list[Product]) -> None:
     """Do the products, in the order in which they came, and accumulate them as a backward pass would: hooks included."""
     while products:
         weight, product = products.pop(0)

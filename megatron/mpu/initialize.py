@@ -30,7 +30,7 @@ class RankContext:
     threads: str = ""  # what a rank on a CPU computes with, in words
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Rank 0, which prints for the whole job."""
         return self.mesh.rank == 0
 
@@ -115,7 +115,7 @@ def pick_precision(wanted: str, context: RankContext) -> str:
     if wanted != "auto":
         return wanted
     return collectives.broadcast_object(
-        measured_precision(context.device) if context.first else None, context.mesh.world
+        measured_precision(context.device) if context.is_rank_zero else None, context.mesh.world
     )
 
 

@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose, reference
+from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
-from megatron.mpu.deferred_wgrad import WeightGradients, defer_function
+from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Placement
 
 
 def matmul(x: torch.Tensor):
     """The implementation of `reference.matmul` for operands like `x`."""
-    return choose("matmul", Case(x.device.type, x.dtype)).run
+    return choose_kernel("matmul", Case(x.device.type, x.dtype)).run
 
 
-class WeightProduct(NamedTuple):
+class WgradGemm(NamedTuple):
     """The product that makes a weight's gradient, not done yet: [out, tokens] times [in, tokens]^T."""
 
     rows: torch.Tensor  # gradient of the output, [tokens, out]
@@ -39,20 +39,20 @@ class WeightProduct(NamedTuple):
         """The gradient, [out, in], in the format of its operands."""
         return self.multiply(self.rows.t(), self.columns(), None)
 
-    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
-        """total [out, in] fp32 += the gradient; = where `fresh`.
+    def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
+        """total [out, in] fp32 += the gradient; = where `overwrite`.
 
         The product writes there by itself where its operands have the same format, or on CUDA, whose products sum in
         fp32 anyway: then the gradient is neither rounded nor written and read once more.
         """
         rows, columns = self.rows.t(), self.columns().t()
         if rows.dtype == total.dtype:
-            torch.addmm(total, rows, columns, beta=0 if fresh else 1, out=total)
+            torch.addmm(total, rows, columns, beta=0 if overwrite else 1, out=total)
         elif rows.device.type == "cuda":
-            torch.addmm(total, rows, columns, beta=0 if fresh else 1, out_dtype=total.dtype, out=total)
+            torch.addmm(total, rows, columns, beta=0 if overwrite else 1, out_dtype=total.dtype, out=total)
         else:
             gradient = self.multiply(rows, columns.t(), None)
-            total.copy_(gradient) if fresh else total.add_(gradient)
+            total.copy_(gradient) if overwrite else total.add_(gradient)
 
 
 class LinearOptions(NamedTuple):
@@ -62,7 +62,7 @@ class LinearOptions(NamedTuple):
                 weight's gradient, so that only the piece is kept (arXiv:2205.05198, section 4.2.2), and the gradient of
                 x is reduce-scattered
     reduce:     x is whole and the same on all ranks of this axis; the gradient of x is all-reduced (the conjugate of
-                arXiv:1909.08053, as `mappings.copy_to`)
+                arXiv:1909.08053, as `mappings.copy_to_tensor_model_parallel_region`)
     deferred:   takes the product for the weight's gradient while it collects (zero-bubble W)
     accumulate: weight -> what takes the product to add it to the weight's fp32 gradient, or None where there is none
 
@@ -71,21 +71,21 @@ class LinearOptions(NamedTuple):
 
     gather: Axis | None = None
     reduce: Axis | None = None
-    deferred: WeightGradients | None = None
-    accumulate: Callable[[torch.Tensor], Callable[[WeightProduct], None] | None] | None = None
+    deferred: WeightGradStore | None = None
+    accumulate: Callable[[torch.Tensor], Callable[[WgradGemm], None] | None] | None = None
 
-    def taker(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WeightProduct], None] | None:
+    def wgrad_handler(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WgradGemm], None] | None:
         """What takes the product for the weight's gradient; None: autograd gets the gradient itself."""
-        taker = defer_function(self.deferred, x, weight)
-        if taker is None and self.accumulate and x.requires_grad and weight.requires_grad:
+        wgrad_handler = wgrad_defer_function(self.deferred, x, weight)
+        if wgrad_handler is None and self.accumulate and x.requires_grad and weight.requires_grad:
             return self.accumulate(weight)
-        return taker
+        return wgrad_handler
 
 
 ALONE = LinearOptions()  # on one rank, gradients by autograd
 
 
-def attach(modules: Iterable[nn.Module], accumulate: Callable) -> None:
+def attach_wgrad_accumulator(modules: Iterable[nn.Module], accumulate: Callable) -> None:
     """Let the linear layers in `modules` add the products for their weights' gradients by `accumulate`."""
     for layer in (layer for module in modules for layer in module.modules()):
         if hasattr(layer, "accumulate"):
@@ -98,26 +98,32 @@ def linear(
 ) -> torch.Tensor:
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
     flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    taker = options.taker(x, weight)
+    wgrad_handler = options.wgrad_handler(x, weight)
     product = matmul(x)
-    if taker:
+    if wgrad_handler:
         flat = flat.detach()
     elif options.gather is None and options.reduce is None and product is reference.matmul:
         return F.linear(x, flat, bias)
-    return _Linear.apply(x, flat, bias, product, taker, options.gather, options.reduce)
+    return _Linear.apply(x, flat, bias, product, wgrad_handler, options.gather, options.reduce)
 
 
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
-    taker: takes the product that makes the weight's gradient, instead of autograd (`LinearOptions.taker`).
+    wgrad_handler: takes the product that makes the weight's gradient, instead of autograd (`LinearOptions.wgrad_handler`).
     gather, reduce: as in `LinearOptions`; at most one of them is given.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, taker, gather, reduce):
+    def forward(ctx, x, weight, bias, product, wgrad_handler, gather, reduce):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.taker, ctx.gather, ctx.reduce = product, bias is not None, taker, gather, reduce
+        ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.gather, ctx.reduce = (
+            product,
+            bias is not None,
+            wgrad_handler,
+            gather,
+            reduce,
+        )
         whole = x if gather is None else collectives.all_gather(x, gather)
         return product(whole.reshape(-1, whole.shape[-1]), weight, bias).view(*whole.shape[:-1], -1)
 
@@ -130,9 +136,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = _reduced(multiply(rows, weight.t(), None), x, ctx.gather, ctx.reduce)
         if columns:
-            d_weight = WeightProduct(rows, columns, multiply)()
-        elif ctx.taker:
-            ctx.taker(WeightProduct(rows, lambda: _columns(x, ctx.gather)(), multiply))
+            d_weight = WgradGemm(rows, columns, multiply)()
+        elif ctx.wgrad_handler:
+            ctx.wgrad_handler(WgradGemm(rows, lambda: _columns(x, ctx.gather)(), multiply))
         return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None, None
 
 
@@ -187,8 +193,12 @@ class ColumnParallelLinear(nn.Module):
     weights: `model.weights.column(...)`: the weight [rows..., h], one dim of whose rows is cut, and perhaps a bias.
     """
 
-    weight_gradients: WeightGradients | None = None  # set by `deferred_wgrad.attach` for pipelines with W passes
-    accumulate: Callable | None = None  # set by `attach` where products add to the optimizer's fp32 gradients
+    weight_grad_store: WeightGradStore | None = (
+        None  # set by `deferred_wgrad.attach_weight_grad_store` for pipelines with W passes
+    )
+    accumulate: Callable | None = (
+        None  # set by `attach_wgrad_accumulator` where products add to the optimizer's fp32 gradients
+    )
     # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
     # casts x on its way into the product: the gradient is reduced in the format of x.
     overlap = True
@@ -201,8 +211,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
-            x, reduce = mappings.copy_to(x, self.tp), None
-        options = LinearOptions(self.gather, reduce, self.weight_gradients, self.accumulate)
+            x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
+        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate)
         return linear(x, self.weight, self.bias, options)
 
 
@@ -212,16 +222,21 @@ class RowParallelLinear(nn.Module):
     weights: `model.weights.row(...)`: the weight [h, inputs], cut along its inputs, and perhaps a bias [h].
     """
 
-    weight_gradients: WeightGradients | None = None
+    weight_grad_store: WeightGradStore | None = None
     accumulate: Callable | None = None
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.reduce_output = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        self.tp, self.reduce_output = (
+            tp,
+            mappings.reduce_scatter_to_sequence_parallel_region
+            if sequence_parallel
+            else mappings.reduce_from_tensor_model_parallel_region,
+        )
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        options = LinearOptions(deferred=self.weight_gradients, accumulate=self.accumulate)
+        options = LinearOptions(deferred=self.weight_grad_store, accumulate=self.accumulate)
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
@@ -231,12 +246,17 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds.
 
-    weights: `model.weights.word_table(...)`
+    weights: `model.weights.vocab_embedding(...)`
     """
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.reduce_output = tp, mappings.scatter_sequence if sequence_parallel else mappings.reduce_from
+        self.tp, self.reduce_output = (
+            tp,
+            mappings.reduce_scatter_to_sequence_parallel_region
+            if sequence_parallel
+            else mappings.reduce_from_tensor_model_parallel_region,
+        )
         create_parameters(self, weights, tp, dtype=dtype, device=device)
         self.first_row = tp.rank * self.weight.shape[0]
 

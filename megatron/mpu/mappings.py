@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel mappings: functions of autograd with a collective in the forward pass, the backward pass, or both.
 
-| mapping            | forward                    | backward                   | paper                       |
-|--------------------|----------------------------|----------------------------|-----------------------------|
-| `copy_to`          | nothing                    | all-reduce                 | f of arXiv:1909.08053       |
-| `reduce_from`      | all-reduce                 | nothing                    | g of arXiv:1909.08053       |
-| `gather_sequence`  | all-gather along dim 0     | reduce-scatter along dim 0 | g of arXiv:2205.05198       |
-| `scatter_sequence` | reduce-scatter along dim 0 | all-gather along dim 0     | g-bar of arXiv:2205.05198   |
-| `join_last`        | all-gather along last dim  | own piece of last dim      | logits for inference        |
+| mapping                                      | forward                | backward               | paper                 |
+|----------------------------------------------|------------------------|------------------------|-----------------------|
+| `copy_to_tensor_model_parallel_region`       | nothing                | all-reduce             | 1909.08053, f         |
+| `reduce_from_tensor_model_parallel_region`   | all-reduce             | nothing                | 1909.08053, g         |
+| `gather_from_sequence_parallel_region`       | all-gather, dim 0      | reduce-scatter, dim 0  | 2205.05198, g         |
+| `reduce_scatter_to_sequence_parallel_region` | reduce-scatter, dim 0  | all-gather, dim 0      | 2205.05198, g-bar     |
+| `gather_from_tensor_model_parallel_region`   | all-gather, last dim   | own piece of last dim  | (logits in inference) |
+
+Papers are those of arXiv.
 
 A layer picks its mapping once, in its constructor; over an axis of size 1 each is the identity.
 """
@@ -57,8 +59,8 @@ def conjugate(forward, backward):
     return mapping
 
 
-copy_to = conjugate(_same, _total)
-reduce_from = conjugate(_total, _same)
-gather_sequence = conjugate(_whole(0), _piece_of_total(0))
-scatter_sequence = conjugate(_piece_of_total(0), _whole(0))
-join_last = conjugate(_whole(-1), _piece(-1))
+copy_to_tensor_model_parallel_region = conjugate(_same, _total)
+reduce_from_tensor_model_parallel_region = conjugate(_total, _same)
+gather_from_sequence_parallel_region = conjugate(_whole(0), _piece_of_total(0))
+reduce_scatter_to_sequence_parallel_region = conjugate(_piece_of_total(0), _whole(0))
+gather_from_tensor_model_parallel_region = conjugate(_whole(-1), _piece(-1))

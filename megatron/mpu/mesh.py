@@ -130,7 +130,7 @@ class Mesh:
             object.__setattr__(getattr(self, name), "group", None)
 
     @property
-    def place(self) -> dict[str, int]:
+    def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on each axis, joined axes included."""
         return {name: getattr(self, name).rank for name in (*AXES, *JOINED, "tied", "ep", "expert_dp")}
 

@@ -23,9 +23,9 @@ from typing import Optional
 
 import torch
 
-from megatron.optimizer.adam import OwnedState, Ranges, Targets, update
 from megatron.optimizer.scratch import SLOTS, Scratch, buffer_bytes, file_bytes, part_size
-from megatron.optimizer.units import Owned
+from megatron.optimizer.state import OwnedState, Ranges, Targets, update
+from megatron.optimizer.units import OwnedRange
 from megatron.optimizer.update import Rates, UpdateRule
 
 
@@ -40,7 +40,7 @@ class DiskState(OwnedState):
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        owned: Sequence[OwnedRange],
         rule: UpdateRule,
         reduced: torch.Tensor,
         folder: str,
@@ -88,7 +88,7 @@ class DiskState(OwnedState):
         assert self._copies == 2, "this state was made with one copy"
         self._next = 1 - self._current
 
-    def lasts(self, flat: torch.Tensor) -> bool:
+    def is_stable(self, flat: torch.Tensor) -> bool:
         """Whether a tensor of the state is in the file."""
         return flat is not self.memory
 

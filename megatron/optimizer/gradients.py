@@ -6,9 +6,9 @@ reduced once a step. Otherwise a unit has a buffer from the first gradient of a 
 reduce-scattered and given away, and only this rank's shard of the sum stays.
 
 A unit is complete when every parameter has had its gradient: of this micro-batch, or of all micro-batches that
-`expect` has announced. With `ahead` its reduction is started at that moment, inside the backward pass, and waited for
-later. Counts decide, so passes may come in any order: weight gradients may be deferred (zero-bubble schedules), and a table
-that two chunks share gets two gradients of a micro-batch.
+`set_num_microbatches` has announced. With `overlap` its reduction is started at that moment, inside the backward pass, and
+waited for later. Counts decide, so passes may come in any order: weight gradients may be deferred (zero-bubble
+schedules), and a table that two chunks share gets two gradients of a micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +21,18 @@ import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
-from megatron.optimizer.units import FlatUnit, Owned, Slot
+from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
 
 
 @dataclass
-class Tally:
+class UnitGradients:
     """What has come of a unit's gradients in this step."""
 
-    own: Owned
+    own: OwnedRange
     arrived: dict[str, int]  # gradients of each parameter
     buffer: Optional[torch.Tensor] = None  # the unit's, fp32
     views: dict[str, torch.Tensor] = field(default_factory=dict)  # of each parameter into the buffer
-    fresh: set[str] = field(default_factory=set)  # parameters whose view holds something
+    written: set[str] = field(default_factory=set)  # parameters whose view holds something
     reductions: int = 0  # started in this step
     summed: bool = False  # the shard holds something of this step
 
@@ -45,27 +45,27 @@ class Tally:
 
     def zero_rest(self) -> None:
         """Zero the views of parameters that got no gradient; the next gradients overwrite."""
-        for name in self.views.keys() - self.fresh:
+        for name in self.views.keys() - self.written:
             self.views[name].zero_()
-        self.fresh.clear()
+        self.written.clear()
 
-    def forget(self) -> None:
+    def start_step(self) -> None:
         """Start a step."""
         self.arrived = dict.fromkeys(self.arrived, 0)
-        self.fresh.clear()
+        self.written.clear()
         self.reductions, self.summed = 0, False
 
 
 class Reduction(NamedTuple):
     """A unit's sum over ranks that is under way. `buffer` is read and `piece`, if any, filled until `work` is done."""
 
-    tally: Tally
+    tally: UnitGradients
     work: Any
     buffer: torch.Tensor
     piece: Optional[torch.Tensor]
 
 
-class Gradients:
+class GradientBuffers:
     """`reduced`, the fp32 sum of all gradients of a step over all data parallel ranks: this rank's shard of it.
 
     owned:    the units, and what this rank has of each
@@ -74,24 +74,24 @@ class Gradients:
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        owned: Sequence[OwnedRange],
         mesh: Mesh,
         *,
         device,
         keep: bool,
-        ahead: bool,
+        overlap: bool,
         arrived: Callable[[FlatUnit, int], None] = lambda unit, count: None,
     ):
-        self.mesh, self.device, self.keep, self.ahead, self.arrived = mesh, device, keep, ahead, arrived
-        self.tallies = [Tally(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]
+        self.mesh, self.device, self.keep, self.overlap, self.arrived = mesh, device, keep, overlap, arrived
+        self.tallies = [UnitGradients(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]
         self.whole = None
         if keep:
             self.whole = self._zeros(sum(own.unit.size for own in owned))
             for tally in self.tallies:
-                tally.take(self.whole[tally.own.unit.place])
+                tally.take(self.whole[tally.own.unit.buffer_slice])
         self.in_place = keep and all(own.whole for own in owned)
         self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
-        self.micros = 0  # of this step, if it was announced
+        self.num_microbatches = 0  # of this step, if it was announced
         self.under_way: list[Reduction] = []
         self.slots = {slot.parameter: (tally, slot) for tally in self.tallies for slot in tally.own.unit.slots}
         for tally in self.tallies:
@@ -105,7 +105,7 @@ class Gradients:
     def _spans(self) -> Iterator[tuple[str, slice]]:
         """(axis along which are copies, range of the rank's shard of all units) of neighbouring units that agree on it."""
         for name, tallies in groupby(self.tallies, lambda tally: tally.own.unit.replicate):
-            places = [tally.own.place for tally in tallies]
+            places = [tally.own.shard_slice for tally in tallies]
             yield name, slice(places[0].start, places[-1].stop)
 
     def _zeros(self, size: int) -> torch.Tensor:
@@ -122,37 +122,37 @@ class Gradients:
 
     # ---- while passes run ------------------------------------------------------------------------------------------
 
-    def _collect(self, tally: Tally, slot: Slot) -> Callable:
+    def _collect(self, tally: UnitGradients, slot: Slot) -> Callable:
         """The first gradient of a step overwrites the buffer, later ones add: no pass to zero it."""
 
         def collect(parameter):
-            view, fresh = self._view(tally, slot.name)
-            view.copy_(parameter.grad) if fresh else view.add_(parameter.grad)
+            view, overwrite = self._view(tally, slot.name)
+            view.copy_(parameter.grad) if overwrite else view.add_(parameter.grad)
             parameter.grad = None
             self._count(tally, slot.name)
 
         return collect
 
     def accumulator(self, weight: torch.Tensor) -> Optional[Callable]:
-        """What adds a `WeightProduct` to the gradient of a weight, in place of autograd; None where it is none of ours."""
+        """What adds a `WgradGemm` to the gradient of a weight, in place of autograd; None where it is none of ours."""
         found = self.slots.get(weight)
         return found and partial(self._accumulate, *found)
 
     @torch.no_grad()
-    def _accumulate(self, tally: Tally, slot: Slot, product: Any) -> None:
-        view, fresh = self._view(tally, slot.name)
-        product.add_to(view.flatten(0, -2), fresh)
+    def _accumulate(self, tally: UnitGradients, slot: Slot, product: Any) -> None:
+        view, overwrite = self._view(tally, slot.name)
+        product.add_to(view.flatten(0, -2), overwrite)
         self._count(tally, slot.name)
 
-    def _view(self, tally: Tally, name: str) -> tuple[torch.Tensor, bool]:
+    def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:
         """A parameter's place in the buffer, and whether a gradient is to overwrite what is there."""
         if tally.buffer is None:
             tally.take(self._zeros(tally.own.unit.size))
-        fresh = name not in tally.fresh
-        tally.fresh.add(name)
-        return tally.views[name], fresh
+        overwrite = name not in tally.written
+        tally.written.add(name)
+        return tally.views[name], overwrite
 
-    def _count(self, tally: Tally, name: str) -> None:
+    def _count(self, tally: UnitGradients, name: str) -> None:
         """A parameter's gradient is in the buffer: reduce the unit if it was the last one."""
         tally.arrived[name] += 1
         if not self.keep:
@@ -160,17 +160,17 @@ class Gradients:
             if count > tally.reductions:
                 self._start(tally)
             self.arrived(tally.own.unit, count)
-        elif self.ahead and self._has_all(tally):
+        elif self.overlap and self._has_all(tally):
             self._start(tally)
 
-    def _has_all(self, tally: Tally) -> bool:
-        due = ((tally.arrived[slot.name], self.micros * len(slot.chunks)) for slot in tally.own.unit.slots)
-        return self.micros > 0 and all(arrived == expected for arrived, expected in due)
+    def _has_all(self, tally: UnitGradients) -> bool:
+        due = ((tally.arrived[slot.name], self.num_microbatches * len(slot.chunks)) for slot in tally.own.unit.slots)
+        return self.num_microbatches > 0 and all(arrived == expected for arrived, expected in due)
 
-    def _start(self, tally: Tally) -> None:
+    def _start(self, tally: UnitGradients) -> None:
         """Start a unit's reduction. With ZeRO 2 and 3 at most one other is under way: whole gradients do not pile up."""
         tally.zero_rest()
-        place, buffer, piece = self.reduced[tally.own.place], tally.buffer, None
+        place, buffer, piece = self.reduced[tally.own.shard_slice], tally.buffer, None
         if self.in_place:
             work = collectives.start_all_reduce(buffer, self.axis(tally.own.unit.replicate))
         elif self.keep:
@@ -182,7 +182,7 @@ class Gradients:
         tally.reductions += 1
         self.under_way.append(Reduction(tally, work, buffer, piece))
         if not self.keep:
-            self._wait(down_to=1 if self.ahead else 0)
+            self._wait(down_to=1 if self.overlap else 0)
 
     def _wait(self, down_to: int = 0) -> None:
         """Wait for the oldest reductions until only `down_to` are under way."""
@@ -190,7 +190,7 @@ class Gradients:
             tally, work, _, piece = self.under_way.pop(0)
             work.wait()
             if piece is not None:
-                place = self.reduced[tally.own.place]
+                place = self.reduced[tally.own.shard_slice]
                 place.add_(piece) if tally.summed else place.copy_(piece)
                 tally.summed = True
 
@@ -198,7 +198,7 @@ class Gradients:
 
     def finish(self) -> torch.Tensor:
         """Reduce what has not been; returns `reduced`, complete but for `Placement.partial`. The next pass starts anew."""
-        at_once = self.in_place and not self.ahead  # one sum of everything
+        at_once = self.in_place and not self.overlap  # one sum of everything
         for tally in self.tallies:
             if at_once:
                 tally.zero_rest()
@@ -207,18 +207,18 @@ class Gradients:
         self._wait()
         for tally in () if self.keep else self.tallies:
             if not tally.summed:
-                self.reduced[tally.own.place].zero_()
+                self.reduced[tally.own.shard_slice].zero_()
         if at_once or not self.in_place:
             for name, where in self._spans():
                 collectives.all_reduce(self.reduced[where], self.axis(name))
-        self.forget()
+        self.zero_grad()
         return self.reduced
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop what passes have brought since the last step."""
         self._wait()
-        self.micros = 0
+        self.num_microbatches = 0
         for tally in self.tallies:
-            tally.forget()
+            tally.start_step()
             if not self.keep:
                 tally.buffer, tally.views = None, {}

@@ -21,7 +21,7 @@ from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.kinds import COEFFICIENTS
-from megatron.optimizer.units import Owned, Slot
+from megatron.optimizer.units import OwnedRange, Slot
 from megatron.settings.schema import Optimizer
 
 EPSILON = 1e-7  # least norm that a matrix is divided by
@@ -37,7 +37,7 @@ class Directions:
         steps, series = settings.muon_num_ns_steps, COEFFICIENTS[settings.muon_coefficient_type]
         self.coefficients = series * (steps // len(series))
 
-    def replace(self, own: Owned, reduced: torch.Tensor, mesh: Mesh) -> None:
+    def replace(self, own: OwnedRange, reduced: torch.Tensor, mesh: Mesh) -> None:
         """What `reduced`, the rank's shard, holds of a unit's matrices becomes the direction of their update.
 
         All ranks that share the unit or its tensors together.
@@ -45,14 +45,14 @@ class Directions:
         if not any(slot.placement.matrices for slot in own.unit.slots):
             return
         shards, tp = getattr(mesh, own.unit.sharded), mesh.tp
-        whole = collectives.all_gather(collectives.all_gather(reduced[own.place], shards), tp)
+        whole = collectives.all_gather(collectives.all_gather(reduced[own.shard_slice], shards), tp)
         found = torch.zeros_like(whole)
         workers = divide_work([slot.placement for slot in own.unit.slots], shards.size * tp.size)
         me = shards.rank * tp.size + tp.rank
         for number, slot in enumerate(own.unit.slots):
             if mine := {box for box, worker in enumerate(workers[number]) if worker == me}:
                 given, taken = (x.view(tp.size, -1)[:, slot.start : slot.stop] for x in (whole, found))
-                self._directions(slot, given, taken, mesh.place, mine)
+                self._directions(slot, given, taken, mesh.coordinates, mine)
         found = collectives.reduce_scatter(collectives.reduce_scatter(found, tp), shards)
         for slot, where in own.slots():
             if slot.placement.matrices:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.model.plain import build_stage
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
 
@@ -28,7 +28,7 @@ def sharded_init(
     device="cpu",
     seed: int = 1234,
     init_std: float = 0.02,
-) -> tuple[torch.nn.Module, ShardedAdamW]:
+) -> tuple[torch.nn.Module, DistributedOptimizer]:
     """A model whose parameters, gradients and optimizer state are divided among the ranks of `mesh.shard`.
 
     build:     makes the model; it runs with the meta device as default, so that its parameters take no memory
@@ -47,4 +47,4 @@ def sharded_init(
     model = build_stage(build, "meta", init_std)
     parallel = parallel or schema.Parallel(sharding_stage=3)
     settings = settings or schema.Optimizer()
-    return model, ShardedAdamW(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)
+    return model, DistributedOptimizer(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)

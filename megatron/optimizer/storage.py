@@ -6,17 +6,17 @@ from typing import Optional
 
 import torch
 
-from megatron.optimizer.adam import MemoryState, OwnedState, divide
 from megatron.optimizer.disk import DiskState
-from megatron.optimizer.units import Owned
+from megatron.optimizer.state import MemoryState, OwnedState, divide
+from megatron.optimizer.units import OwnedRange
 from megatron.optimizer.update import UpdateRule
 from megatron.settings import schema
 
-MemoryOf = Callable[[list[Owned], bool], Optional[torch.Tensor]]
+MemoryOf = Callable[[list[OwnedRange], bool], Optional[torch.Tensor]]
 
 
 def store(
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedRange],
     rule: UpdateRule,
     reduced: torch.Tensor,
     settings: schema.Optimizer,

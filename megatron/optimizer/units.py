@@ -56,7 +56,7 @@ class FlatUnit:
     axes: tuple[str, str] = DATA_PARALLEL  # of the mesh: along the first are copies, the second divides it
 
     @property
-    def place(self) -> slice:
+    def buffer_slice(self) -> slice:
         """Where the unit lies in a buffer of all units."""
         return slice(self.start, self.start + self.size)
 
@@ -80,7 +80,7 @@ class FlatUnit:
         return self.size // pieces * rank, self.size // pieces * (rank + 1)
 
 
-class Owned(NamedTuple):
+class OwnedRange(NamedTuple):
     """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
 
     unit: FlatUnit
@@ -94,7 +94,7 @@ class Owned(NamedTuple):
         return self.high - self.low == self.unit.size
 
     @property
-    def place(self) -> slice:
+    def shard_slice(self) -> slice:
         """Where the range lies in the rank's shard of all units."""
         return slice(self.at, self.at + self.high - self.low)
 
@@ -106,13 +106,13 @@ class Owned(NamedTuple):
                 yield slot, slice(self.at + start - self.low, self.at + stop - self.low)
 
 
-def owned_ranges(units: Sequence[FlatUnit], axis_of: AxisOf) -> list[Owned]:
+def owned_ranges(units: Sequence[FlatUnit], axis_of: AxisOf) -> list[OwnedRange]:
     """What this rank owns of each unit, laid end to end. axis_of: name of an axis -> its place and size on this rank."""
     owned, at = [], 0
     for unit in units:
         axis = axis_of(unit.sharded)
         low, high = unit.shard(axis.rank, axis.size)
-        owned.append(Owned(unit, low, high, at))
+        owned.append(OwnedRange(unit, low, high, at))
         at += high - low
     return owned
 
@@ -122,7 +122,7 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-def lay_out(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
+def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """Units of a rank's model chunks in registration order (those of other axes behind), each padded to a multiple of the
     ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
     """
@@ -146,7 +146,7 @@ def lay_out(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     return units
 
 
-class Named(NamedTuple):
+class UnitName(NamedTuple):
     """A unit's name, whether it is a layer, and its axes."""
 
     name: str
@@ -154,7 +154,7 @@ class Named(NamedTuple):
     axes: tuple[str, str] = DATA_PARALLEL
 
 
-def units_of(chunk: torch.nn.Module) -> dict[str, Named]:
+def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
     """Parameter -> unit. As the chunk's own `units` say; otherwise each child of its `blocks` is a layer, and so is no
     other part.
     """
@@ -163,13 +163,15 @@ def units_of(chunk: torch.nn.Module) -> dict[str, Named]:
         told = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
         return {
             name: next(
-                Named(unit.name, unit.layer is not None, unit.axes) for unit in told if name.startswith(f"{unit.name}.")
+                UnitName(unit.name, unit.layer is not None, unit.axes)
+                for unit in told
+                if name.startswith(f"{unit.name}.")
             )
             for name in names
         }
     parts = {name: name.split(".") for name in names}
     return {
-        name: Named(".".join(part[:2]), True) if part[0] == LAYERS else Named(part[0], False)
+        name: UnitName(".".join(part[:2]), True) if part[0] == LAYERS else UnitName(part[0], False)
         for name, part in parts.items()
     }
 
@@ -210,20 +212,20 @@ def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: 
 
 
 def pieces_of(
-    own: Owned,
+    own: OwnedRange,
     part_of: Callable[[slice], Optional[torch.Tensor]],
     place: dict[str, int],
     prefix: str = "",
-    counted: bool = False,
+    unique: bool = False,
 ) -> list[Piece]:
     """What an owned range is of its logical tensors; names get `prefix`.
 
     part_of: stretch of the rank's shard -> its values; None: there are none
-    counted: leave out what another rank of those that hold the same counts as its own (`Placement.owned`).
+    unique: leave out what another rank of those that hold the same counts as its own (`Placement.owned`).
     """
     pieces = []
     for slot, where in own.slots():
-        if counted and not slot.placement.owned(place):
+        if unique and not slot.placement.owned(place):
             continue
         part = part_of(where)
         if part is None:

@@ -10,7 +10,7 @@ which are used all over a chunk, from the start of a micro-batch's forward pass 
     other | need ................................ all its gradients: free |
 
 A layer that is computed again inside the backward pass runs with its hooks: its memory is there already, and stays.
-With `ahead`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer.
+With `overlap`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from megatron.optimizer.units import AxisOf, FlatUnit, materialise
 
 
 @dataclass
-class Memory:
+class UnitParameters:
     """The memory of a unit's parameters."""
 
     unit: FlatUnit
@@ -36,7 +36,7 @@ class Memory:
     passes: int = 0  # of the unit's chunks in this step, forward and to be followed by backward
 
 
-class Weights:
+class ParameterBuffers:
     """Memory of all parameters, and the hooks that fill and free it.
 
     axis_of:  name of an axis -> the axis
@@ -52,17 +52,17 @@ class Weights:
         dtype,
         device,
         keep: bool,
-        ahead: bool,
+        overlap: bool,
     ):
-        self.axis_of, self.piece_of, self.keep, self.ahead = axis_of, piece_of, keep, ahead
+        self.axis_of, self.piece_of, self.keep, self.overlap = axis_of, piece_of, keep, overlap
         self.whole = None
         if keep:
             self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
-        self.memory: dict[str, Memory] = {}
+        self.memory: dict[str, UnitParameters] = {}
         for unit in units:
-            flat = self.whole[unit.place] if keep else torch.empty(unit.size, dtype=dtype, device=device)
+            flat = self.whole[unit.buffer_slice] if keep else torch.empty(unit.size, dtype=dtype, device=device)
             materialise(unit, flat)
-            self.memory[unit.name] = memory = Memory(unit, flat)
+            self.memory[unit.name] = memory = UnitParameters(unit, flat)
             self._free(memory)
 
     @property
@@ -80,18 +80,18 @@ class Weights:
             self.memory[unit.name].flat.copy_(values)
             self.memory[unit.name].ready = True
 
-    def renew(self) -> None:
+    def start_param_sync(self) -> None:
         """The shards have changed: gather them, or forget the old ones."""
         for memory in self.memory.values():
             self._free(memory)
         kept = self.memory.values() if self.keep else ()
         for memory in kept:
             self._start(memory)
-        for memory in () if self.ahead else kept:
+        for memory in () if self.overlap else kept:
             self._finish(memory)
 
     @contextmanager
-    def present(self):
+    def gathered_parameters(self):
         """Inside, all parameters can be read: for checks between steps."""
         for memory in self.memory.values():
             self._need(memory)
@@ -108,7 +108,7 @@ class Weights:
                 self._free(memory)
 
     @torch.no_grad()
-    def _start(self, memory: Memory) -> None:
+    def _start(self, memory: UnitParameters) -> None:
         if memory.ready or memory.under_way:
             return
         piece = self.piece_of(memory.unit)
@@ -123,17 +123,17 @@ class Weights:
                 piece,
             )
 
-    def _finish(self, memory: Memory) -> None:
+    def _finish(self, memory: UnitParameters) -> None:
         if memory.under_way:
             work, _ = memory.under_way
             work.wait()
             memory.under_way, memory.ready = None, True
 
-    def _need(self, memory: Memory) -> None:
+    def _need(self, memory: UnitParameters) -> None:
         self._start(memory)
         self._finish(memory)
 
-    def _free(self, memory: Memory) -> None:
+    def _free(self, memory: UnitParameters) -> None:
         self._finish(memory)
         memory.ready = False
         if not self.keep:
@@ -141,9 +141,9 @@ class Weights:
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
-    def attach(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def register_hooks(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Let the modules ask for their parameters, where these are not always there."""
-        if self.keep and not self.ahead:
+        if self.keep and not self.overlap:
             return
         for number, chunk in enumerate(chunks):
             held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
@@ -153,12 +153,14 @@ class Weights:
                 before, after = blocks[at - 1 : at] if at else [], blocks[at + 1 : at + 2]
                 self._attach_block(chunk.get_submodule(memory.unit.name), memory, before, after)
 
-    def _ahead(self, neighbours: Sequence[Memory]) -> None:
+    def _ahead(self, neighbours: Sequence[UnitParameters]) -> None:
         """Start to gather what comes next."""
-        for memory in neighbours if self.ahead and not self.keep else ():
+        for memory in neighbours if self.overlap and not self.keep else ():
             self._start(memory)
 
-    def _attach_chunk(self, chunk: torch.nn.Module, roots: Sequence[Memory], first: Sequence[Memory]) -> None:
+    def _attach_chunk(
+        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], first: Sequence[UnitParameters]
+    ) -> None:
         def pre_forward(module, args):
             for memory in roots:
                 self._need(memory)
@@ -180,7 +182,13 @@ class Weights:
         if not self.keep and not unit.layer and count == memory.passes:
             self._free(memory)
 
-    def _attach_block(self, block: torch.nn.Module, memory: Memory, before: Sequence[Memory], after: Sequence[Memory]):
+    def _attach_block(
+        self,
+        block: torch.nn.Module,
+        memory: UnitParameters,
+        before: Sequence[UnitParameters],
+        after: Sequence[UnitParameters],
+    ):
         def pre_forward(module, args):
             self._need(memory)
             if not memory.in_backward:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer over flat units: fp32 main weights and gradients, sharded or not by one mechanism (ZeRO, arXiv:1910.02054).
+"""The distributed optimizer: flat fp32 main weights and gradients, sharded or not by one mechanism (arXiv:1910.02054).
 
 | stage | parameters                       | gradients                                | main weights and moments |
 |-------|----------------------------------|------------------------------------------|--------------------------|
@@ -11,7 +11,7 @@
 Stage 0 is the stage whose shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py`
 gathers and `gradients.py` reduces. A step is
 
-    expect -> passes, whose hooks gather parameters and collect gradients -> `totals` -> `step`
+    set_num_microbatches -> passes, whose hooks gather parameters and collect gradients -> `finalize_grads` -> `step`
 
 Gradients are *sums* of token losses over the global batch times the scale that the caller put on the loss; the caller
 says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
@@ -25,26 +25,26 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.store import Lasting, Piece, share
+from megatron.checkpoint.store import Piece, StablePiece, share
 from megatron.mpu import collectives
-from megatron.mpu.layers import attach
+from megatron.mpu.layers import attach_wgrad_accumulator
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.adam import OwnedState, Targets
-from megatron.optimizer.gradients import Gradients
+from megatron.optimizer.gradients import GradientBuffers
+from megatron.optimizer.state import OwnedState, Targets
 from megatron.optimizer.storage import store
 from megatron.optimizer.units import (
     Chunks,
     FlatUnit,
-    Owned,
+    OwnedRange,
     Slot,
     as_chunks,
+    flat_units_of,
     initialise,
-    lay_out,
     owned_ranges,
     pieces_of,
 )
 from megatron.optimizer.update import Rates, rule_of
-from megatron.optimizer.weights import Weights
+from megatron.optimizer.weights import ParameterBuffers
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 
@@ -60,13 +60,13 @@ STAGES = {0: ZeroStage(True, True), 1: ZeroStage(True, True), 2: ZeroStage(True,
 PARTIAL = ("tp", "cp", "ep", "tied")  # axes of `Placement.partial`
 
 
-class ShardedAdamW:
+class DistributedOptimizer:
     """Owns the memory of a rank's weights, gradients and optimizer state.
 
     model:    the rank's model chunks, whose parameters may be on the meta device: they become views of flat memory
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the stage, and what is to be overlapped with computation
-    lasting:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
+    stable:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
     Raises StorageError when there is no place for state that is to be in files.
     """
 
@@ -80,34 +80,34 @@ class ShardedAdamW:
         dtype,
         device,
         seed: int,
-        lasting: bool = False,
+        stable: bool = False,
     ):
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.rule, self.step_count = settings, rule_of(settings), 0
         axis_of = partial(getattr, mesh)
-        self.units = lay_out(model, axis_of)
+        self.units = flat_units_of(model, axis_of)
         self.owned = owned_ranges(self.units, axis_of)
-        self.weights = Weights(
+        self.weights = ParameterBuffers(
             self.units,
             axis_of,
             self._piece,
             dtype=dtype,
             device=device,
             keep=keep.parameters,
-            ahead=parallel.overlap_param_gather,
+            overlap=parallel.overlap_param_gather,
         )
-        self.gradients = Gradients(
+        self.gradients = GradientBuffers(
             self.owned,
             mesh,
             device=device,
             keep=keep.gradients,
-            ahead=parallel.overlap_grad_reduce,
+            overlap=parallel.overlap_grad_reduce,
             arrived=self.weights.arrived,
         )
         if settings.gradient_accumulation_fusion:
-            attach(as_chunks(model), self.gradients.accumulator)
+            attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
         self.states = store(
             self.owned,
             self.rule,
@@ -115,18 +115,18 @@ class ShardedAdamW:
             settings,
             self._parameters_of,
             whole=self.weights.keep,
-            copies=1 + lasting,
+            copies=1 + stable,
         )
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
         self._draw(seed)
-        self.weights.attach(as_chunks(model))
+        self.weights.register_hooks(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _parameters_of(self, owned: list[Owned], keep: bool) -> Optional[torch.Tensor]:
+    def _parameters_of(self, owned: list[OwnedRange], keep: bool) -> Optional[torch.Tensor]:
         """Memory of fp32 parameters that are main weights too, end to end; None where these are others."""
-        span = slice(owned[0].place.start, owned[-1].place.stop)
+        span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)
         if self.dtype != torch.float32 or keep and not all(own.whole for own in self.owned):
             return None
         if keep:
@@ -152,8 +152,8 @@ class ShardedAdamW:
         for state in self.states:
             for own in state.owned:
                 whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
-                initialise(own.unit, whole, self.mesh.place, seed)
-                state.main[state.place(own)] = whole[own.low : own.high].to(state.main.device)
+                initialise(own.unit, whole, self.mesh.coordinates, seed)
+                state.main[state.slice_of(own)] = whole[own.low : own.high].to(state.main.device)
                 self.weights.fill(own.unit, whole)
         self._fill(self.states)
 
@@ -161,7 +161,7 @@ class ShardedAdamW:
         """Parameters, or shards of them, that have the values of main weights: (where in the state, memory)."""
         if self.weights.keep:
             for own in state.owned if state.direct else ():
-                yield state.place(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
+                yield state.slice_of(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
         elif self.shards[self.states.index(state)] is not state.main:
             yield slice(0, state.size), self.shards[self.states.index(state)]
 
@@ -179,7 +179,7 @@ class ShardedAdamW:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
             return piece if own.whole else piece.clone()  # it is gathered into its own place
         flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
-        piece = flat[state.place(own)]
+        piece = flat[state.slice_of(own)]
         return piece if own.whole else piece.to(self.device, self.dtype)
 
     @property
@@ -204,17 +204,17 @@ class ShardedAdamW:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def expect(self, micros: int) -> None:
+    def set_num_microbatches(self, num_microbatches: int) -> None:
         """Say how many micro-batches the coming step has: reductions that overlap the last one's backward need it."""
-        self.gradients.micros = micros
+        self.gradients.num_microbatches = num_microbatches
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients of passes since the last step."""
-        self.gradients.forget()
+        self.gradients.zero_grad()
         self.weights.end_step()
 
     @torch.no_grad()
-    def totals(self, sums: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def finalize_grads(self, sums: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Reduce gradients over data parallel ranks; then, in one small reduction, `sums` and the gradient norm.
 
         sums: fp64 vector of this rank's loss and token counts. Returns (their totals over all ranks, norm of the
@@ -247,7 +247,7 @@ class ShardedAdamW:
 
     def _square(self) -> torch.Tensor:
         """This rank's part of the sum of squares of all gradients, each logical element counted once over all ranks."""
-        total, place = torch.zeros((), dtype=torch.float64, device=self.device), self.mesh.place
+        total, place = torch.zeros((), dtype=torch.float64, device=self.device), self.mesh.coordinates
         for name, owned in groupby(self.owned, lambda own: own.unit.replicate):
             slots = (found for own in owned for found in own.slots())
             views = [self.reduced[where] for slot, where in slots if slot.placement.owned(place)]
@@ -269,50 +269,55 @@ class ShardedAdamW:
             if scale != 1.0:
                 self.reduced.mul_(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
-        with phase("inner"), self.present() if direct else nullcontext():  # nothing is on its way into the parameters
+        with (
+            phase("inner"),
+            self.gathered_parameters() if direct else nullcontext(),
+        ):  # nothing is on its way into the parameters
             self.rule.prepare(self.states, self.reduced, self.mesh)
             for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
                 state.step(self.reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
-        self.publish(read=False)
+        self.copy_main_params_to_model_params(read=False)
 
-    def publish(self, read: bool = True) -> None:
+    def copy_main_params_to_model_params(self, read: bool = True) -> None:
         """Main weights -> weights of the model. `read`: also those that a step has brought there already."""
         with phase("copy"):
             self._fill(state for state in self.states if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
-            self.weights.renew()
+            self.weights.start_param_sync()
 
-    def present(self) -> AbstractContextManager:
+    def gathered_parameters(self) -> AbstractContextManager:
         """Inside, between two steps, all parameters can be read at every stage: for checks."""
-        return self.weights.present()
+        return self.weights.gathered_parameters()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def pieces(
-        self, moments: bool = True, counted: bool = False, lasting: bool = False, shared: bool = False
+        self, moments: bool = True, unique: bool = False, stable: bool = False, shared: bool = False
     ) -> list[Piece]:
         """What this rank holds of the logical state, as views: saving reads them, loading fills them.
 
-        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `counted`:
+        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `unique`:
         what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
         `shared`: of what several data parallel ranks hold, each gives its part.
-        State in files is mapped for as long as the pieces are kept. `lasting`: these pieces are `Lasting`, and keep their
-        content until steps have gone on and pieces that last are asked for again.
+        State in files is mapped for as long as the pieces are kept. `stable`: these pieces are `StablePiece`, and
+        keep their content until steps have gone on and pieces that last are asked for again.
         """
         found: dict[str, list[Piece]] = {
             own.unit.replicate: [] for own in self.owned
         }  # by the axis along which are copies
         for state in self.states:
-            if lasting:
+            if stable:
                 state.keep()
             flats = {None: state.main} | (state.moments if moments else {})
             for name, flat in flats.items():
-                lasts, prefix = lasting and state.lasts(flat), f"optimizer.{name}." if name else ""
+                is_stable, prefix = stable and state.is_stable(flat), f"optimizer.{name}." if name else ""
                 for own in state.owned:
                     part_of = partial(state.part, flat, name)
-                    own_pieces = pieces_of(own, part_of, self.mesh.place, prefix, counted)
-                    found[own.unit.replicate] += [Lasting(*piece) for piece in own_pieces] if lasts else own_pieces
+                    own_pieces = pieces_of(own, part_of, self.mesh.coordinates, prefix, unique)
+                    found[own.unit.replicate] += (
+                        [StablePiece(*piece) for piece in own_pieces] if is_stable else own_pieces
+                    )
         axes = {name: getattr(self.mesh, name) for name in found if shared}
         parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in found.items())
         return [piece for part in parts for piece in part]

@@ -40,18 +40,18 @@ def _share(module: nn.Module) -> None:
         part.placements = {name: replace(placed, partial=(*placed.partial, "tied")) for name, placed in own.items()}
 
 
-def prove_complete(stages: list[nn.Module], mesh: Mesh, exchange: Callable, weights: Mapping) -> None:
+def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object: Callable, weights: Mapping) -> None:
     """Raise SettingsError unless all ranks together hold these weights (name -> `Placement`), each element of them.
 
-    exchange: value -> [value of every rank]. A parameter counts by the boxes of its logical tensor that ranks hold, so
-    copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
+    all_gather_object: value -> [value of every rank]. A parameter counts by the boxes of its logical tensor that
+    ranks hold, so copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
     """
     own = set()
     for name, (parameter, placement) in placements(stages).items():
         if mesh.dp.rank == 0 or "ep" in placement.cut:
-            own.add((name, *placement.box(tuple(parameter.shape), mesh.place)))
+            own.add((name, *placement.box(tuple(parameter.shape), mesh.coordinates)))
     held: dict[str, int] = {}
-    for name, _, extent in set().union(*exchange(own)):
+    for name, _, extent in set().union(*all_gather_object(own)):
         held[name] = held.get(name, 0) + math.prod(extent)
     wrong = _different(held, {name: math.prod(placed.shape) for name, placed in weights.items()})
     if wrong:

@@ -18,9 +18,18 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.own_schedule import is_file, read_schedule
-from megatron.pipeline.schedule import TRAINING, Stages, default_chunks, problems, stage_map
+from megatron.pipeline.schedule import TRAINING, StageMap, default_chunks, problems, stage_map
 from megatron.pipeline.sharding import Sharding
-from megatron.pipeline.simulate import COST, Plan, Times, bubble_of, make_plan, report, simulate, verify
+from megatron.pipeline.simulate import (
+    COST,
+    RankSchedules,
+    Times,
+    bubble_of,
+    make_rank_schedules,
+    report,
+    simulate,
+    verify,
+)
 from megatron.pipeline.timeline import read_timeline
 from megatron.settings.schema import setting
 
@@ -78,12 +87,12 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
     cost, panels = _cost(asked.cost), {}
-    ranks, micros = _size(next(iter(plans.values()))[0])
-    print(f"{ranks} ranks, {micros} micro-batches; time unit: {UNIT}")
+    ranks, num_microbatches = _size(next(iter(plans.values()))[0])
+    print(f"{ranks} ranks, {num_microbatches} micro-batches; time unit: {UNIT}")
     sharding = _sharding(asked)
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
     for name, (plan, stages) in plans.items():
-        verify(plan, micros, stages)
+        verify(plan, num_microbatches, stages)
         found, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
         live = " ".join(f"{held / chunks:g}" for held in found.live)
         span = found.span / chunks / cost["F"]
@@ -111,24 +120,27 @@ def _sharding(asked: CheckOptions) -> Optional[Sharding]:
     return Sharding(asked.zero, asked.gather, asked.reduce, asked.overlap, asked.overlap, asked.update)
 
 
-def _plans(asked: CheckOptions) -> dict[str, tuple[Plan, Stages]]:
+def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
     """Name -> plan and map of stages. Raises SettingsError when there is none that can run."""
     if asked.schedule and is_file(asked.schedule):
         own = read_schedule(asked.schedule)
         return {Path(own.path).name: (own.plan, own.stages)}
-    pp, micros = asked.pipeline_model_parallel_size, asked.micro
+    pp, num_microbatches = asked.pipeline_model_parallel_size, asked.micro
     names = [asked.schedule] if asked.schedule else TRAINING
     chunks = {name: default_chunks(name) if asked.chunks is None else asked.chunks for name in names}
-    wrong = {name: problems(name, pp, micros, chunks[name]) for name in names}
+    wrong = {name: problems(name, pp, num_microbatches, chunks[name]) for name in names}
     good = [name for name in names if not wrong[name]]
     if not good:
         raise SettingsError("; ".join(dict.fromkeys(line for lines in wrong.values() for line in lines)))
     if "1f1b" in good and chunks["1f1b"] > 1 and "interleaved" in good:
         good.remove("1f1b")  # the same by another name
-    return {name: (make_plan(name, pp, micros, chunks[name]), stage_map(name, pp, chunks[name])) for name in good}
+    return {
+        name: (make_rank_schedules(name, pp, num_microbatches, chunks[name]), stage_map(name, pp, chunks[name]))
+        for name in good
+    }
 
 
-def _size(plan: Plan) -> tuple[int, int]:
+def _size(plan: RankSchedules) -> tuple[int, int]:
     return len(plan), 1 + max(op.micro for ops in plan for op in ops)
 
 

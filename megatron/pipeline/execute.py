@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.mpu.deferred_wgrad import attach, deliver
-from megatron.pipeline.schedule import Op, Stages, looped
-from megatron.pipeline.wire import Wire
+from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
+from megatron.pipeline.schedule import Op, StageMap, looped
+from megatron.pipeline.wire import P2PCommunicator
 from megatron.telemetry.phases import phase
 
-__all__ = ["Wire", "execute"]
+__all__ = ["P2PCommunicator", "execute"]
 
 
 class _Neighbours(NamedTuple):
@@ -36,8 +36,8 @@ def execute(
     ops: Sequence[Op],
     stages: Sequence[torch.nn.Module],
     batches: Sequence,
-    wire: Wire,
-    objective: Optional[Callable] = None,
+    wire: P2PCommunicator,
+    loss_func: Optional[Callable] = None,
     *,
     names: Sequence[str] = ("lm loss", "tokens"),
     timeline: Optional[list] = None,
@@ -50,17 +50,17 @@ def execute(
 
     stages:     this rank's model chunks; which stage chunk c is says `wire.stages`
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
-    objective:  ({name: sum} of a stage, its micro-batch) -> the scalar whose gradient is taken, or None where the sums have
-                none; without an objective no gradients at all
+    loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar whose gradient is taken, or None where the sums have
+                none; without an loss_func no gradients at all
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
     on_op:      called with each op before its message is waited for
     """
-    work = _Work(stages, batches, wire, objective, names, split=any(op.kind == "W" for op in ops))
-    ahead = work.expect(ops[0]) if ops else None
+    work = _Work(stages, batches, wire, loss_func, names, split=any(op.kind == "W" for op in ops))
+    ahead = work.post_receive(ops[0]) if ops else None
     for number, op in enumerate(ops):
         if on_op is not None:
             on_op(op)
-        message, ahead = ahead, work.expect(ops[number + 1]) if number + 1 < len(ops) else None
+        message, ahead = ahead, work.post_receive(ops[number + 1]) if number + 1 < len(ops) else None
         arrived = message and work.receive(op, message)
         start = work.now() if timeline is not None else 0.0
         with phase(op.kind):
@@ -73,14 +73,14 @@ def execute(
 class _Work:
     """What one rank holds while it works through its ops."""
 
-    def __init__(self, stages, batches, wire: Wire, objective, names: Sequence[str], split: bool):
-        self.chunks, self.batches, self.wire, self.objective, self.names = stages, batches, wire, objective, names
+    def __init__(self, stages, batches, wire: P2PCommunicator, loss_func, names: Sequence[str], split: bool):
+        self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [
             _neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
             for chunk in range(len(stages))
         ]
         self.live: dict[tuple[int, int], tuple] = {}  # (micro, chunk) -> input, edge of the output
-        self.deferred = attach(stages) if split else None
+        self.deferred = attach_weight_grad_store(stages) if split else None
         self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> what I has left for W
         self.sums: list[torch.Tensor] = []  # of stages and micro-batches
 
@@ -89,7 +89,7 @@ class _Work:
             torch.cuda.synchronize(self.wire.device)
         return time.perf_counter()
 
-    def expect(self, op: Op):
+    def post_receive(self, op: Op):
         """Post the receive of what an op needs from another rank; None if it needs nothing."""
         place = self.places[op.chunk]
         if op.kind == "W":
@@ -106,12 +106,12 @@ class _Work:
         if op.kind == "F":
             self.forward(op, arrived)
         elif op.kind == "W":
-            deliver(self.products.pop(op[1:]))
+            run_deferred_wgrads(self.products.pop(op[1:]))
         else:
             self.backward(op, arrived)
 
     def forward(self, op: Op, x: Optional[torch.Tensor]) -> None:
-        place, training = self.places[op.chunk], self.objective is not None
+        place, training = self.places[op.chunk], self.loss_func is not None
         if x is not None and training:
             x.requires_grad_()
         y = self.chunks[op.chunk](x, self.batches[op.micro])
@@ -122,7 +122,7 @@ class _Work:
             with phase("send F"):
                 self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
-            own = self.objective(sums, self.batches[op.micro]) if sums else None
+            own = self.loss_func(sums, self.batches[op.micro]) if sums else None
             # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
             self.live[op[1:]] = x, None if place.after is None else get_gradient_edge(y), own
 
@@ -159,7 +159,7 @@ class _Work:
         return torch.zeros(len(self.names), dtype=torch.float64, device=self.wire.device)
 
 
-def _neighbours(stages: Stages, rank: int, chunk: int) -> _Neighbours:
+def _neighbours(stages: StageMap, rank: int, chunk: int) -> _Neighbours:
     stage = stages.index((rank, chunk))
     before = stages[stage - 1][0] if stage > 0 else None
     after = stages[stage + 1][0] if stage + 1 < len(stages) else None

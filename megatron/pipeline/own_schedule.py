@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import SettingsError
-from megatron.pipeline.schedule import Op, Stages, looped, parse_op, v_shaped
-from megatron.pipeline.simulate import BrokenSchedule, Plan, verify
+from megatron.pipeline.schedule import Op, StageMap, looped, parse_op, v_shaped
+from megatron.pipeline.simulate import BrokenSchedule, RankSchedules, verify
 
 DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws them"
 
 
 @dataclass(frozen=True)
-class OwnSchedule:
+class CustomSchedule:
     """A verified plan from a file."""
 
     path: str
-    plan: Plan
-    stages: Stages
+    plan: RankSchedules
+    stages: StageMap
 
     @property
     def chunks(self) -> int:
         return len(self.stages) // len(self.plan)
 
     @property
-    def micros(self) -> int:
+    def num_microbatches(self) -> int:
         """Micro-batches of a step: the plan is for this number alone."""
         return 1 + max(op.micro for ops in self.plan for op in ops)
 
@@ -46,7 +46,7 @@ def is_file(name: str) -> bool:
     return name.endswith(".txt") or "/" in name
 
 
-def read_schedule(path: str) -> OwnSchedule:
+def read_schedule(path: str) -> CustomSchedule:
     """Read and verify. Raises SettingsError naming file, line and op."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -65,9 +65,9 @@ def read_schedule(path: str) -> OwnSchedule:
     chunks = 1 + max(op.chunk for ops in plan for op in ops)
     if shape is v_shaped and chunks != 2:
         raise SettingsError(f"{path}: stages in a V mean two model chunks a rank, and the ops know {chunks}", do=DO)
-    own = OwnSchedule(path, plan, shape(len(plan), chunks))
+    own = CustomSchedule(path, plan, shape(len(plan), chunks))
     try:
-        verify(plan, own.micros, own.stages)
+        verify(plan, own.num_microbatches, own.stages)
     except BrokenSchedule as error:
         where = "" if error.rank is None else f", line {lines[error.rank]}"
         raise SettingsError(f"{path}{where}: this schedule cannot run", str(error), DO) from error

@@ -6,12 +6,12 @@ A schedule is a list of ops per rank, made by a pure function. The same list is 
 ranks, three micro-batches:
 
     >>> for rank in range(2):
-    ...     print(*make_schedule("1f1b", rank, pp=2, micros=3))
+    ...     print(*make_schedule("1f1b", rank, pp=2, num_microbatches=3))
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
 The *map of stages*, stage -> (rank, chunk), says which part of the model a rank's chunk is. `looped` is the usual one:
-the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `needs` and the verifier take any map.
+the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `dependencies` and the verifier take any map.
 """
 
 import re
@@ -51,10 +51,10 @@ def parse_op(word: str) -> Op:
     return Op(found[1], int(found[2]), int(found[3] or 0))
 
 
-Stages = tuple[tuple[int, int], ...]  # stage -> (rank, chunk)
+StageMap = tuple[tuple[int, int], ...]  # stage -> (rank, chunk)
 
 
-def looped(pp: int, chunks: int = 1) -> Stages:
+def looped(pp: int, chunks: int = 1) -> StageMap:
     """Stage s lies on rank s % pp as its chunk s // pp.
 
     >>> looped(2, 2)
@@ -63,7 +63,7 @@ def looped(pp: int, chunks: int = 1) -> Stages:
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
 
 
-def v_shaped(pp: int, chunks: int = 2) -> Stages:
+def v_shaped(pp: int, chunks: int = 2) -> StageMap:
     """Stages go down the ranks and come back: first and last stage lie on rank 0.
 
     >>> v_shaped(2)
@@ -73,10 +73,10 @@ def v_shaped(pp: int, chunks: int = 2) -> Stages:
     return tuple((rank, 0) for rank in range(pp)) + tuple((rank, 1) for rank in reversed(range(pp)))
 
 
-def needs(op: Op, rank: int, stages: Stages) -> list[tuple[int, Op]]:
+def dependencies(op: Op, rank: int, stages: StageMap) -> list[tuple[int, Op]]:
     """The ops that this op of `rank` waits for, as (rank, op). These lines are the whole data flow of a pipeline.
 
-    >>> needs(Op("B", 5), rank=1, stages=looped(4))
+    >>> dependencies(Op("B", 5), rank=1, stages=looped(4))
     [(1, Op(kind='F', micro=5, chunk=0)), (2, Op(kind='B', micro=5, chunk=0))]
     """
 
@@ -92,19 +92,19 @@ def needs(op: Op, rank: int, stages: Stages) -> list[tuple[int, Op]]:
     return [at("F", stage)] + ([at(op.kind, stage + 1)] if stage < len(stages) - 1 else [])
 
 
-def make_schedule(name: str, rank: int, pp: int, micros: int, chunks: Optional[int] = None) -> list[Op]:
+def make_schedule(name: str, rank: int, pp: int, num_microbatches: int, chunks: Optional[int] = None) -> list[Op]:
     """The ops of `rank`, in order. `name` is a key of SCHEDULES; chunks: default those that the schedule is made for.
 
     Raises ValueError for what `problems` names.
     """
     chunks = chunks or default_chunks(name)
-    wrong = problems(name, pp, micros, chunks)
+    wrong = problems(name, pp, num_microbatches, chunks)
     if wrong:
         raise ValueError("; ".join(wrong))
-    return SCHEDULES[name].make(rank, pp, micros, chunks)
+    return SCHEDULES[name].make(rank, pp, num_microbatches, chunks)
 
 
-def stage_map(name: str, pp: int, chunks: int = 1) -> Stages:
+def stage_map(name: str, pp: int, chunks: int = 1) -> StageMap:
     """Where a schedule wants the stages to lie."""
     return SCHEDULES[name].stages(pp, chunks)
 
@@ -120,7 +120,7 @@ def unknown(name: str) -> str:
     return f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt){near}"
 
 
-def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
+def problems(name: str, pp: int, num_microbatches: int, chunks: int = 1) -> list[str]:
     """Why this schedule cannot run: one sentence each; empty when it can."""
     if name not in SCHEDULES:
         return [unknown(name)]
@@ -128,8 +128,8 @@ def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
     low, high = SCHEDULES[name].chunks
     if pp < 1 or chunks < 1:
         return [f"{pp} ranks with {chunks} model chunks each: at least 1 of both is needed"]
-    if micros < 1:
-        found.append(f"{micros} micro-batches a step: at least 1 is needed")
+    if num_microbatches < 1:
+        found.append(f"{num_microbatches} micro-batches a step: at least 1 is needed")
     if high is not None and not low <= chunks <= high:
         many = "one model chunk" if high == 1 else f"{high} model chunks"
         found.append(f"schedule {name} has {many} a rank, not {chunks}")
@@ -143,35 +143,35 @@ def problems(name: str, pp: int, micros: int, chunks: int = 1) -> list[str]:
     return found
 
 
-def gpipe(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
+def gpipe(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
     """All forward passes, then all backward passes (arXiv:1811.06965). Holds every micro-batch's activations."""
-    return _visits("F", pp, micros, range(chunks)) + _visits("B", pp, micros, range(chunks)[::-1])
+    return _visits("F", pp, num_microbatches, range(chunks)) + _visits("B", pp, num_microbatches, range(chunks)[::-1])
 
 
-def one_f_one_b(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
+def one_f_one_b(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
     """Warm up, then one backward after each forward, then drain; Megatron-LM's order.
 
     One chunk: PipeDream-flush (arXiv:2104.04473, section 2.2.1), at most pp - rank micro-batches alive. Several:
-    interleaved (section 2.2.2), the bubble shrinks to (pp - 1) / (chunks x micros + pp - 1).
+    interleaved (section 2.2.2), the bubble shrinks to (pp - 1) / (chunks x num_microbatches + pp - 1).
     """
     warmup = pp - rank - 1
     if chunks > 1:
-        warmup = 2 * warmup + (chunks - 1) * len(_groups(pp, micros)[0])
-    forward = _visits("F", pp, micros, range(chunks))
-    backward = _visits("B", pp, micros, range(chunks)[::-1])
+        warmup = 2 * warmup + (chunks - 1) * len(_groups(pp, num_microbatches)[0])
+    forward = _visits("F", pp, num_microbatches, range(chunks))
+    backward = _visits("B", pp, num_microbatches, range(chunks)[::-1])
     warmup = min(warmup, len(forward))
     steady = [op for pair in zip(forward[warmup:], backward) for op in pair]
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
-def zb_h1(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
+def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
     """1F1B whose backward is split, with W lagging by `rank` (arXiv:2401.10241, section 2).
 
     The input's gradient travels on at once, the weights' gradient fills what was the bubble: a third of 1F1B's is left,
     with no more than pp activations alive on any rank, as on 1F1B's first.
     """
     order, waiting = [], []
-    for op in one_f_one_b(rank, pp, micros, chunks):
+    for op in one_f_one_b(rank, pp, num_microbatches, chunks):
         if op.kind == "F":
             order.append(op)
             continue
@@ -182,27 +182,27 @@ def zb_h1(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
     return order + waiting
 
 
-def zb_v(rank: int, pp: int, micros: int, chunks: int = 2) -> list[Op]:
+def zb_v(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[Op]:
     """Two chunks a rank in a V, backward split: next to no bubble with the memory of 1F1B's first rank, pp
     micro-batches (after ZB-V of arXiv:2405.15362).
     """
-    return list(_packed(pp, micros, 2 * pp)[rank])
+    return list(_packed(pp, num_microbatches, 2 * pp)[rank])
 
 
-def v_half(rank: int, pp: int, micros: int, chunks: int = 2) -> list[Op]:
+def v_half(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[Op]:
     """The same V in half the memory: pp / 2 + 1 micro-batches on every rank (after V-Half of arXiv:2405.15362)."""
-    return list(_packed(pp, micros, pp + 2)[rank])
+    return list(_packed(pp, num_microbatches, pp + 2)[rank])
 
 
-def forward_only(rank: int, pp: int, micros: int, chunks: int = 1) -> list[Op]:
+def forward_only(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
     """Forward passes alone: evaluation, on any map of stages."""
-    return _visits("F", pp, micros, range(chunks))
+    return _visits("F", pp, num_microbatches, range(chunks))
 
 
 class Schedule(NamedTuple):
     """How a named schedule is made, and what it is made for."""
 
-    make: Callable  # (rank, pp, micros, chunks) -> ops of the rank
+    make: Callable  # (rank, pp, num_microbatches, chunks) -> ops of the rank
     chunks: tuple[int, Optional[int]] = (1, None)  # fewest and most model chunks of a rank
     stages: Callable = looped  # (pp, chunks) -> map of stages
     split: bool = False  # the backward pass comes as I and W
@@ -221,24 +221,24 @@ SCHEDULES = {
 TRAINING = tuple(name for name in SCHEDULES if name != "forward-only")
 
 
-def _visits(kind: str, pp: int, micros: int, chunks) -> list[Op]:
+def _visits(kind: str, pp: int, num_microbatches: int, chunks) -> list[Op]:
     """Every (micro, chunk) once: a group of micro-batches goes through all chunks before the next group."""
-    return [Op(kind, micro, chunk) for group in _groups(pp, micros) for chunk in chunks for micro in group]
+    return [Op(kind, micro, chunk) for group in _groups(pp, num_microbatches) for chunk in chunks for micro in group]
 
 
-def _groups(pp: int, micros: int) -> list[range]:
+def _groups(pp: int, num_microbatches: int) -> list[range]:
     """Micro-batches in even groups of pp, or a few more: with a smaller group the interleaved schedule would hang.
 
     >>> _groups(4, 8), _groups(4, 11)
     ([range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
     """
-    count = max(1, micros // pp)
-    ends = [(micros * n + count - 1) // count for n in range(count + 1)]
+    count = max(1, num_microbatches // pp)
+    ends = [(num_microbatches * n + count - 1) // count for n in range(count + 1)]
     return [range(start, end) for start, end in zip(ends, ends[1:])]
 
 
 @lru_cache(maxsize=8)  # every rank asks for its row of the same plan, at every step
-def _packed(pp: int, micros: int, limit: int) -> tuple[tuple[Op, ...], ...]:
+def _packed(pp: int, num_microbatches: int, limit: int) -> tuple[tuple[Op, ...], ...]:
     """A V-shaped schedule, found by simulation: at each tick every idle rank runs its first op whose inputs are there.
 
     All ops take one tick. A rank prefers, in this order, what feeds its neighbours (F of the way back, I, F of the way
@@ -252,16 +252,16 @@ def _packed(pp: int, micros: int, limit: int) -> tuple[tuple[Op, ...], ...]:
     tick = 0
 
     def can(rank: int, op: Op) -> bool:
-        if op.micro == micros:
+        if op.micro == num_microbatches:
             return False
         if op.kind == "F" and op.chunk == 0:
             count = done[rank]
             room = limit - (count["F", 0] - count["W", 0]) - (count["F", 0] - count["W", 1])
             if room < 2:
                 return False
-        return all(finished.get(need, tick + 1) <= tick for need in needs(op, rank, stages))
+        return all(finished.get(need, tick + 1) <= tick for need in dependencies(op, rank, stages))
 
-    while any(count["W", chunk] < micros for count in done for chunk in (0, 1)):
+    while any(count["W", chunk] < num_microbatches for count in done for chunk in (0, 1)):
         ready = [
             [op for kind, chunk in _EAGER if can(rank, op := Op(kind, done[rank][kind, chunk], chunk))][:1]
             for rank in range(pp)

@@ -32,15 +32,15 @@ class Sharding:
     """The ZeRO stage and times, in the unit of the passes'. Each is of one chunk; of all ranks alike.
 
     gather, reduce:                time of one G and of one R
-    gather_beside, reduce_beside:  share of it that runs beside the pass it belongs to; 0: without --overlap-param-gather
+    gather_overlap, reduce_overlap:  share of it that runs beside the pass it belongs to; 0: without --overlap-param-gather
                                    and --overlap-grad-reduce
     """
 
     zero: int
     gather: float = 0.0
     reduce: float = 0.0
-    gather_beside: float = 0.0
-    reduce_beside: float = 0.0
+    gather_overlap: float = 0.0
+    reduce_overlap: float = 0.0
     update: float = 0.0
 
     def gathers(self, kind: str) -> bool:
@@ -54,15 +54,15 @@ class Sharding:
     def stretched(self, kind: str, time: float) -> float:
         """How long a pass takes with what runs before, beside and behind it.
 
-        >>> Sharding(3, gather=1.0, reduce=2.0, gather_beside=0.5).stretched("B", 4.0)
+        >>> Sharding(3, gather=1.0, reduce=2.0, gather_overlap=0.5).stretched("B", 4.0)
         6.5
         """
         gather, reduce = self.gather * self.gathers(kind), self.reduce * self.reduces(kind)
-        beside = gather * self.gather_beside + reduce * self.reduce_beside
+        beside = gather * self.gather_overlap + reduce * self.reduce_overlap
         return gather + reduce - beside + max(time, beside)
 
 
-class Lanes:
+class RankStreams:
     """The two lanes of one rank while its schedule is simulated. `times` gets (rank, op) -> (start, end) of every op."""
 
     def __init__(self, rank: int, ops: Sequence[Op], sharding: Sharding, times: dict):
@@ -83,19 +83,19 @@ class Lanes:
         if plan.gathers(op.kind):
             kind = "G" if op.kind == "F" else "GB"
             start, least = self._send(Op(kind, op.micro, op.chunk), ready, plan.gather)
-            begin = start + (1 - plan.gather_beside) * plan.gather
-        elif plan.zero in (1, 2) and plan.gather_beside == 0.0:
+            begin = start + (1 - plan.gather_overlap) * plan.gather
+        elif plan.zero in (1, 2) and plan.gather_overlap == 0.0:
             begin = max(ready, self.gathered)
         elif plan.zero in (1, 2) and self.first.get(op.chunk) == op:
             start, least = self.times[chunk]
-            begin = max(ready, start + (1 - plan.gather_beside) * plan.gather)
+            begin = max(ready, start + (1 - plan.gather_overlap) * plan.gather)
         end = max(begin + time, least)
         done = end
         if plan.reduces(op.kind):
-            end = max(end, max(self.free, begin) + plan.reduce_beside * plan.reduce)
+            end = max(end, max(self.free, begin) + plan.reduce_overlap * plan.reduce)
             done = self._reduce(op, end, plan.reduce)
-        elif plan.zero < 2 and plan.reduce_beside and self.last.get(op.chunk) == op:
-            self._reduce(op, max(end, max(self.free, begin) + plan.reduce_beside * plan.reduce), plan.reduce)
+        elif plan.zero < 2 and plan.reduce_overlap and self.last.get(op.chunk) == op:
+            self._reduce(op, max(end, max(self.free, begin) + plan.reduce_overlap * plan.reduce), plan.reduce)
         elif plan.zero < 2 and op == self.end:
             for last in self.last.values():
                 self._send(Op("R", last.micro, last.chunk), end, plan.reduce)
@@ -111,6 +111,6 @@ class Lanes:
 
     def _reduce(self, op: Op, end: float, time: float) -> float:
         """A reduction whose share `beside` has been sent when the pass ends."""
-        self.free = end + (1 - self.sharding.reduce_beside) * time
+        self.free = end + (1 - self.sharding.reduce_overlap) * time
         self.times[self.rank, Op("R", op.micro, op.chunk)] = (self.free - time, self.free)
         return self.free

@@ -3,8 +3,8 @@
 
 A *plan* is the list of op lists of all ranks, the same lists that `execute.py` runs.
 
-    >>> plan = make_plan("1f1b", pp=4, micros=8)
-    >>> verify(plan, micros=8)
+    >>> plan = make_rank_schedules("1f1b", pp=4, num_microbatches=8)
+    >>> verify(plan, num_microbatches=8)
     >>> found = report(plan)
     >>> round(found.bubble, 4) == round(3 / (8 + 3), 4), found.live
     (True, (4, 3, 2, 1))
@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from megatron.pipeline.schedule import Op, Stages, looped, make_schedule, needs
-from megatron.pipeline.sharding import COMMUNICATION, Lanes, Sharding
+from megatron.pipeline.schedule import Op, StageMap, dependencies, looped, make_schedule
+from megatron.pipeline.sharding import COMMUNICATION, RankStreams, Sharding
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
 
 Cost = Union[Mapping[str, float], Callable[[int, Op], float]]  # time by kind of op, or of any (rank, op)
 
-Plan = list[list[Op]]
+RankSchedules = list[list[Op]]
 Times = dict[tuple[int, Op], tuple[float, float]]
 
 
@@ -35,40 +35,41 @@ class BrokenSchedule(ValueError):
         self.rank = rank
 
 
-def make_plan(name: str, pp: int, micros: int, chunks: Optional[int] = None) -> Plan:
+def make_rank_schedules(name: str, pp: int, num_microbatches: int, chunks: Optional[int] = None) -> RankSchedules:
     """The schedule of every rank."""
-    return [make_schedule(name, rank, pp, micros, chunks) for rank in range(pp)]
+    return [make_schedule(name, rank, pp, num_microbatches, chunks) for rank in range(pp)]
 
 
 # -- simulate --------------------------------------------------------------------------------------------------------
 
 
 def simulate(
-    plan: Plan,
-    stages: Optional[Stages] = None,
+    plan: RankSchedules,
+    stages: Optional[StageMap] = None,
     cost: Optional[Cost] = None,
-    wire: float = 0.0,
+    message_time: float = 0.0,
     sharding: Optional[Sharding] = None,
 ) -> Times:
     """Run the plan on a clock: (rank, op) -> (start, end).
 
-    stages: where each stage lies (default `looped`). cost: time of an op. wire: time of a message. sharding: gatherings
-    and reductions of ZeRO and the update are simulated, too, as ops of kinds G, GB, R and U (`pipeline/sharding.py`).
-    Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it waits for on each.
+    stages: where each stage lies (default `looped`). cost: time of an op. message_time: time of a message. sharding:
+    gatherings and reductions of ZeRO and the update are simulated, too, as ops of kinds G, GB, R and U
+    (`pipeline/sharding.py`). Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it
+    waits for on each.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
-    waits = [[needs(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
+    waits = [[dependencies(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
     times: Times = {}
     done = times if sharding is None else {}  # of a pass: (start, when others may go on with what it made)
-    lanes = [Lanes(rank, ops, sharding, times) for rank, ops in enumerate(plan)] if sharding else None
+    lanes = [RankStreams(rank, ops, sharding, times) for rank, ops in enumerate(plan)] if sharding else None
     clock, at = [0.0] * len(plan), [0] * len(plan)
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(plan):
             while at[rank] < len(ops) and all(need in done for need in waits[rank][at[rank]]):
-                arrivals = [done[need][1] + wire * (need[0] != rank) for need in waits[rank][at[rank]]]
+                arrivals = [done[need][1] + message_time * (need[0] != rank) for need in waits[rank][at[rank]]]
                 start = max([clock[rank], *arrivals])
                 op = ops[at[rank]]
                 took = time_of(rank, op)
@@ -86,37 +87,37 @@ def simulate(
     return times
 
 
-def _stuck_on(rank: int, plan: Plan, at: list[int], waits: list, times: Times) -> str:
+def _stuck_on(rank: int, plan: RankSchedules, at: list[int], waits: list, times: Times) -> str:
     missing = [f"{op} of rank {source}" for source, op in waits[rank][at[rank]] if (source, op) not in times]
     return f"rank {rank} is stuck on {plan[rank][at[rank]]}, waiting for {' and '.join(missing)}"
 
 
-def _looped_for(plan: Plan) -> Stages:
+def _looped_for(plan: RankSchedules) -> StageMap:
     return looped(len(plan), 1 + max((op.chunk for ops in plan for op in ops), default=0))
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------
 
 
-def verify(plan: Plan, micros: int, stages: Optional[Stages] = None) -> None:
+def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap] = None) -> None:
     """Prove that a plan is right, or raise BrokenSchedule with what is wrong.
 
     Every (micro, chunk) is done exactly once in each kind of pass; no rank waits for ever; every directed channel between
     two ranks delivers in the order in which it is read, so that messages need no tags.
     """
     stages = stages or _looped_for(plan)
-    _verify_complete(plan, micros, stages)
+    _verify_complete(plan, num_microbatches, stages)
     simulate(plan, stages)
     _verify_channels(plan, stages)
 
 
-def _verify_complete(plan: Plan, micros: int, stages: Stages) -> None:
+def _verify_complete(plan: RankSchedules, num_microbatches: int, stages: StageMap) -> None:
     kinds = {op.kind for ops in plan for op in ops}
     if kinds not in KINDS:
         raise BrokenSchedule(f"passes of kinds {sorted(kinds)}: expected F, F and B, or F, I and W")
     for rank, ops in enumerate(plan):
         chunks = [chunk for where, chunk in stages if where == rank]
-        want = {Op(kind, micro, chunk) for kind in kinds for micro in range(micros) for chunk in chunks}
+        want = {Op(kind, micro, chunk) for kind in kinds for micro in range(num_microbatches) for chunk in chunks}
         wrong = {
             "never does": want - set(ops),
             "must not do": set(ops) - want,
@@ -127,7 +128,7 @@ def _verify_complete(plan: Plan, micros: int, stages: Stages) -> None:
                 raise BrokenSchedule(f"rank {rank} {what} {' '.join(map(str, sorted(which)[:8]))}", rank)
 
 
-def _verify_channels(plan: Plan, stages: Stages) -> None:
+def _verify_channels(plan: RankSchedules, stages: StageMap) -> None:
     read = _messages(plan, stages)
     for (source, target, kind), wanted in read.items():
         wanted_set = set(wanted)
@@ -140,12 +141,12 @@ def _verify_channels(plan: Plan, stages: Stages) -> None:
                 )
 
 
-def _messages(plan: Plan, stages: Stages) -> dict[tuple[int, int, str], list[Op]]:
+def _messages(plan: RankSchedules, stages: StageMap) -> dict[tuple[int, int, str], list[Op]]:
     """(from, to, kind) -> the sender's ops, in the order in which the receiver wants their results."""
     read = defaultdict(list)
     for rank, ops in enumerate(plan):
         for op in ops:
-            for source, need in needs(op, rank, stages):
+            for source, need in dependencies(op, rank, stages):
                 if source != rank:
                     read[source, rank, need.kind].append(need)
     return read
@@ -165,15 +166,15 @@ class ScheduleReport:
 
 
 def report(
-    plan: Plan,
-    stages: Optional[Stages] = None,
+    plan: RankSchedules,
+    stages: Optional[StageMap] = None,
     cost: Optional[Cost] = None,
-    wire: float = 0.0,
+    message_time: float = 0.0,
     sharding: Optional[Sharding] = None,
 ) -> ScheduleReport:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, wire, sharding)
+    times = simulate(plan, stages, cost, message_time, sharding)
     span = max((end for _, end in times.values()), default=0.0)
     live = tuple(map(live_activations, plan))
     return ScheduleReport(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
@@ -198,11 +199,11 @@ def live_activations(ops: list[Op]) -> int:
     return most
 
 
-def _most_waiting(plan: Plan, stages: Stages, times: Times) -> int:
+def _most_waiting(plan: RankSchedules, stages: StageMap, times: Times) -> int:
     events = defaultdict(list)  # channel -> (time, +1 sent or -1 read)
     for rank, ops in enumerate(plan):
         for op in ops:
-            for source, need in needs(op, rank, stages):
+            for source, need in dependencies(op, rank, stages):
                 if source != rank:
                     events[source, rank, need.kind] += [(times[source, need][1], 1), (times[rank, op][0], -1)]
     most = 0

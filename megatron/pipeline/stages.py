@@ -14,8 +14,8 @@ from typing import Optional
 
 from megatron.errors import SettingsError
 from megatron.pipeline import schedule
-from megatron.pipeline.own_schedule import OwnSchedule, is_file, read_schedule
-from megatron.pipeline.schedule import Op, Stages
+from megatron.pipeline.own_schedule import CustomSchedule, is_file, read_schedule
+from megatron.pipeline.schedule import Op, StageMap
 from megatron.pipeline.simulate import report
 from megatron.settings.schema import Parallel
 
@@ -29,13 +29,13 @@ class Pipeline:
     name: str
     pp: int
     chunks: int  # stages of a rank
-    stages: Stages  # stage -> (rank, chunk)
+    stages: StageMap  # stage -> (rank, chunk)
     layers: tuple[range, ...]  # stage -> global numbers of its layers
-    own: Optional[OwnSchedule] = None
+    custom: Optional[CustomSchedule] = None
 
     @classmethod
-    def of(cls, parallel: Parallel, num_layers: int, micros: Optional[int] = None) -> "Pipeline":
-        """For settings in which `problems` finds nothing, and steps of `micros` micro-batches.
+    def of(cls, parallel: Parallel, num_layers: int, num_microbatches: Optional[int] = None) -> "Pipeline":
+        """For settings in which `problems` finds nothing, and steps of `num_microbatches` micro-batches.
 
         Reads and verifies a schedule that is a file; raises SettingsError if it is not one for this run.
         """
@@ -43,7 +43,7 @@ class Pipeline:
         own = None
         if is_file(name):
             own = read_schedule(name)
-            _check_own(own, parallel, num_layers, micros)
+            _check_own(own, parallel, num_layers, num_microbatches)
         chunks = own.chunks if own else chunks_of(parallel, num_layers)
         stages = own.stages if own else schedule.stage_map(name, pp, chunks)
         return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), own)
@@ -51,33 +51,35 @@ class Pipeline:
     @property
     def split(self) -> bool:
         """Whether gradients of weights come in passes of their own."""
-        return self.own.split if self.own else schedule.SCHEDULES[self.name].split
+        return self.custom.split if self.custom else schedule.SCHEDULES[self.name].split
 
-    def ops(self, rank: int, micros: int, training: bool = True) -> list[Op]:
+    def ops(self, rank: int, num_microbatches: int, training: bool = True) -> list[Op]:
         """What a rank does in a step of training, or in an evaluation, of so many micro-batches."""
         if not training:
-            return schedule.make_schedule("forward-only", rank, self.pp, micros, self.chunks)
-        if self.own:
-            assert micros == self.own.micros, f"a plan of {self.own.micros} micro-batches for {micros}"
-            return self.own.plan[rank]
-        return schedule.make_schedule(self.name, rank, self.pp, micros, self.chunks)
+            return schedule.make_schedule("forward-only", rank, self.pp, num_microbatches, self.chunks)
+        if self.custom:
+            assert num_microbatches == self.custom.num_microbatches, (
+                f"a plan of {self.custom.num_microbatches} micro-batches for {num_microbatches}"
+            )
+            return self.custom.plan[rank]
+        return schedule.make_schedule(self.name, rank, self.pp, num_microbatches, self.chunks)
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
         return [self.stages.index((rank, chunk)) for chunk in range(self.chunks)]
 
-    def describe(self, micros: int) -> str:
+    def describe(self, num_microbatches: int) -> str:
         """What lies where, and what a step wastes, in a line.
 
-        >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(micros=8)
+        >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(num_microbatches=8)
         'pipeline 1f1b: layers 0-1 | 2-3; bubble 11.1 %, activations of at most 2 of 8 micro-batches'
         """
-        plan = [self.ops(rank, micros) for rank in range(self.pp)]
+        plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
         found = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
         return (
             f"pipeline {self.name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
-            f"{max(found.live) / self.chunks:g} of {micros} micro-batches"
+            f"{max(found.live) / self.chunks:g} of {num_microbatches} micro-batches"
         )
 
     def layers_of(self, rank: int) -> list[range]:
@@ -85,13 +87,13 @@ class Pipeline:
         return [self.layers[stage] for stage in self.stages_of(rank)]
 
 
-def _check_own(own: OwnSchedule, parallel: Parallel, num_layers: int, micros: Optional[int]) -> None:
+def _check_own(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:
     found, pp = [], parallel.pipeline_model_parallel_size
     if len(own.plan) != pp:
         found.append(f"it has {len(own.plan)} lines of ops, and --pipeline-model-parallel-size is {pp}")
-    if micros is not None and own.micros != micros:
+    if num_microbatches is not None and own.num_microbatches != num_microbatches:
         found.append(
-            f"it is for {own.micros} micro-batches, and a step has {micros} (--global-batch-size / "
+            f"it is for {own.num_microbatches} micro-batches, and a step has {num_microbatches} (--global-batch-size / "
             "--micro-batch-size / data parallel size)"
         )
     found += _uneven(parallel, num_layers, own.chunks)
@@ -243,7 +245,7 @@ def _wrong_ends(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     return []
 
 
-def _counts(p: Parallel, num_layers: int, stages: Stages) -> list[int]:
+def _counts(p: Parallel, num_layers: int, stages: StageMap) -> list[int]:
     """Layers of each stage, for settings in which nothing is wrong."""
     if p.pipeline_stage_layers:
         return _numbers(p.pipeline_stage_layers)

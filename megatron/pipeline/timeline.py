@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from megatron.errors import DataError
-from megatron.pipeline.schedule import Op, Stages, parse_op
-from megatron.pipeline.simulate import Plan, Times, verify
+from megatron.pipeline.schedule import Op, StageMap, parse_op
+from megatron.pipeline.simulate import RankSchedules, Times, verify
 
 Record = list[tuple[Op, float, float]]  # ops of a rank with start and end in seconds
 
@@ -25,11 +25,11 @@ class Timeline:
     """A measured step of one pipeline."""
 
     schedule: str
-    stages: Stages
+    stages: StageMap
     ranks: list[Record]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RankSchedules:
         return [[op for op, _, _ in record] for record in self.ranks]
 
     @property

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from megatron.mpu.collectives import GroupListener
 from megatron.mpu.mesh import Axis, Mesh, ranks_along
-from megatron.pipeline.schedule import Stages
+from megatron.pipeline.schedule import StageMap
 
 KINDS = "FB"
 
 
-class Wire:
+class P2PCommunicator:
     """The messages of one rank.
 
     axis:           the pipeline's ranks
@@ -33,7 +33,7 @@ class Wire:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        stages: Optional[Stages] = None,
+        stages: Optional[StageMap] = None,
         groups: Optional[dict] = None,
     ):
         self.axis, self.shape, self.dtype, self.device, self.stages = axis, shape, dtype, device, stages
@@ -53,14 +53,14 @@ class Wire:
         work = dist.isend(x, self.axis.ranks[to], group=group, tag=KINDS.index(kind))
         self._sent[kind, micro, stage] = work, x
 
-    def receive(self, source: int, kind: str, micro: int, stage: int) -> "Receipt":
+    def receive(self, source: int, kind: str, micro: int, stage: int) -> "PendingReceive":
         """Post the receive of the next message of a kind from a rank. `wait` on what it returns gives the message."""
         if source == self.axis.rank:
-            return Receipt(None, self._local, (kind, micro, stage))
+            return PendingReceive(None, self._local, (kind, micro, stage))
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self._groups.get((kind, source, self.axis.rank), self.axis.group)
         work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
-        return Receipt(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
+        return PendingReceive(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
@@ -75,7 +75,7 @@ class Wire:
         self._sent.clear()
 
 
-class Receipt:
+class PendingReceive:
     """A message that is to come."""
 
     def __init__(self, work, x, key=None, label: str = ""):
@@ -89,7 +89,7 @@ class Receipt:
         return self._x
 
 
-def channels(stages: Stages) -> list[tuple[str, int, int]]:
+def channels(stages: StageMap) -> list[tuple[str, int, int]]:
     """Every (kind, from, to) between different ranks that these stages use, in an order that all ranks know.
 
     >>> channels(((0, 0), (1, 0)))
@@ -99,7 +99,7 @@ def channels(stages: Stages) -> list[tuple[str, int, int]]:
     return sorted({("F", a, b) for a, b in hops} | {("B", b, a) for a, b in hops})
 
 
-def open_channels(mesh: Mesh, stages: Stages) -> dict[tuple[str, int, int], dist.ProcessGroup]:
+def open_channels(mesh: Mesh, stages: StageMap) -> dict[tuple[str, int, int], dist.ProcessGroup]:
     """A process group for each channel of this rank's pipeline. All ranks of the job together.
 
     NCCL works through the messages of a group in one order: with one group for all, two ranks that send to each other

@@ -13,13 +13,13 @@ from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Recompute
 
 
-def stage_kept(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
+def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Of one pass of a micro-batch through the layers of a stage (their numbers in the whole network)."""
-    facts, share, kept = job.facts, layout.share(job), Bytes()
+    facts, share, kept = job.facts, layout.rank_setup(job), Bytes()
     for (kind, granularity), count in repeated(facts, layout.recompute, layers, together=True).items():
-        for name, size in facts.layer_kept(share, kind, granularity).items():
+        for name, size in facts.layer_saved_bytes(share, kind, granularity).items():
             kept[name] += count * size
-    kept.update(facts.ends_kept(share, first, last))
+    kept.update(facts.ends_saved_bytes(share, first, last))
     return kept
 
 
@@ -34,14 +34,14 @@ def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together:
 
 def deferred(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Bytes of these layers' inputs and output gradients whose products are deferred (zero-bubble W)."""
-    share = layout.share(job)
+    share = layout.rank_setup(job)
     kinds = Counter(map(job.facts.layer_kind, layers))
-    return sum(count * job.facts.deferred_kept(share, kind) for kind, count in kinds.items())
+    return sum(count * job.facts.deferred_saved_bytes(share, kind) for kind, count in kinds.items())
 
 
 def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Most bytes that the backward pass of one of these layers needs beside what is kept."""
-    r, share = layout.recompute, layout.share(job)
+    r, share = layout.recompute, layout.rank_setup(job)
     together = (r.recompute_num_layers or 1) if r.recompute_method != "block" else 1
     kinds = set(map(job.facts.layer_kind, layers))
     granularity = r.recompute_granularity or ""

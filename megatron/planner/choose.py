@@ -14,7 +14,7 @@ from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
-from megatron.planner.search import Found, Plan, Space, divisors, search
+from megatron.planner.search import Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import parts, plans, resting_on, sizes
 from megatron.settings import batch, schema
@@ -27,7 +27,7 @@ from megatron.training import rules
 class SearchResult:
     """A search and what it was for."""
 
-    found: Found
+    found: SearchedPlans
     job: Job
     cluster: Cluster
     parameters: int
@@ -59,16 +59,16 @@ def find_micro_batch(config: schema.Config) -> SearchResult:
     if config.batch.local_batch_size and not config.batch.global_batch_size:
         config = replace(config, batch=replace(config.batch, global_batch_size=settings.batch.global_batch_size))
     global_batch = _global_batch(config)
-    own = layout.pipeline(config.model.num_layers).own  # a schedule in a file is for one number of micro-batches
+    own = layout.pipeline(config.model.num_layers).custom  # a schedule in a file is for one number of micro-batches
     each = (config.batch.global_batch_size or config.planner.max_global_batch_size) // layout.dp
     only = tuple(
-        replace(layout, micro=size)
+        replace(layout, micro_batch_size=size)
         for size in divisors(each)
         if not batch.problems(replace(config.batch, micro_batch_size=size), layout.dp)
-        and (own is None or each // size == own.micros)
+        and (own is None or each // size == own.num_microbatches)
     )
     if not only:
-        number = config.batch.gradient_accumulation_steps or (own.micros if own else 1)
+        number = config.batch.gradient_accumulation_steps or (own.num_microbatches if own else 1)
         raise SettingsError(
             f"--micro-batch-size auto: no size of it makes {number} micro-batch{'es' * (number > 1)} of "
             f"{each} samples for each of {layout.dp} data parallel ranks",
@@ -120,7 +120,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         **_global_batch(config),
         tp=given("tensor_model_parallel_size"),
         pp=given("pipeline_model_parallel_size"),
-        micro=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
+        micro_batch_size=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
         zero=given("sharding_stage"),
         schedule=given("pipeline_schedule"),
         offload=cluster.device.kind == "cuda" and not knows_matrices(config.optimizer),
@@ -207,11 +207,13 @@ def _micro_batch(config: schema.Config, log) -> tuple[schema.Config, list[Plan],
     outcome = find_micro_batch(config)
     found, cluster = outcome.found, outcome.cluster
     if not found.plans:
-        least = min((one.layout for one in found.rejected), key=lambda layout: layout.micro)
-        [problem] = memory_problems(replace(outcome.job, global_batch=least.micro * least.dp), least, cluster)
-        raise SettingsError(f"--micro-batch-size auto: even {least.micro} is {problem}")
+        least = min((one.layout for one in found.rejected), key=lambda layout: layout.micro_batch_size)
+        [problem] = memory_problems(
+            replace(outcome.job, global_batch=least.micro_batch_size * least.dp), least, cluster
+        )
+        raise SettingsError(f"--micro-batch-size auto: even {least.micro_batch_size} is {problem}")
     best, width = found.plans[0], _width(config)
-    log(f"--micro-batch-size auto: {best.layout.micro} is expected to be the fastest {resting_on(cluster)}")
+    log(f"--micro-batch-size auto: {best.layout.micro_batch_size} is expected to be the fastest {resting_on(cluster)}")
     log(
         sentence(
             f"  of what divides {best.job.global_batch // best.layout.dp} samples a rank and fits "
@@ -231,12 +233,14 @@ def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schem
     """Settings of a training with what was found in place of what they left open."""
     if config.planner.auto_parallel:
         return layout.applied(config, global_batch)
-    return replace(config, batch=replace(config.batch, micro_batch_size=layout.micro, global_batch_size=global_batch))
+    return replace(
+        config, batch=replace(config.batch, micro_batch_size=layout.micro_batch_size, global_batch_size=global_batch)
+    )
 
 
 def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> str:
     """The flags that say what was found."""
-    words = layout.flags() if config.planner.auto_parallel else ["--micro-batch-size", str(layout.micro)]
+    words = layout.flags() if config.planner.auto_parallel else ["--micro-batch-size", str(layout.micro_batch_size)]
     return " ".join([*words, "--global-batch-size", str(global_batch)])
 
 

@@ -7,11 +7,11 @@ from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
-from megatron.pipeline.simulate import make_plan, simulate
+from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import target, text
 from megatron.planner.choose import settled
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import Ledger, ledger, on_disk
+from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
@@ -48,14 +48,16 @@ def dry_run(config: schema.Config, log=print) -> None:
         raise refusal(problems)
 
 
-def _plan(job: Job, layout: Layout, cluster: Cluster) -> tuple[Plan, list[Ledger]]:
+def _plan(job: Job, layout: Layout, cluster: Cluster) -> tuple[Plan, list[MemoryReport]]:
     """The layout with its time, and the memory of each pipeline rank."""
-    needed = [ledger(job, layout, cluster.device, rank) for rank in range(layout.pp)]
+    needed = [memory_report(job, layout, cluster.device, rank) for rank in range(layout.pp)]
     worst = max(needed, key=lambda one: one.total)
     return Plan(layout, job, step(job, layout, cluster), worst.total, worst.rank), needed
 
 
-def _sections(config, plan: Plan, needed: list[Ledger], cluster: Cluster, source: str, width: int) -> Iterator[str]:
+def _sections(
+    config, plan: Plan, needed: list[MemoryReport], cluster: Cluster, source: str, width: int
+) -> Iterator[str]:
     job, layout = plan.job, plan.layout
     lines = [text.described(job), text.devices(cluster, source), *_changed(config)]
     yield "\n".join(sentence(line, width) for line in lines)
@@ -63,7 +65,7 @@ def _sections(config, plan: Plan, needed: list[Ledger], cluster: Cluster, source
     yield _stages(job, layout, needed, cluster, width)
     shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, plan.rank, layout.pp - 1})]
     head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"
-    yield f"{head}\n{text.ledgers(shown, cluster.device.memory_bytes, width)}"
+    yield f"{head}\n{text.memory_tables(shown, cluster.device.memory_bytes, width)}"
     if layout.pp > 1:
         yield _schedule(job, layout, min(width, 160))
     if cluster.world_size > 1:
@@ -144,14 +146,18 @@ def _range(layers: range) -> str:
 
 def _schedule(job: Job, layout: Layout, width: int) -> str:
     """A diagram of a short step, and the gaps of the real one."""
-    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
-    short = pipeline.own.micros if pipeline.own else min(micros, 2 * layout.pp)
-    head = f"schedule {layout.schedule}, {micros} micro-batches a step"
+    pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
+    short = pipeline.custom.num_microbatches if pipeline.custom else min(num_microbatches, 2 * layout.pp)
+    head = f"schedule {layout.schedule}, {num_microbatches} micro-batches a step"
     if layout.pp > 16:
         return sentence(head, width)
-    plan = pipeline.own.plan if pipeline.own else make_plan(layout.schedule, layout.pp, short, layout.chunks)
+    plan = (
+        pipeline.custom.plan
+        if pipeline.custom
+        else make_rank_schedules(layout.schedule, layout.pp, short, layout.chunks)
+    )
     picture = diagram(simulate(plan, pipeline.stages), width=width)
-    return f"{sentence(f'{head}, of which {short} are drawn' if short < micros else head, width)}\n{picture}"
+    return f"{sentence(f'{head}, of which {short} are drawn' if short < num_microbatches else head, width)}\n{picture}"
 
 
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:

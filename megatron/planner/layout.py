@@ -4,7 +4,7 @@
 Both are small frozen records, so that a search can make a hundred thousand of them; `Layout.of` reads one from the
 settings of a run, `Layout.flags` says it in flags. Numbers of tokens, bytes and FLOPs are per rank unless said otherwise.
 
-    >>> layout = Layout(tp=8, pp=16, micro=1, sp=True, recompute=Recompute("core_attn"))
+    >>> layout = Layout(tp=8, pp=16, micro_batch_size=1, sp=True, recompute=Recompute("core_attn"))
     >>> " ".join(layout.flags())
     '--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16 --micro-batch-size 1 \
 --recompute-granularity core_attn'
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.model.facts import Facts, Share
+from megatron.model.facts import Facts, RankSetup
 from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
@@ -71,9 +71,9 @@ class Job:
         """Bytes of a weight and of an activation."""
         return 4 if self.mixed else ELEMENT[self.precision]
 
-    def share(self, tp: int = 1, sp: bool = False, micro: int = 1) -> Share:
+    def rank_setup(self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1) -> RankSetup:
         """How a rank works on the model in a layout."""
-        return Share(tp, sp, micro, self.device, self.precision, self.element, self.backend, self.chunk)
+        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, self.backend, self.chunk)
 
 
 def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
@@ -98,7 +98,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    micro: int = 1
+    micro_batch_size: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
     zero: int = 0
@@ -148,13 +148,13 @@ class Layout:
     def replicate(self) -> int:
         return self.dp // self.shard
 
-    def share(self, job: Job) -> Share:
+    def rank_setup(self, job: Job) -> RankSetup:
         """How each rank works on the job's model."""
-        return job.share(self.tp, self.sp, self.micro)
+        return job.rank_setup(self.tp, self.sp, self.micro_batch_size)
 
-    def micros(self, job: Job) -> int:
+    def num_microbatches(self, job: Job) -> int:
         """Micro-batches of a step on each rank."""
-        return job.global_batch // (self.micro * self.dp)
+        return job.global_batch // (self.micro_batch_size * self.dp)
 
     def pipeline(self, num_layers: int) -> Pipeline:
         """Which layers lie where."""
@@ -187,7 +187,9 @@ class Layout:
             pipeline_timeline=own.pipeline_timeline,
         )
         sizes = replace(
-            config.batch, micro_batch_size=self.micro, global_batch_size=global_batch or config.batch.global_batch_size
+            config.batch,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=global_batch or config.batch.global_batch_size,
         )
         optimizer = replace(
             config.optimizer,
@@ -223,7 +225,7 @@ class Layout:
         words += ["--optimizer-cpu-offload"] * (self.offload > 0)
         words += ["--optimizer-offload-fraction", f"{self.offload:g}"] * (0 < self.offload < 1)
         words += ["--nvme-offload-fraction", f"{self.disk:g}"] * (self.disk > 0)
-        words += ["--param-cpu-offload"] * self.param_offload + ["--micro-batch-size", str(self.micro)]
+        words += ["--param-cpu-offload"] * self.param_offload + ["--micro-batch-size", str(self.micro_batch_size)]
         r = self.recompute
         for name in ("granularity", "method", "num_layers") if r.recompute_granularity else ():
             value = getattr(r, f"recompute_{name}")

@@ -11,30 +11,30 @@ from functools import lru_cache
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
 from megatron.pipeline.sharding import Sharding
-from megatron.pipeline.simulate import make_plan, simulate
+from megatron.pipeline.simulate import make_rank_schedules, simulate
 
 LARGE = 16  # ranks of a V; what more of them hold is read off so many
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # of each chunk: passes between F and B (or I), and between I and W
 
 
-def most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+def most_held(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> tuple[Held, ...]:
     """The counts of what a rank holds at its fullest moments; none of them is below another in every place."""
     if schedule == "gpipe":
-        return (((micros,) * chunks, (0,) * chunks),)
+        return (((num_microbatches,) * chunks, (0,) * chunks),)
     if is_file(schedule):
-        return _most_held(schedule, pp, micros, chunks, rank)
+        return _most_held(schedule, pp, num_microbatches, chunks, rank)
     if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # which are found by simulation: that takes long
         place = min(LARGE - 1, rank * LARGE // pp)
-        few = _most_held(schedule, LARGE, min(max(1, micros * LARGE // pp), 3 * LARGE + 3), chunks, place)
+        few = _most_held(schedule, LARGE, min(max(1, num_microbatches * LARGE // pp), 3 * LARGE + 3), chunks, place)
         return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
-    return _most_held(schedule, pp, min(micros, 3 * pp + 3), chunks, rank)
+    return _most_held(schedule, pp, min(num_microbatches, 3 * pp + 3), chunks, rank)
 
 
 @lru_cache(maxsize=8192)
-def _most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+def _most_held(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> tuple[Held, ...]:
     alive, waiting, seen = [0] * chunks, [0] * chunks, set()
-    for op in ops_of(schedule, pp, micros, chunks, rank):
+    for op in ops_of(schedule, pp, num_microbatches, chunks, rank):
         if op.kind == "F":
             alive[op.chunk] += 1
         elif op.kind == "W":
@@ -51,60 +51,60 @@ def _most_held(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> t
     )
 
 
-def ops_of(schedule: str, pp: int, micros: int, chunks: int, rank: int) -> Sequence[Op]:
+def ops_of(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> Sequence[Op]:
     """The ops of a rank, of a named schedule or of a file."""
     if is_file(schedule):
         return read_schedule(schedule).plan[rank]
-    return make_schedule(schedule, rank, pp, micros, chunks)
+    return make_schedule(schedule, rank, pp, num_microbatches, chunks)
 
 
 @lru_cache(maxsize=8192)
-def starts(schedule: str, pp: int, micros: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
+def starts(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
     """How often in a step the rank begins to work on some of its chunks while it holds nothing of any of them."""
     if schedule == "gpipe" or pp == 1:
-        return 1 if schedule == "gpipe" else micros
+        return 1 if schedule == "gpipe" else num_microbatches
     if pp > LARGE and not is_file(schedule) and SCHEDULES[schedule].stages is v_shaped:
-        few = max(1, micros * LARGE // pp)
+        few = max(1, num_microbatches * LARGE // pp)
         found = starts(schedule, LARGE, few, chunks, min(LARGE - 1, rank * LARGE // pp), among)
-        return found if found == 1 else found + micros - few
-    short = min(micros, 3 * pp + 3)
+        return found if found == 1 else found + num_microbatches - few
+    short = min(num_microbatches, 3 * pp + 3)
     held = found = 0
     for op in ops_of(schedule, pp, short, chunks, rank):
         if op.chunk in among and op.kind != "W":
             found += op.kind == "F" and held == 0
             held += 1 if op.kind == "F" else -1
-    return found if found == 1 or is_file(schedule) else found + micros - short
+    return found if found == 1 or is_file(schedule) else found + num_microbatches - short
 
 
 def span(
-    schedule: str, pp: int, micros: int, chunks: int, *, backward: float, split: float = 0.5, exact=False
+    schedule: str, pp: int, num_microbatches: int, chunks: int, *, backward: float, split: float = 0.5, exact=False
 ) -> float:
     """Time from the first op to the last, where a chunk's forward pass takes 1 and its backward pass `backward`, of which
     `split` is the gradient of the inputs. Messages take no time. exact: simulate as many ranks as there are.
     """
     whole = 1.0 + backward
     if pp == 1:
-        return micros * chunks * whole
-    if schedule in ("1f1b", "gpipe", "interleaved") and (chunks == 1 or micros % pp == 0):
-        return (micros * chunks + pp - 1) * whole
-    if is_file(schedule) or exact and micros <= 4 * pp:
-        return _span(schedule, pp, micros, chunks, backward, split)
+        return num_microbatches * chunks * whole
+    if schedule in ("1f1b", "gpipe", "interleaved") and (chunks == 1 or num_microbatches % pp == 0):
+        return (num_microbatches * chunks + pp - 1) * whole
+    if is_file(schedule) or exact and num_microbatches <= 4 * pp:
+        return _span(schedule, pp, num_microbatches, chunks, backward, split)
     if not exact and pp > SMALL:  # gaps grow with the number of ranks, and with nothing else
-        fewer = max(1, round(micros * SMALL / pp))
+        fewer = max(1, round(num_microbatches * SMALL / pp))
         small = span(schedule, SMALL, fewer, chunks, backward=backward, split=split)
-        return micros * chunks * whole + (small - fewer * chunks * whole) * (pp - 1) / (SMALL - 1)
-    if micros <= 4 * pp:
-        return _span(schedule, pp, micros, chunks, backward, split)
+        return num_microbatches * chunks * whole + (small - fewer * chunks * whole) * (pp - 1) / (SMALL - 1)
+    if num_microbatches <= 4 * pp:
+        return _span(schedule, pp, num_microbatches, chunks, backward, split)
     # A round is pp micro-batches: what one more of them adds is what each further one adds.
-    near = 2 * pp + micros % pp
+    near = 2 * pp + num_microbatches % pp
     short, longer = (_span(schedule, pp, m, chunks, backward, split) for m in (near, near + pp))
-    return short + (longer - short) * (micros - near) / pp
+    return short + (longer - short) * (num_microbatches - near) / pp
 
 
 def sharded_span(
     schedule: str,
     pp: int,
-    micros: int,
+    num_microbatches: int,
     chunks: int,
     *,
     forward: float,
@@ -126,8 +126,8 @@ def sharded_span(
         i, w = stretched("B", backward), 0.0
     b, last = i + w, backward / 2 if w else backward
     ratio, split = (b / f, i / b) if exact else (round(4 * b / f) / 4, round(8 * i / b) / 8)
-    units = span(schedule, pp, micros, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
-    length = max(micros * chunks * (f + b), units * (f + b) / (1 + ratio))
+    units = span(schedule, pp, num_microbatches, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
+    length = max(num_microbatches * chunks * (f + b), units * (f + b) / (1 + ratio))
     return _before(sharding, chunks, forward) + length + _behind(sharding, chunks, last)
 
 
@@ -135,9 +135,9 @@ def _before(sharding: Sharding, chunks: int, forward: float) -> float:
     """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
     if sharding.zero not in (1, 2):
         return 0.0
-    if not sharding.gather_beside:
+    if not sharding.gather_overlap:
         return chunks * sharding.gather
-    held = max((1 - sharding.gather_beside) * sharding.gather, sharding.gather - forward)
+    held = max((1 - sharding.gather_overlap) * sharding.gather, sharding.gather - forward)
     return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
@@ -145,12 +145,12 @@ def _behind(sharding: Sharding, chunks: int, backward: float) -> float:
     """By how much reductions of ZeRO 0 and 1 end later than the last passes of the chunks. backward: one of these."""
     if sharding.zero > 1:
         return 0.0
-    if not sharding.reduce_beside:
+    if not sharding.reduce_overlap:
         return chunks * sharding.reduce
     free = 0.0
     for chunk in range(chunks):
-        end = max((chunk + 1) * backward, max(free, chunk * backward) + sharding.reduce_beside * sharding.reduce)
-        free = end + (1 - sharding.reduce_beside) * sharding.reduce
+        end = max((chunk + 1) * backward, max(free, chunk * backward) + sharding.reduce_overlap * sharding.reduce)
+        free = end + (1 - sharding.reduce_overlap) * sharding.reduce
     return free - chunks * backward
 
 
@@ -158,13 +158,15 @@ SMALL = 6  # ranks that a search simulates instead of more
 
 
 @lru_cache(maxsize=8192)
-def _span(schedule: str, pp: int, micros: int, chunks: int, backward: float, split: float) -> float:
+def _span(schedule: str, pp: int, num_microbatches: int, chunks: int, backward: float, split: float) -> float:
     cost = dict(F=1.0, B=backward, I=backward * split, W=backward * (1 - split))
     if is_file(schedule):
         own = read_schedule(schedule)
         times = simulate(own.plan, own.stages, cost)
     else:
-        times = simulate(make_plan(schedule, pp, micros, chunks), stage_map(schedule, pp, chunks), cost)
+        times = simulate(
+            make_rank_schedules(schedule, pp, num_microbatches, chunks), stage_map(schedule, pp, chunks), cost
+        )
     return max(end for _, end in times.values())
 
 

@@ -21,7 +21,7 @@ FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffe
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryReport:
     """Bytes of one pipeline rank, on its device, in the host's memory, and in files of optimizer state."""
 
     rank: int
@@ -114,19 +114,19 @@ def _first_units(units: Units, shard: int, fraction: float) -> int:
     return found
 
 
-def resident(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """`state`, and the buffers that go with the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
     units = rank_units(job, layout, rank)
     return held | {"gathered weights": _gathered(units, job, layout), "gradient buffers": _buffers(units, layout)}, host
 
 
-def moving(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
+def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
     """What a step adds whatever the ZeRO stage, at its fullest moment; and its activations by kind."""
     kept = _kept(job, layout, rank)
     loss = kept.pop("output layer and loss", 0)
     last = rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
-    most = job.facts.loss_workspace(layout.share(job)) if last else 0
+    most = job.facts.loss_workspace(layout.rank_setup(job)) if last else 0
     units = rank_units(job, layout, rank)
     layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
@@ -156,12 +156,12 @@ def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
     return 4 * layout.tp * (2 * unit + 6 * tensor)
 
 
-def ledger(job: Job, layout: Layout, device: Device, rank: int = 0) -> Ledger:
+def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:
     """Everything that a pipeline rank needs at its fullest moment of a step."""
-    held, host = resident(job, layout, rank)
-    entries, kept = moving(job, layout, device, rank)
+    held, host = static_memory(job, layout, rank)
+    entries, kept = step_memory(job, layout, device, rank)
     device_entries = {name: size for name, size in (held | entries).items() if size}
-    return Ledger(rank, device_entries, host, dict(kept), on_disk(job, layout, rank))
+    return MemoryReport(rank, device_entries, host, dict(kept), on_disk(job, layout, rank))
 
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:
@@ -169,12 +169,15 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = pipeline.stages_of(rank)
-    each = [activations.stage_kept(job, layout, pipeline.layers[stage], stage == 0, stage == last) for stage in stages]
+    each = [
+        activations.stage_saved_bytes(job, layout, pipeline.layers[stage], stage == 0, stage == last)
+        for stage in stages
+    ]
     late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
-        late[stages.index(last)] += job.facts.loss_deferred(layout.share(job))
+        late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))
     sums = [sum(kinds.values()) for kinds in each]
-    moments = most_held(layout.schedule, layout.pp, layout.micros(job), len(each), rank)
+    moments = most_held(layout.schedule, layout.pp, layout.num_microbatches(job), len(each), rank)
     alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
     total = Counter()
     for count, kinds in zip(alive, each):
@@ -212,6 +215,6 @@ def _messages(job: Job, layout: Layout, rank: int) -> int:
         return 0
     waiting = 3 + layout.chunks
     if job.device == "cpu":
-        alive = most_held(layout.schedule, layout.pp, layout.micros(job), layout.chunks, rank)
+        alive = most_held(layout.schedule, layout.pp, layout.num_microbatches(job), layout.chunks, rank)
         waiting += max(sum(counts) for counts, _ in alive)
-    return waiting * job.facts.message_bytes(layout.share(job))
+    return waiting * job.facts.message_bytes(layout.rank_setup(job))

@@ -143,7 +143,7 @@ def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[str, ...],
 
 
 def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
-    """Decayed weights first, as `optimizer.units.lay_out` has them."""
+    """Decayed weights first, as `optimizer.units.flat_units_of` has them."""
     slots = [
         ParameterSize(
             math.prod(placed.local_shape({"tp": tp})),

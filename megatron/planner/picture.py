@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from megatron.errors import SettingsError, StorageError
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import recomputed, resting_on
@@ -50,10 +50,10 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
     figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1), "--picture")
     memory, time = figure.subplots(2, 1)
     names = [
-        f"{number}  {plan.layout.short()}\nmicro {plan.layout.micro}, recompute {recomputed(plan)}"
+        f"{number}  {plan.layout.short()}\nmicro {plan.layout.micro_batch_size}, recompute {recomputed(plan)}"
         for number, plan in enumerate(plans, 1)
     ]
-    filled = [ledger(plan.job, plan.layout, cluster.device, plan.rank).device for plan in plans]
+    filled = [memory_report(plan.job, plan.layout, cluster.device, plan.rank).device for plan in plans]
     _bars(memory, [{kind: size / 1e9 for kind, size in kinds.items()} for kinds in filled], names)
     memory.axvline(cluster.device.memory_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB on the fullest rank; dashed: {cluster.device.name}, {cluster.device.memory_gb:.1f} GB")

@@ -4,7 +4,7 @@
 from dataclasses import asdict
 
 from megatron.planner.choose import SearchResult
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.search import Plan
 from megatron.planner.text import basis
 from megatron.planner.traffic import transfers
@@ -51,7 +51,8 @@ def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
         tflops_per_rank=plan.step.tflops_per_rank(outcome.cluster.world_size),
         bytes=plan.bytes,
         memory=[
-            asdict(ledger(job, layout, device, rank)) | dict(total=ledger(job, layout, device, rank).total)
+            asdict(memory_report(job, layout, device, rank))
+            | dict(total=memory_report(job, layout, device, rank).total)
             for rank in range(layout.pp)
         ],
         traffic=[asdict(transfer) for transfer in transfers(job, layout, 0)],

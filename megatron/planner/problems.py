@@ -210,7 +210,7 @@ def _flag(name: str) -> str:
 
 def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
     """Bytes that each pipeline rank needs at its fullest moment."""
-    return [memory.ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+    return [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
 
 
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
@@ -232,12 +232,12 @@ def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
     full = schema.Recompute(recompute_granularity="full")
     tries = {
         "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
-        "--micro-batch-size 1": replace(layout, micro=1),
+        "--micro-batch-size 1": replace(layout, micro_batch_size=1),
         "--use-distributed-optimizer": replace(layout, zero=1, shard=layout.dp, parallel=None),
         "--recompute-granularity full": replace(layout, recompute=full),
         "--sharding-stage 3": replace(layout, zero=3, shard=layout.dp, parallel=None),
         "--optimizer-cpu-offload": replace(layout, offload=1.0, disk=0.0),
-        "--micro-batch-size 1 --recompute-granularity full": replace(layout, micro=1, recompute=full),
+        "--micro-batch-size 1 --recompute-granularity full": replace(layout, micro_batch_size=1, recompute=full),
         "--recompute-granularity full --optimizer-cpu-offload": replace(layout, recompute=full, offload=1.0, disk=0.0),
     }
     if layout.recompute.recompute_granularity:

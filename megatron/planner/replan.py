@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron.errors import Failure, SettingsError
 from megatron.guard.command import RANKS, config_of, of_slurm, shape_of, value_of, with_flag, with_ranks, without
 from megatron.planner.layout import Layout
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.target import cluster_of, job_of
 from megatron.settings.batch import smallest
 from megatron.settings.schema import Config
@@ -104,7 +104,7 @@ def needed(config: Config, ranks: int) -> float:
         cluster, _ = cluster_of(_on(config, ranks))
         layout = Layout.of(config, ranks)
         job, _ = job_of(config, cluster, layout.dp)
-        return max(ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp))
+        return max(memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp))
     except (Failure, ValueError):
         return 0.0
 

@@ -30,7 +30,7 @@ class Space:
     max_global_batch: Optional[int] = None
     tp: Optional[int] = None
     pp: Optional[int] = None
-    micro: Optional[int] = None
+    micro_batch_size: Optional[int] = None
     zero: Optional[int] = None
     schedule: Optional[str] = None
     offload: bool = True
@@ -74,7 +74,7 @@ class Rejected:
 
 
 @dataclass
-class Found:
+class SearchedPlans:
     """Outcome of a search: plans from best to worst, the closest rejected ones, and what never came into question."""
 
     plans: list[Plan] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Found:
     too_large: int = 0
 
 
-def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
+def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> SearchedPlans:
     """All plans of `job` (whose global batch `space` decides) on `cluster`; `keep` best and closest ones are told."""
     if space.only:
         return _of(job, cluster, space)
-    found = Found()
+    found = SearchedPlans()
     good, close = _Shortlist(keep), _Shortlist(keep)
     for base, sized in _bases(job, cluster, space, found):
         _try_shardings(base, sized, cluster, space, found, good, close)
@@ -99,11 +99,13 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Found:
     return found
 
 
-def _of(job: Job, cluster: Cluster, space: Space) -> Found:
+def _of(job: Job, cluster: Cluster, space: Space) -> SearchedPlans:
     """The layouts that `space` names, each by itself."""
-    found, most = Found(looked_at=len(space.only)), space.global_batch or space.max_global_batch
+    found, most = SearchedPlans(looked_at=len(space.only)), space.global_batch or space.max_global_batch
     for layout in space.only:
-        sized = replace(job, global_batch=most // (layout.micro * layout.dp) * layout.micro * layout.dp)
+        sized = replace(
+            job, global_batch=most // (layout.micro_batch_size * layout.dp) * layout.micro_batch_size * layout.dp
+        )
         plan, lacking = evaluate(sized, layout, cluster)
         found.plans += [plan] if plan else []
         found.rejected += [lacking] if lacking else []
@@ -123,7 +125,9 @@ def _different(plans: list[Plan]) -> list[Plan]:
     seen: dict[tuple, Plan] = {}
     for plan in plans:
         lay = plan.layout
-        seen.setdefault((lay.tp, lay.pp, lay.sp, lay.micro, lay.chunks, lay.schedule, lay.zero, lay.offload), plan)
+        seen.setdefault(
+            (lay.tp, lay.pp, lay.sp, lay.micro_batch_size, lay.chunks, lay.schedule, lay.zero, lay.offload), plan
+        )
     return list(seen.values())
 
 
@@ -147,7 +151,7 @@ class _Shortlist:
 # The grid -------------------------------------------------------------------------------------------------------------
 
 
-def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[tuple[Layout, Job]]:
+def _bases(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> Iterator[tuple[Layout, Job]]:
     """Layouts without sharding, each with the job at its global batch."""
     world = cluster.world_size
     for tp in _tensor_sizes(job, cluster, space, found):
@@ -166,14 +170,14 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: Found) -> Iterator[t
 
 def _granularities(job: Job, tp: int, sp: bool, micro: int) -> list[Optional[str]]:
     """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
-    share = job.share(tp, sp, micro)
+    share = job.rank_setup(tp, sp, micro)
     branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
     cores = [branch.core for branch in branches if branch.core]
     useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
     return [one for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 
-def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> list[int]:
+def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> list[int]:
     sizes = []
     for tp in [space.tp] if space.tp else divisors(cluster.world_size):
         if tp > cluster.local_size and not space.tp:
@@ -189,7 +193,7 @@ def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: Found) -> lis
     return sizes
 
 
-def _pipeline_sizes(job: Job, ranks: int, space: Space, found: Found) -> Iterator[int]:
+def _pipeline_sizes(job: Job, ranks: int, space: Space, found: SearchedPlans) -> Iterator[int]:
     for pp in [space.pp] if space.pp else divisors(ranks):
         if ranks % pp:
             continue
@@ -200,20 +204,20 @@ def _pipeline_sizes(job: Job, ranks: int, space: Space, found: Found) -> Iterato
         yield pp
 
 
-def _batches(job: Job, dp: int, space: Space, found: Found) -> Iterator[tuple[int, int]]:
+def _batches(job: Job, dp: int, space: Space, found: SearchedPlans) -> Iterator[tuple[int, int]]:
     """(micro-batch, global batch) that `dp` ranks can do."""
     most = space.global_batch or space.max_global_batch
     if dp > most or (space.global_batch and most % dp):
         reason = f"dp {dp}: a global batch of {most} cannot be divided by it"
         found.impossible += [reason] * (reason not in found.impossible)
         return
-    for micro in [space.micro] if space.micro else _powers(most // dp):
+    for micro in [space.micro_batch_size] if space.micro_batch_size else _powers(most // dp):
         batch = most if space.global_batch else most // (micro * dp) * micro * dp
         if batch and batch % (micro * dp) == 0:
             yield micro, batch
 
 
-def _arrangements(job: Job, pp: int, micros: int, space: Space) -> Iterator[tuple[str, int, Optional[str]]]:
+def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Iterator[tuple[str, int, Optional[str]]]:
     """(schedule, chunks, layers of each stage or None for even)."""
     layers = job.facts.num_layers
     if pp == 1:
@@ -225,17 +229,17 @@ def _arrangements(job: Job, pp: int, micros: int, space: Space) -> Iterator[tupl
             high = 1
         for chunks in range(low, (high or min(8, layers // pp)) + 1):
             if layers % (pp * chunks) == 0:
-                if chunks == 1 or name != "interleaved" or micros >= pp:
+                if chunks == 1 or name != "interleaved" or num_microbatches >= pp:
                     yield name, chunks, None
             elif chunks == 1 and name in ("1f1b", "zb-h1"):
                 yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
 
 
-def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: Found, good, close) -> None:
+def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: SearchedPlans, good, close) -> None:
     """The base with each way to share or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
-    room = [device.usable_bytes - sum(memory.moving(job, base, device, rank)[0].values()) for rank in ranks]
-    work, micros = speed.passes(job, base, cluster), base.micros(job)
+    room = [device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()) for rank in ranks]
+    work, num_microbatches = speed.passes(job, base, cluster), base.num_microbatches(job)
     for (zero, shard, offload), held, host, once in _options(base, job, cluster, space, tuple(ranks)):
         found.looked_at += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
@@ -247,17 +251,23 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
                     max(over, away), _shared(base, zero, shard, offload, device), max(over, away), rank, away > over
                 )
             continue
-        if (work.length + once.later) / job.global_batch >= good.limit:  # without any message it would be too slow
+        if (
+            work.length + once.after_reductions
+        ) / job.global_batch >= good.limit:  # without any message it would be too slow
             continue
-        cost = speed.seconds(work, base, micros, once) / job.global_batch
+        cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
         if cost < good.limit:
             good.offer(cost, _shared(base, zero, shard, offload, device), job, over + device.usable_bytes, rank)
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
     """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what else a step has)."""
-    key = replace(base, micro=base.micros(job), recompute=Recompute())  # what these figures depend on
-    return _options_of(key, replace(job, global_batch=key.micro * key.micro * base.dp), cluster, space, ranks)
+    key = replace(
+        base, micro_batch_size=base.num_microbatches(job), recompute=Recompute()
+    )  # what these figures depend on
+    return _options_of(
+        key, replace(job, global_batch=key.micro_batch_size * key.micro_batch_size * base.dp), cluster, space, ranks
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -265,13 +275,13 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
     found = []
     for choice in _state_choices(base.dp, space):
         layout = _shared(base, *choice, cluster.device)
-        held = [memory.resident(job, layout, rank) for rank in ranks]
+        held = [memory.static_memory(job, layout, rank) for rank in ranks]
         found.append(
             (
                 choice,
                 [sum(own.values()) for own, _ in held],
                 max(sum(away.values()) for _, away in held),
-                speed.once(job, layout, cluster),
+                speed.step_communication(job, layout, cluster),
             )
         )
     return found
@@ -307,7 +317,7 @@ def _fullest(layout: Layout, job: Job) -> list[int]:
 
 def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan], Optional[Rejected]]:
     """One layout by itself: its plan, or what it lacks."""
-    totals = [memory.ledger(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+    totals = [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
     worst = max(range(layout.pp), key=totals.__getitem__)
     over = totals[worst] - cluster.device.usable_bytes
     plan = Plan(layout, job, speed.step(job, layout, cluster), totals[worst], worst)

@@ -73,12 +73,12 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     dp = max(1, world_size // (tp * pp))
     shard = (p.sharding_degree or dp) if p.sharding_stage else 1
-    replicate, micros = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
+    replicate, num_microbatches = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
     few = dict(tp=min(tp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
     schedule = p.pipeline_schedule
-    if pipeline.own and pp <= limit:
+    if pipeline.custom and pp <= limit:
         few["pp"] = pp
-    elif pipeline.own:
+    elif pipeline.custom:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
         lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the shrunk job runs {schedule}")
     for axis, words in (
@@ -94,7 +94,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         if math.prod(few.values()) > limit and few[axis] > 1:
             few[axis] = 1
             lost.append(f"{words}: the shrunk job would need more than {limit} ranks")
-    chunks = pipeline.chunks if pipeline.own else min(pipeline.chunks, 2)
+    chunks = pipeline.chunks if pipeline.custom else min(pipeline.chunks, 2)
     sizes = Sizes(
         few["tp"],
         few["pp"],
@@ -114,7 +114,9 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         distributed_backend=None,
         print_topology=False,
     )
-    small = narrowed(config, sizes, micros=_micros(micros, pipeline, sizes.pp), steps=steps)
+    small = narrowed(
+        config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
+    )
     model = replace(small.model, num_layers=num_layers)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
     return ShrunkJob(
@@ -132,9 +134,9 @@ def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[Shru
     return [replace(shrunk, lost=()), shrunk_job_of(replace(config, parallel=others), world_size // tp, steps)]
 
 
-def narrowed(config: Config, sizes: Sizes, micros: Optional[int] = None, steps: int = 10) -> Config:
+def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = None, steps: int = 10) -> Config:
     """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
-    batch = _batch(config.batch, sizes, micros or max(2, sizes.pp), steps)
+    batch = _batch(config.batch, sizes, num_microbatches or max(2, sizes.pp), steps)
     guard = config.guard
     return replace(
         config,
@@ -243,23 +245,23 @@ def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recomput
 # Model, batch and curves ----------------------------------------------------------------------------------------------
 
 
-def _micros(micros: int, pipeline: Pipeline, pp: int) -> int:
+def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int:
     """Micro-batches of a step on each rank: fewer than the pipeline has ranks, as many, or more, as the original has."""
-    if pipeline.own and pp == pipeline.pp:
-        return pipeline.own.micros
+    if pipeline.custom and pp == pipeline.pp:
+        return pipeline.custom.num_microbatches
     if pipeline.pp == 1:
-        return min(micros, 2)
-    if micros < pipeline.pp:
+        return min(num_microbatches, 2)
+    if num_microbatches < pipeline.pp:
         return max(1, pp - 1)
-    return pp if micros == pipeline.pp else 2 * pp - (micros % pipeline.pp > 0)
+    return pp if num_microbatches == pipeline.pp else 2 * pp - (num_microbatches % pipeline.pp > 0)
 
 
-def _batch(b: Batch, sizes: Sizes, micros: int, steps: int) -> Batch:
+def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
     micro = min(smallest(b).micro_batch_size, 2)
     least = micro * sizes.dp
-    ramp = bool(b.rampup_batch_size) and micros > 1
+    ramp = bool(b.rampup_batch_size) and num_microbatches > 1
     counted = b.train_samples is not None or ramp
-    full = least * micros
+    full = least * num_microbatches
     return replace(
         b,
         micro_batch_size=micro,

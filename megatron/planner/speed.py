@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, Optional
 
-from megatron.model.facts import Branch, Core, Facts, Share
+from megatron.model.facts import Branch, CoreAttention, Facts, RankSetup
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -98,25 +98,25 @@ class Work:
 
 def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of one iteration."""
-    work, own = passes(job, layout, cluster), once(job, layout, cluster)
-    total = seconds(work, layout, layout.micros(job), own)
+    work, own = passes(job, layout, cluster), step_communication(job, layout, cluster)
+    total = seconds(work, layout, layout.num_microbatches(job), own)
     late = {"data parallel": total - work.length - own.sharding.update, "update": own.sharding.update}
     parts = {name: value for name, value in (work.parts | late).items() if value > 1e-9}
     return StepTime(total, parts, work.bubble, useful_flops(job))
 
 
-def seconds(work: Work, layout: Layout, micros: int, own: "Once") -> float:
+def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
     """Of a step with these passes and these messages, as their simulation has it (`live.sharded_span`)."""
     span = sharded_span(
         layout.schedule,
         layout.pp,
-        micros,
+        num_microbatches,
         layout.chunks,
         forward=work.forward,
         backward=work.backward,
         sharding=own.sharding,
     )
-    return max(work.length, span) + own.later
+    return max(work.length, span) + own.after_reductions
 
 
 def useful_flops(job: Job) -> float:
@@ -127,7 +127,7 @@ def useful_flops(job: Job) -> float:
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """A micro-batch through one layer, forward and backward, with what the first or last stage does beside."""
     layer = ((job.facts.layer_kind(0), layout.recompute.recompute_granularity or ""), 1)
-    return _stage(job, layout.share(job), (layer,), first, last, cluster).both
+    return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
@@ -135,18 +135,24 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
 
     A schedule of even stages as long as the slowest is a little pessimistic.
     """
-    micros = layout.micros(job)
+    num_microbatches = layout.num_microbatches(job)
     slow = _slowest(job, layout, cluster)
     message = _message(job, layout, cluster)
     forward, backward = slow.forward + message, slow.backward + message
     length = sharded_span(
-        layout.schedule, layout.pp, micros, layout.chunks, forward=forward, backward=backward, sharding=Sharding(0)
+        layout.schedule,
+        layout.pp,
+        num_microbatches,
+        layout.chunks,
+        forward=forward,
+        backward=backward,
+        sharding=Sharding(0),
     )
-    useful = micros * layout.chunks * (forward + backward)
+    useful = num_microbatches * layout.chunks * (forward + backward)
     parts = {
-        "compute": micros * layout.chunks * (slow.both - slow.waiting),
-        "tensor parallel": micros * layout.chunks * slow.waiting,
-        "pipeline messages": 2 * micros * layout.chunks * message,
+        "compute": num_microbatches * layout.chunks * (slow.both - slow.waiting),
+        "tensor parallel": num_microbatches * layout.chunks * slow.waiting,
+        "pipeline messages": 2 * num_microbatches * layout.chunks * message,
         "bubble": length - useful,
     }
     return Work(forward, backward, length, parts, 1 - useful / length)
@@ -154,7 +160,7 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
 
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
     """A chunk of the rank that works longest, of its chunks' mean length: it sets the pace of all."""
-    share = layout.share(job)
+    share = layout.rank_setup(job)
     of_ranks = _stages(job.facts, layout.pipeline(job.facts.num_layers), layout.recompute)
     took = {stage: _stage(job, share, *stage, cluster) for stage in set(chain.from_iterable(of_ranks))}
     slow = max((sum(map(took.__getitem__, stages), Pass()) for stages in of_ranks), key=lambda one: one.both)
@@ -174,41 +180,58 @@ def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tup
 
 
 @lru_cache(maxsize=65536)
-def _stage(job: Job, share: Share, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
+def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
     """layers: ((kind, granularity of recomputation), how many), ..."""
-    talk, sp = _talk(job, share, cluster), share.sp
+    tp_seconds, sp = _tensor_parallel_seconds(job, share, cluster), share.sp
     total = Pass()
     for (kind, granularity), count in layers:
         work, branches = _layer(job, share, kind, cluster), job.facts.branches(share, kind)
         repeated, messages = _repeated(job, share, kind, granularity, cluster)
-        waiting = 2 * len(branches) * talk
-        layer = Pass(work + waiting / 2, 2 * work + waiting / 2 + repeated + messages * talk, waiting + messages * talk)
+        waiting = 2 * len(branches) * tp_seconds
+        layer = Pass(
+            work + waiting / 2,
+            2 * work + waiting / 2 + repeated + messages * tp_seconds,
+            waiting + messages * tp_seconds,
+        )
         total += Pass(count * layer.forward, count * layer.backward, count * layer.waiting)
-    n, h, e, d = job.facts.seq_length * share.micro, job.facts.settings.hidden_size, job.element, cluster.device
+    n, h, e, d = (
+        job.facts.seq_length * share.micro_batch_size,
+        job.facts.settings.hidden_size,
+        job.element,
+        cluster.device,
+    )
     if first:
-        total += Pass(4 * n * h * e / d.bandwidth + talk, 4 * n * h * e / d.bandwidth + talk * sp, talk * (1 + sp))
+        total += Pass(
+            4 * n * h * e / d.bandwidth + tp_seconds,
+            4 * n * h * e / d.bandwidth + tp_seconds * sp,
+            tp_seconds * (1 + sp),
+        )
     if last:
         rows = job.facts.vocabulary_rows(share.tp)
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
         # The loss makes its gradients at once, but for that of the weight.
-        total += Pass(2 * product + softmax + talk * sp, product + talk, talk * (1 + sp))
+        total += Pass(2 * product + softmax + tp_seconds * sp, product + tp_seconds, tp_seconds * (1 + sp))
     return total
 
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:
     """The forward pass of one layer on one rank, for a micro-batch of one."""
-    return _layer(job, job.share(), job.facts.layer_kind(0), cluster)
+    return _layer(job, job.rank_setup(), job.facts.layer_kind(0), cluster)
 
 
 @lru_cache(maxsize=65536)
-def _layer(job: Job, share: Share, kind: str, cluster: Cluster) -> float:
+def _layer(job: Job, share: RankSetup, kind: str, cluster: Cluster) -> float:
     """Seconds of a forward pass of a layer, without its messages."""
     return sum(_branch(job, share, branch, cluster.device) for branch in job.facts.branches(share, kind))
 
 
-def _branch(job: Job, share: Share, branch: Branch, d: Device) -> float:
-    n, h, drops = job.facts.seq_length * share.micro, job.facts.settings.hidden_size, job.facts.settings.hidden_dropout
+def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
+    n, h, drops = (
+        job.facts.seq_length * share.micro_batch_size,
+        job.facts.settings.hidden_size,
+        job.facts.settings.hidden_dropout,
+    )
     rest = n // (share.tp if share.sp else 1)
     # Elements read and written: a norm, a residual addition with its dropout, and what lies between.
     moved = rest * h * (5 + 0.5 * (drops > 0)) + branch.moved
@@ -216,14 +239,14 @@ def _branch(job: Job, share: Share, branch: Branch, d: Device) -> float:
     return _products(job, share, branch, d) + _core(job, branch.core, d) + elementwise + OPS * d.launch
 
 
-def _products(job: Job, share: Share, branch: Branch, d: Device) -> float:
+def _products(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
     """Seconds of a branch's matrix products."""
-    n, h = job.facts.seq_length * share.micro, job.facts.settings.hidden_size
+    n, h = job.facts.seq_length * share.micro_batch_size, job.facts.settings.hidden_size
     sizes = [(n, h, columns) for columns in branch.outputs] + [(n, branch.inputs, h)]
     return sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in sizes)
 
 
-def _repeated(job: Job, share: Share, kind: str, granularity: str, cluster: Cluster) -> tuple[float, float]:
+def _repeated(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Cluster) -> tuple[float, float]:
     """What recomputation adds to a layer's backward pass: (seconds, messages)."""
     branches = job.facts.branches(share, kind)
     if granularity == "full":
@@ -236,15 +259,15 @@ def _repeated(job: Job, share: Share, kind: str, granularity: str, cluster: Clus
     return core, 0
 
 
-def _talk(job: Job, share: Share, cluster: Cluster) -> float:
+def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster) -> float:
     """Seconds of one tensor parallel sum."""
-    size = job.facts.seq_length * share.micro * job.facts.settings.hidden_size * job.element
+    size = job.facts.seq_length * share.micro_batch_size * job.facts.settings.hidden_size * job.element
     # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
     op = "all_gather" if share.sp else "all_reduce"
     return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
 
 
-def _core(job: Job, core: Optional[Core], device: Device) -> float:
+def _core(job: Job, core: Optional[CoreAttention], device: Device) -> float:
     """Seconds of attention between its two linear layers."""
     if core is None:
         return 0.0
@@ -262,52 +285,52 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
     """One message to the next stage. Neighbouring stages are tp x dp ranks apart."""
     if layout.pp == 1:
         return 0.0
-    return cluster.seconds("send", job.facts.message_bytes(layout.share(job)), 1, 2, layout.tp * layout.dp)
+    return cluster.seconds("send", job.facts.message_bytes(layout.rank_setup(job)), 1, 2, layout.tp * layout.dp)
 
 
 # Once a step ----------------------------------------------------------------------------------------------------------
 
 
-HIDDEN = 0.7  # of messages that may run beside passes, where these are long enough
+OVERLAPPED_SHARE = 0.7  # of messages that may run beside passes, where these are long enough
 
 
-class Once(NamedTuple):
+class StepCommunication(NamedTuple):
     """What a step of a pipeline rank has besides its passes."""
 
     sharding: Sharding  # gatherings and reductions of a chunk, and the update
-    later: float  # seconds behind the last reduction: the update, and sums that wait for all gradients
+    after_reductions: float  # seconds behind the last reduction: the update, and sums that wait for all gradients
 
 
-def once(job: Job, layout: Layout, cluster: Cluster) -> Once:
+def step_communication(job: Job, layout: Layout, cluster: Cluster) -> StepCommunication:
     """Of the first or the last pipeline rank: the one that takes longer."""
-    micros = layout.micros(job)
+    num_microbatches = layout.num_microbatches(job)
     found = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
-    return max(found, key=lambda own: own.later + layout.chunks * _sent(own.sharding, micros))
+    return max(found, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
 
 
-def _sent(sharding: Sharding, micros: int) -> float:
+def _sent(sharding: Sharding, num_microbatches: int) -> float:
     """Seconds of a chunk's gatherings and reductions in a step."""
-    gathers = {0: 0, 3: 2 * micros}.get(sharding.zero, 1)
-    return sharding.gather * gathers + sharding.reduce * (micros if sharding.zero >= 2 else 1)
+    gathers = {0: 0, 3: 2 * num_microbatches}.get(sharding.zero, 1)
+    return sharding.gather * gathers + sharding.reduce * (num_microbatches if sharding.zero >= 2 else 1)
 
 
-def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> Once:
+def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunication:
     sums = dict.fromkeys(("gather", "reduce", "later"), 0.0)
     for transfer in once_a_step(job, layout, rank):
         sums[_place(transfer, layout)] += _seconds(transfer, layout, cluster)
-    gathers = layout.chunks * (2 * layout.micros(job) if layout.zero == 3 else 1)
-    reductions = layout.chunks * (layout.micros(job) if layout.zero >= 2 else 1)
+    gathers = layout.chunks * (2 * layout.num_microbatches(job) if layout.zero == 3 else 1)
+    reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
     update = _update(job, layout, cluster, rank)
     sharding = Sharding(
         layout.zero,
         sums["gather"] / gathers,
         sums["reduce"] / reductions,
-        HIDDEN * gather_ahead,
-        HIDDEN * layout.overlap,
+        OVERLAPPED_SHARE * gather_ahead,
+        OVERLAPPED_SHARE * layout.overlap,
         update,
     )
-    return Once(sharding, sums["later"] + update)
+    return StepCommunication(sharding, sums["later"] + update)
 
 
 def _place(transfer: Transfer, layout: Layout) -> str:

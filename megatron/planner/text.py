@@ -8,8 +8,8 @@ device, and every line with one says whether those are assumed or measured (`bas
 from collections.abc import Sequence
 
 from megatron.planner.layout import Job
-from megatron.planner.memory import Ledger
-from megatron.planner.search import Found, Plan
+from megatron.planner.memory import MemoryReport
+from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
 from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table
@@ -45,7 +45,7 @@ def devices(cluster: Cluster, source: str) -> str:
     return f"{cluster.world_size} x {device.name} of {device.memory_gb:.1f} GB, {cluster.local_size} a node ({source})"
 
 
-def plans(found: Found, cluster: Cluster, most: int, width: int = WIDTH) -> str:
+def plans(found: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
     """The ranked table. What is the same for all and needs no mention is left out; so are, where it gets narrow, the
     columns that matter least."""
     rows = []
@@ -55,7 +55,7 @@ def plans(found: Found, cluster: Cluster, most: int, width: int = WIDTH) -> str:
             {
                 "": number,
                 "layout": lay.short(),
-                "micro": lay.micro,
+                "micro": lay.micro_batch_size,
                 "batch": plan.job.global_batch,
                 "recompute": recomputed(plan),
                 "offload": "yes" if lay.offload else "-",
@@ -77,10 +77,10 @@ def plans(found: Found, cluster: Cluster, most: int, width: int = WIDTH) -> str:
 IDLE = ("recompute", "offload", "stages")  # columns that are nothing where all say "-"
 
 
-def rejected(found: Found, most: int, width: int = WIDTH) -> str:
+def rejected(found: SearchedPlans, most: int, width: int = WIDTH) -> str:
     """The closest layouts that do not fit, and what never came into question."""
     rows = [
-        [r.layout.short(), r.layout.micro, r.layout.recompute.recompute_granularity or "-", r.why()]
+        [r.layout.short(), r.layout.micro_batch_size, r.layout.recompute.recompute_granularity or "-", r.why()]
         for r in found.rejected[:most]
     ]
     head = ["layout", "micro", "recompute", "why not"]
@@ -88,13 +88,13 @@ def rejected(found: Found, most: int, width: int = WIDTH) -> str:
     return "\n".join(lines + [sentence(reason, width) for reason in found.impossible[:most]])
 
 
-def sizes(found: Found, cluster: Cluster, width: int = WIDTH) -> str:
+def sizes(found: SearchedPlans, cluster: Cluster, width: int = WIDTH) -> str:
     """Plans of one layout by micro-batch, around the best: what each needs and takes, and why larger ones cannot be."""
-    fit = sorted(found.plans, key=lambda plan: plan.layout.micro)
+    fit = sorted(found.plans, key=lambda plan: plan.layout.micro_batch_size)
     at = fit.index(found.plans[0])
     rows = [
         [
-            f"{plan.layout.micro}:",
+            f"{plan.layout.micro_batch_size}:",
             size(plan.bytes),
             f"{seconds(plan.step.seconds)} a step",
             f"{plan.step.tokens_per_second(plan.job):,.0f} tokens/s",
@@ -104,13 +104,13 @@ def sizes(found: Found, cluster: Cluster, width: int = WIDTH) -> str:
     ]
     lines = table(rows[1:], rows[0], width=width - 2).splitlines()
     if found.rejected:
-        least = min(found.rejected, key=lambda one: one.layout.micro)
-        all_above = len(found.rejected) > 1 and fit[-1].layout.micro < least.layout.micro
-        lines.append(f"{least.layout.micro}{' and more' * all_above}: {least.why()}")
+        least = min(found.rejected, key=lambda one: one.layout.micro_batch_size)
+        all_above = len(found.rejected) > 1 and fit[-1].layout.micro_batch_size < least.layout.micro_batch_size
+        lines.append(f"{least.layout.micro_batch_size}{' and more' * all_above}: {least.why()}")
     return "\n".join(f"  {line}" for line in lines)
 
 
-def ledgers(found: Sequence[Ledger], capacity: int, width: int = WIDTH) -> str:
+def memory_tables(found: Sequence[MemoryReport], capacity: int, width: int = WIDTH) -> str:
     """A column for each pipeline rank."""
     names = list(dict.fromkeys(name for one in found for name in one.device))
     rows = [[name, *[size(one.device.get(name, 0)) for one in found]] for name in names]

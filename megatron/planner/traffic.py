@@ -52,8 +52,12 @@ def totals(found: list[Transfer]) -> dict[tuple[str, str], int]:
 
 
 def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    micros, pipeline, share = layout.micros(job), layout.pipeline(job.facts.num_layers), layout.share(job)
-    n = job.facts.seq_length * layout.micro
+    num_microbatches, pipeline, share = (
+        layout.num_microbatches(job),
+        layout.pipeline(job.facts.num_layers),
+        layout.rank_setup(job),
+    )
+    n = job.facts.seq_length * layout.micro_batch_size
     whole = n * job.facts.settings.hidden_size * job.element
     reduces = gathers = scatters = 0
     for stage in pipeline.stages_of(rank):
@@ -67,19 +71,19 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         else:
             reduces += 2 * branches + twice[1] + first + last
     found = [
-        Transfer("activations", op, "tp", micros * calls * whole, micros * calls)
+        Transfer("activations", op, "tp", num_microbatches * calls * whole, num_microbatches * calls)
         for op, calls in (("all_reduce", reduces), ("all_gather", gathers), ("reduce_scatter", scatters))
     ]
     if pipeline.stages[-1][0] == rank:
-        chunks = micros * job.facts.loss_chunks(share)
-        found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * micros, chunks))
-        found.append(Transfer("loss", "all_reduce", "tp", 4 * n * micros, chunks))
+        chunks = num_microbatches * job.facts.loss_chunks(share)
+        found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * num_microbatches, chunks))
+        found.append(Transfer("loss", "all_reduce", "tp", 4 * n * num_microbatches, chunks))
     return found
 
 
 def recomputed(job: Job, layout: Layout, layers) -> tuple[int, int]:
     """(gatherings, sums) that recomputing these layers of a stage repeats; it stops at the last tensor that is needed."""
-    gathers, sums, share, facts = 0, 0, layout.share(job), job.facts
+    gathers, sums, share, facts = 0, 0, layout.rank_setup(job), job.facts
     for group in recompute_groups(layers, layout.recompute):
         branches = [branch for layer in group.layers for branch in facts.branches(share, facts.layer_kind(layer))]
         if group.granularity == "full":
@@ -93,14 +97,14 @@ def recomputed(job: Job, layout: Layout, layers) -> tuple[int, int]:
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
-    size, stages, ahead, back = job.facts.message_bytes(layout.share(job)), pipeline.stages, 0, 0
+    pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
+    size, stages, ahead, back = job.facts.message_bytes(layout.rank_setup(job)), pipeline.stages, 0, 0
     for stage in pipeline.stages_of(rank):
         ahead += stage + 1 < len(stages) and stages[stage + 1][0] != rank
         back += stage > 0 and stages[stage - 1][0] != rank
     return [
-        Transfer("activations", "send", "pp", micros * ahead * size, micros * ahead),
-        Transfer("their gradients", "send", "pp", micros * back * size, micros * back),
+        Transfer("activations", "send", "pp", num_microbatches * ahead * size, num_microbatches * ahead),
+        Transfer("their gradients", "send", "pp", num_microbatches * back * size, num_microbatches * back),
     ]
 
 
@@ -109,11 +113,11 @@ def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 
 def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     units = rank_units(job, layout, rank)
-    whole, e, micros = units.padded(layout.shard), job.element, layout.micros(job)
+    whole, e, num_microbatches = units.padded(layout.shard), job.element, layout.num_microbatches(job)
     count, beside = len(units), layout.overlap
     found = []
     if layout.shard > 1:
-        rounds = micros if layout.zero >= 2 else 1
+        rounds = num_microbatches if layout.zero >= 2 else 1
         found.append(
             Transfer(
                 "gradients", "reduce_scatter", "shard", rounds * _reduced(job, layout, rank), rounds * count, beside
@@ -140,7 +144,7 @@ def _reduced(job: Job, layout: Layout, rank: int) -> int:
 
 def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     """(elements, calls) of a step of stage 3: layers before each pass, the rest when work on its chunk begins."""
-    pipeline, micros = layout.pipeline(job.facts.num_layers), layout.micros(job)
+    pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
     units, stages = rank_units(job, layout, rank), pipeline.stages_of(rank)
     layers = elements = calls = 0  # of the layers of one micro-batch; then of the other units
     for stage in stages:
@@ -151,13 +155,13 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
         kinds = Counter(map(job.facts.layer_kind, held))
         sizes = {kind: layer_sizes(job.facts, kind, layout.tp, layout.sp).padded(layout.shard) for kind in kinds}
         layers += sum(count * sizes[kind] for kind, count in kinds.items())
-        calls += micros * len(held)
+        calls += num_microbatches * len(held)
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
-        begun = starts(layout.schedule, layout.pp, micros, layout.chunks, rank, among)
+        begun = starts(layout.schedule, layout.pp, num_microbatches, layout.chunks, rank, among)
         elements += begun * unit.padded(layout.shard)
         calls += begun
-    return elements + micros * layers, calls
+    return elements + num_microbatches * layers, calls
 
 
 def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:

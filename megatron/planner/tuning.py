@@ -39,11 +39,11 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
     )
 
     def log(words: str) -> None:
-        if context.first:
+        if context.is_rank_zero:
             print(words, flush=True)
 
     # Every rank could search by itself, but what a rank sees of its node's memory is its own.
-    layouts = _broadcast(_search(config, log) if context.first else None, context)
+    layouts = _broadcast(_search(config, log) if context.is_rank_zero else None, context)
     if isinstance(layouts, Exception):
         initialize.leave_job(context)
         raise layouts
@@ -77,7 +77,7 @@ def _timed(
         settings = _lasting(resolve(_quiet(in_layout(config, layout, batch)), world_size))
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
         log(
-            f"  {layout.short()}, micro-batch {layout.micro}, recompute "
+            f"  {layout.short()}, micro-batch {layout.micro_batch_size}, recompute "
             f"{layout.recompute.recompute_granularity or 'nothing'}: {figures.seconds(seconds)} a step, "
             f"{figures.seconds(seconds / batch)} a sample"
         )

@@ -128,7 +128,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def storage(path: Path, needed: Optional[int] = None):
+def storage_errors(path: Path, needed: Optional[int] = None):
     """Turn an OSError while writing `path` into a StorageError that says what was needed (bytes) and what is free."""
     try:
         yield
@@ -152,7 +152,7 @@ def storage(path: Path, needed: Optional[int] = None):
 
 def require_space(path: Path, needed: int) -> None:
     """Raise StorageError before anything is written when the file system cannot take `needed` bytes."""
-    with storage(path, needed):
+    with storage_errors(path, needed):
         if shutil.disk_usage(path).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -246,12 +246,12 @@ class Metrics:
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
         return {"tokens_per_second": tokens, "tflops_per_rank": flops / 1e12} | mfu
 
-    def rewind(self, iteration: int) -> None:
+    def rollback(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
         self.interval = _Interval()
         if self.timers:
             self.timers.forget()
-        self.console.rewind(iteration)
+        self.console.rollback(iteration)
         self._write(dict(kind="rewind", iteration=iteration, time=now()))
 
     # -- output ------------------------------------------------------------------------------------------------------

@@ -32,12 +32,12 @@ class Timed(NamedTuple):
 class _Lane:
     """The timers of one level that run at this moment, the innermost last: its clock is the one that goes."""
 
-    def __init__(self, settle: Callable[[], object]):
-        self.settle, self.running, self.mark = settle, [], 0.0
+    def __init__(self, synchronize: Callable[[], object]):
+        self.synchronize, self.running, self.mark = synchronize, [], 0.0
 
     def switch(self) -> None:
         """What has passed since the last switch belongs to the innermost timer."""
-        self.settle()
+        self.synchronize()
         before, self.mark = self.mark, time.perf_counter()
         if self.running:
             self.running[-1].part += self.mark - before
@@ -63,7 +63,7 @@ class Timer:
         lane.switch()
         if self.barrier is not None:
             self.barrier()
-            lane.settle()
+            lane.synchronize()
             lane.mark = time.perf_counter()
         self.part = 0.0
         lane.running.append(self)
@@ -129,7 +129,7 @@ class Timers:
 
     level:    timers of a higher level do not run
     parts:    what is announced (phases.py) -> how it is timed
-    settle:   waits for the device, which works on while the clock is read: torch.cuda.synchronize
+    synchronize:   waits for the device, which works on while the clock is read: torch.cuda.synchronize
     barrier:  waits for all ranks, before a timer of `parts` of level 1 starts
     gather:   numbers of this rank -> those of all ranks, in their order; all ranks together
     """
@@ -139,12 +139,12 @@ class Timers:
         level: int,
         parts: Optional[dict[str, Timed]] = None,
         *,
-        settle: Callable = lambda: None,
+        synchronize: Callable = lambda: None,
         barrier: Optional[Callable] = None,
         gather: Callable[[list[float]], list[list[float]]] = lambda seconds: [seconds],
     ):
         self.level, self.gather = level, gather
-        self.lanes = {number: _Lane(settle) for number in range(1, level + 1)}
+        self.lanes = {number: _Lane(synchronize) for number in range(1, level + 1)}
         self.named: dict[str, Timer] = {}
         self.apart = False  # inside of what is no part of a step
         parts = {part: timed for part, timed in (parts or {}).items() if timed.level <= level}

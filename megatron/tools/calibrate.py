@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.attention import ForwardContext
 from megatron.model.block import Block
@@ -81,7 +81,7 @@ def _products(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     large = SIZES[kind][-1]
     for size in SIZES[kind]:
         a, b = (torch.randn(n, large, dtype=dtype, device=kind) for n in (size, large))
-        product = choose("matmul", Case(kind, dtype)).run
+        product = choose_kernel("matmul", Case(kind, dtype)).run
         speeds[size] = (
             2 * size * large * large / seconds_of(lambda a=a, b=b, product=product: product(a, b, None), kind)
         )
@@ -94,7 +94,7 @@ def _attention(kind: str, dtype: torch.dtype) -> float:
     """FLOP/s of causal attention as `planner.speed` counts them."""
     s, h, heads = SHAPE[kind]
     query, key, value = (torch.randn(s, 1, heads, h // heads, dtype=dtype, device=kind) for _ in range(3))
-    kernel = choose("attention", Case(kind, dtype, s, s, causal=True)).run
+    kernel = choose_kernel("attention", Case(kind, dtype, s, s, causal=True)).run
     took = seconds_of(lambda: kernel(query.unsqueeze(3), key, value, scale=0.1, causal=True), kind)
     return 4 * s * s * h / 2 * (1.2 if kind == "cpu" else 1.0) / took
 

@@ -239,7 +239,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
     from megatron.checkpoint.storage import storage_of
-    from megatron.storage.durable import storage
+    from megatron.storage.durable import storage_errors
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
         raise UsageError("say what to keep", do="--keep-last N and/or --save-retain-interval N, at least 1")
@@ -257,7 +257,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
             f"{path / folder.TRACKER} names no checkpoint that is there: nothing is deleted",
             do="a training run that saves there writes it anew",
         )
-    with storage(path):
+    with storage_errors(path):
         lock = storage_of(path).lock(path, print)
     try:
         _, problems = survey.verify(found[newest])

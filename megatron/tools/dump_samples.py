@@ -80,11 +80,11 @@ def records(dataset, dataloader_type: str, start: int, count: int):
     """One dict a sample, for places [start, start + count) in the order of training."""
     if dataloader_type == "cyclic":
         from megatron.data.loader import cyclic_order
-        from megatron.data.sampler import cyclic_place
+        from megatron.data.sampler import cyclic_position
     for position in range(start, start + count if dataloader_type == "cyclic" else min(start + count, len(dataset))):
         index = position
         if dataloader_type == "cyclic":
-            epoch, index = cyclic_place(position, len(dataset))
+            epoch, index = cyclic_position(position, len(dataset))
             index = int(cyclic_order(epoch, len(dataset))[index])
         record = dict(sample=position)
         if hasattr(dataset, "origin"):

@@ -75,7 +75,7 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
     from megatron.inference.load import open_tokenizer
 
     def say(text: str, file=None) -> None:
-        if context.first:
+        if context.is_rank_zero:
             print(text, file=file, flush=True)
 
     if context.threads:
@@ -94,7 +94,7 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
         results = (wikitext if settings.task == "WIKITEXT103" else lambada)(work, open_tokenizer(loaded, tokenizer))
     for result in results:
         say(f" validation results on {result.pop('name')} | {result.pop('line')}")
-    if settings.output and context.first:
+    if settings.output and context.is_rank_zero:
         path = Path(settings.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))

@@ -198,15 +198,15 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
 def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
     """Its time, its memory, its messages."""
     from megatron.planner import text
-    from megatron.planner.memory import ledger
+    from megatron.planner.memory import memory_report
     from megatron.planner.traffic import transfers
 
     ranks = sorted({0, best.rank, best.layout.pp - 1})
-    needed = [ledger(best.job, best.layout, cluster.device, rank) for rank in ranks]
+    needed = [memory_report(best.job, best.layout, cluster.device, rank) for rank in ranks]
     parts = [
         "\n".join([f"the best, {best.layout.short()}:", text.parts(best.step, cluster, width)]),
         "\n".join(text.pace(best, cluster, asked.tokens)),
-        text.ledgers(needed, cluster.device.memory_bytes, width),
+        text.memory_tables(needed, cluster.device.memory_bytes, width),
     ]
     if cluster.world_size > 1:
         parts.append(text.traffic(transfers(best.job, best.layout, 0), width))

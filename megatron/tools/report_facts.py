@@ -31,8 +31,8 @@ def schedule(history: History) -> Rows:
     rows = [("learning rate", _learning_rate(optimizer, batch)), ("batch", _batch(history, batch))]
     pipeline = _pipeline(history)
     if pipeline:
-        name, pp, micros, chunks = pipeline
-        told = f"{name} over {pp} ranks{f' of {chunks} chunks' * (chunks > 1)}, {micros} micro-batches a step"
+        name, pp, num_microbatches, chunks = pipeline
+        told = f"{name} over {pp} ranks{f' of {chunks} chunks' * (chunks > 1)}, {num_microbatches} micro-batches a step"
         rows.append(("pipeline", told))
     return [(name, told) for name, told in rows if told]
 
@@ -78,14 +78,18 @@ def schedule_plot(history: History) -> list[tuple[str, str]]:
     pipeline = _pipeline(history)
     if not pipeline or pipeline[1] > WIDEST:
         return []
-    name, pp, micros, chunks = pipeline
-    drawn = max(1, min(micros, 2 * pp))
+    name, pp, num_microbatches, chunks = pipeline
+    drawn = max(1, min(num_microbatches, 2 * pp))
     try:
         times = simulate(make_plan(name, pp, drawn, chunks), stage_map(name, pp, chunks))
     except (Failure, ValueError, KeyError):
         return []
     short = {key: (start / chunks, end / chunks) for key, (start, end) in times.items()}
-    of = f"{drawn} of {micros} micro-batches" if drawn < micros else several(micros, "micro-batch", "micro-batches")
+    of = (
+        f"{drawn} of {num_microbatches} micro-batches"
+        if drawn < num_microbatches
+        else several(num_microbatches, "micro-batch", "micro-batches")
+    )
     caption = f"A step as it was planned, {of}: {bubble_of(times, pp):.0%} waiting (simulated, not measured)"
     return [(caption, data_url(svg({name: short}, "time: 1 is the forward pass of a rank's layers")))]
 

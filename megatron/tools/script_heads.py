@@ -22,7 +22,7 @@ from megatron.errors import Failure, SettingsError, run_main
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.speed import Cluster, step
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import setting
@@ -105,7 +105,7 @@ def head(path: Path) -> list[str]:
 def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = False) -> list[str]:
     job = replace(job, global_batch=batch)
     device, ranks = cluster.device, cluster.world_size
-    needed = [ledger(job, layout, device, rank) for rank in range(layout.pp)]
+    needed = [memory_report(job, layout, device, rank) for rank in range(layout.pp)]
     worst, host = max(one.total for one in needed), max(sum(one.host.values()) for one in needed)
     took = step(job, layout, cluster)
     nodes = ranks // cluster.local_size

@@ -34,7 +34,7 @@ from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
 from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STOP, Beat, ask, born, clear, machine, read_beats
+from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, process_start_ticks, read_beats
 from megatron.guard.stacks import explain
 from megatron.planner.replan import fewer_ranks
 from megatron.settings.parse import parse
@@ -441,9 +441,9 @@ def heartbeat_folder() -> Path:
     prefix = f"heartbeats-{machine().replace('/', '-')}"
     for path in Path(where).glob(f"{prefix}.*"):
         words = path.name.removeprefix(prefix).split(".")[1:3]
-        if len(words) == 2 and all(map(str.isdecimal, words)) and born(int(words[0])) != int(words[1]):
+        if len(words) == 2 and all(map(str.isdecimal, words)) and process_start_ticks(int(words[0])) != int(words[1]):
             shutil.rmtree(path, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{born(own)}.", dir=where))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{process_start_ticks(own)}.", dir=where))
 
 
 def log(text: str) -> None:

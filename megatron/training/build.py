@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron import __version__
 from megatron.checkpoint.folder import checkpoints, restore
-from megatron.checkpoint.keeper import Keeper, exchange_through
+from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data import gpt_dataset, manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
-from megatron.data.loader import Batches
+from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import nearby
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError
@@ -27,7 +27,7 @@ from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
-from megatron.model.facts import Facts, Share
+from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
@@ -35,11 +35,11 @@ from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, follow, sentence
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import ShardedAdamW
-from megatron.pipeline.build import build_stages, prove_complete
+from megatron.optimizer.zero import DistributedOptimizer
+from megatron.pipeline.build import build_stages, check_model_complete
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
-from megatron.pipeline.wire import Wire, open_channels
+from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.storage.urls import UrlPath, location
@@ -60,7 +60,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    console = Console(config.logging.console, bar=config.logging.log_progress, active=context.first)
+    console = Console(config.logging.console, bar=config.logging.log_progress, active=context.is_rank_zero)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
     watch = build_watch(config, context, heartbeat, log)
@@ -70,7 +70,9 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
-    saver = open_saver(config.checkpoint, context, log)  # before the work: a locked or read-only folder is told at once
+    checkpoint_manager = open_checkpoint_manager(
+        config.checkpoint, context, log
+    )  # before the work: a locked or read-only folder is told at once
     refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
@@ -78,8 +80,8 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     stages = build_stages(build, pipeline, context.mesh)
     facts = recipe.facts(config, vocab_size)
     refuse_idle(config.optimizer, facts)
-    prove_complete(stages, context.mesh, exchange_over(context), facts.weights)
-    optimizer = ShardedAdamW(
+    check_model_complete(stages, context.mesh, all_gather_object_over(context), facts.weights)
+    optimizer = DistributedOptimizer(
         stages,
         context.mesh,
         config.optimizer,
@@ -87,12 +89,12 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         dtype=dtype,
         device=context.device,
         seed=config.logging.seed,
-        lasting=config.checkpoint.async_save,
+        stable=config.checkpoint.async_save,
     )
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
-    refuse_to_mix(config.checkpoint, state.iteration, exchange_over(context))
+    refuse_to_mix(config.checkpoint, state.iteration, all_gather_object_over(context))
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
@@ -104,8 +106,8 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         notices += said
         config, lengths = follow(config, record, context.mesh.dp.size)
     log(summary(config, context, facts, state))
-    if len(pipeline.stages) > 1 and context.first:
-        log(f" > {pipeline.describe(micros_of(config, context))}")
+    if len(pipeline.stages) > 1 and context.is_rank_zero:
+        log(f" > {pipeline.describe(num_microbatches_of(config, context))}")
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         log(resumed(config, record, state, lengths, context.mesh.sizes))
@@ -122,13 +124,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         sums=sums_of(recipe, config),
         stages=stages,
         pipeline=pipeline,
-        wire=wire_of(config, context, dtype, pipeline, facts),
+        wire=build_p2p_communicator(config, context, dtype, pipeline, facts),
         optimizer=optimizer,
         lengths=lengths,
-        train_batches=train,
-        valid_batches=valid,
-        test_batches=test,
-        saver=saver,
+        train_loader=train,
+        valid_loader=valid,
+        test_loader=test,
+        checkpoint_manager=checkpoint_manager,
         metrics=build_metrics(config, context, facts, state, console),
         watch=watch,
         state=state,
@@ -141,21 +143,21 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
 def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, log) -> Watch:
     """This rank's guards."""
     mesh = context.mesh
-    heartbeat.note_place(mesh.place)
+    heartbeat.note_place(mesh.coordinates)
     return Watch(
         config.guard,
         minutes=config.batch.exit_duration_in_mins,
         heartbeat=heartbeat,
         rank=mesh.rank,
         log=log,
-        exchange=exchange_over(context),
+        all_gather_object=all_gather_object_over(context),
         counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
     )
 
 
-def exchange_over(context: RankContext):
-    """`exchange(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
-    return partial(collectives.gather_objects, axis=context.mesh.world)
+def all_gather_object_over(context: RankContext):
+    """`all_gather_object(value) -> [value of every rank]`, what checkpoints need to know of process groups."""
+    return partial(collectives.all_gather_object, axis=context.mesh.world)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
             )
     except DataError as missing:
         problems.append(str(missing))
-    problems = sorted({problem for found in exchange_over(context)(problems) for problem in found})
+    problems = sorted({problem for found in all_gather_object_over(context)(problems) for problem in found})
     if problems:
         raise DataError(
             "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
@@ -234,7 +236,7 @@ def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size:
 
 def build_batches(
     config: schema.Config, context: RankContext, datasets, tokenizer, vocab_size: int
-) -> list[Optional[Batches]]:
+) -> list[Optional[MicroBatchLoader]]:
     """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
     dp = context.mesh.dp
     batch = config.batch
@@ -247,7 +249,7 @@ def build_batches(
 
     return [
         dataset
-        and Batches(
+        and MicroBatchLoader(
             dataset,
             config.data,
             micro_batch_size=batch.micro_batch_size,
@@ -266,31 +268,31 @@ def build_batches(
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def open_saver(settings: schema.Checkpoint, context: RankContext, log) -> Optional[Keeper]:
+def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, log) -> Optional[CheckpointManager]:
     """The right to write into `--save`; None without it."""
     if settings.save is None:
         return None
     mesh = context.mesh
-    exchange = exchange_over(context)
+    all_gather_object = all_gather_object_over(context)
     if settings.async_save and mesh.world_size > 1:
         store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
-        exchange = exchange_through(store, mesh.rank, mesh.world_size, patience=SLOWEST_WRITER)
-    return Keeper(settings, rank=mesh.rank, exchange=exchange, log=log)
+        all_gather_object = store_all_gather_object(store, mesh.rank, mesh.world_size, timeout=SLOWEST_WRITER)
+    return CheckpointManager(settings, rank=mesh.rank, all_gather_object=all_gather_object, log=log)
 
 
 SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
 
 
-def load_folder(settings: schema.Checkpoint, exchange) -> Path | UrlPath:
+def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPath:
     """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
     folders = [location(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
     this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
     newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
-    return exchange(newest)[0]
+    return all_gather_object(newest)[0]
 
 
 def load(
-    config: schema.Config, context: RankContext, optimizer: ShardedAdamW, fresh: State
+    config: schema.Config, context: RankContext, optimizer: DistributedOptimizer, fresh: State
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
     """Fill the optimizer's state from `--load`.
 
@@ -299,7 +301,7 @@ def load(
     settings = config.checkpoint
     if settings.load is None:
         return fresh, None, []
-    exchange = exchange_over(context)
+    all_gather_object = all_gather_object_over(context)
     weights_only = settings.finetune or settings.no_load_optim
     compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
     pieces = optimizer.pieces(moments=not weights_only)
@@ -311,22 +313,26 @@ def load(
         if not weights_only:
             changes.refuse_another_optimizer(config, record["config"])
 
-    names = None if weights_only else {name for names in exchange({piece.name for piece in pieces}) for name in names}
+    names = (
+        None
+        if weights_only
+        else {name for names in all_gather_object({piece.name for piece in pieces}) for name in names}
+    )
     restored = restore(
-        load_folder(settings, exchange),
+        load_folder(settings, all_gather_object),
         pieces,
         names=names,
         step=settings.ckpt_step,
         allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
         check=fits,
         rank=context.mesh.rank,
-        exchange=exchange,
+        all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
     )
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
-    record = exchange(restored.state)[0]
-    optimizer.publish()
+    record = all_gather_object(restored.state)[0]
+    optimizer.copy_main_params_to_model_params()
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if settings.finetune:
         return fresh, record, notices
@@ -349,7 +355,7 @@ def refuse_idle(settings: schema.Optimizer, facts: Facts) -> None:
         )
 
 
-def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None:
+def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:
     """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
 
     The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
@@ -361,7 +367,7 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, exchange) -> None
     if settings.load is None:
         flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
     for flag, folder in flags.items():
-        newest = exchange(max(checkpoints(location(folder)), default=0) if folder else 0)[0]
+        newest = all_gather_object(max(checkpoints(location(folder)), default=0) if folder else 0)[0]
         if newest > iteration:
             raise CheckpointError(
                 f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
@@ -397,14 +403,16 @@ def _layout(sizes: dict[str, int]) -> str:
     return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
 
 
-def check_samples(config: schema.Config, record: dict[str, Any], batches: Batches, context: RankContext) -> list[str]:
+def check_samples(
+    config: schema.Config, record: dict[str, Any], batches: MicroBatchLoader, context: RankContext
+) -> list[str]:
     """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
     wrong = [
         int(place)
         for place, halves in (record.get("samples") or {}).items()
-        if context.first and list(batches.sample_hash(int(place))) != halves
+        if context.is_rank_zero and list(batches.sample_hash(int(place))) != halves
     ]
-    return list(changes.refuse_other_samples(config, exchange_over(context)(wrong)[0]))
+    return list(changes.refuse_other_samples(config, all_gather_object_over(context)(wrong)[0]))
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------
@@ -412,23 +420,25 @@ def check_samples(config: schema.Config, record: dict[str, Any], batches: Batche
 
 def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
     """Which layers lie where, and the order of passes."""
-    return Pipeline.of(config.parallel, config.model.num_layers, micros_of(config, context))
+    return Pipeline.of(config.parallel, config.model.num_layers, num_microbatches_of(config, context))
 
 
-def micros_of(config: schema.Config, context: RankContext) -> int:
+def num_microbatches_of(config: schema.Config, context: RankContext) -> int:
     """Micro-batches of a step at the full batch size."""
     return config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
 
 
-def wire_of(config: schema.Config, context: RankContext, dtype: torch.dtype, pipeline: Pipeline, facts: Facts) -> Wire:
+def build_p2p_communicator(
+    config: schema.Config, context: RankContext, dtype: torch.dtype, pipeline: Pipeline, facts: Facts
+) -> P2PCommunicator:
     """The wire between pipeline stages, for messages of the model's shape."""
     mesh, groups = context.mesh, None
     shape = facts.message(
-        Share(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro=config.batch.micro_batch_size)
+        RankSetup(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro_batch_size=config.batch.micro_batch_size)
     )
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
         groups = open_channels(mesh, pipeline.stages)
-    return Wire(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
+    return P2PCommunicator(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
 def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline, done: int, log) -> Optional[Recorder]:
@@ -436,7 +446,7 @@ def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline,
     path = config.parallel.pipeline_timeline
     if path is None:
         return None
-    if context.first and not Path(path).absolute().parent.is_dir():
+    if context.is_rank_zero and not Path(path).absolute().parent.is_dir():
         raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
     if total_iterations(config.batch, context.mesh.dp.size) - done < STEP:
         log(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
@@ -464,7 +474,7 @@ def build_metrics(config: schema.Config, context: RankContext, facts: Facts, sta
         header=header,
         iteration=state.iteration,
         save=config.checkpoint.save,
-        active=context.first,
+        active=context.is_rank_zero,
         timers=build_timers(config.logging, context),
         console=console,
     )
@@ -476,7 +486,7 @@ def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Tim
         return None
     world, device, more = context.mesh.world, context.device, {}
     if device.type == "cuda":
-        more["settle"] = partial(torch.cuda.synchronize, device)
+        more["synchronize"] = partial(torch.cuda.synchronize, device)
     if settings.barrier_with_level_1_timing and world.size > 1:
         more["barrier"] = partial(collectives.barrier, world)
 
@@ -510,7 +520,7 @@ def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
 def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:
     """What is about to happen, in a few lines."""
     mesh, batch = context.mesh, config.batch
-    size, micros = batch_size(batch, mesh.dp.size, state.consumed_samples)
+    size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
     return "\n".join(
         [
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
@@ -520,6 +530,6 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f"Python {sys.version.split()[0]}",
             *([f" > {context.threads}"] if context.threads else []),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
-            f"{micros} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+            f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
         ]
     )

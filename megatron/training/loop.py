@@ -13,7 +13,7 @@ from typing import Optional
 
 import torch
 
-from megatron.data.loader import Batches, MicroBatch
+from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
@@ -29,7 +29,7 @@ from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
 from megatron.training.garbage import GarbageCollection
-from megatron.training.recovery import interrupted, interruptible, pass_over, rewind, stopped
+from megatron.training.recovery import interrupted, interruptible, rollback, skip_batch, stop_early
 from megatron.training.state import Run, State
 
 
@@ -67,21 +67,21 @@ def train(run: Run) -> None:
             record_step(run, step)
             if due(run.config.guard.check_replicas_interval, run.state):
                 check_replicas(run.optimizer, run.state.iteration)
-            if run.valid_batches and due(batch.eval_interval, run.state):
+            if run.valid_loader and due(batch.eval_interval, run.state):
                 with run.metrics.paused("evaluating"):
-                    evaluate(run, run.valid_batches, "validation")
+                    evaluate(run, run.valid_loader, "validation")
                     garbage.collect()
             stop = reason_to_stop(run)
-            if run.saver and (stop or run.saver.due(run.state.iteration)):
+            if run.checkpoint_manager and (stop or run.checkpoint_manager.due(run.state.iteration)):
                 with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()
                 saved_at = run.state.iteration
             if stop:
-                return stopped(run, stop)
-        if run.saver and saved_at < run.state.iteration:
+                return stop_early(run, stop)
+        if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
-    for batches, split in ((run.valid_batches, "validation"), (run.test_batches, "test")):
+    for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches:
             evaluate(run, batches, split, final=True)
 
@@ -96,16 +96,16 @@ def record_step(run: Run, step: StepMetrics) -> None:
 def train_step(run: Run) -> Optional[StepMetrics]:
     """One optimizer step over one global batch. Advances `run.state` and says what happened; None where it went back."""
     state, config, watch = run.state, run.config, run.watch
-    size, num_micros = batch_size(config.batch, run.dp, state.consumed_samples)
+    size, num_microbatches = batch_size(config.batch, run.dp, state.consumed_samples)
     if state.iteration + 1 in state.left_out:
-        return pass_over(run, size)
-    loss_of, unscale = objective(config, run.sums, state.scaler.scale, size, num_micros * run.dp)
+        return skip_batch(run, size)
+    loss_func, unscale = make_loss_func(config, run.sums, state.scaler.scale, size, num_microbatches * run.dp)
     with run.phase("data", step=state.iteration + 1):
-        batches = micro_batches(run, run.train_batches, state.consumed_samples, num_micros)
+        batches = micro_batches(run, run.train_loader, state.consumed_samples, num_microbatches)
     with phase("passes"):
-        sums = passes(run, batches, loss_of, watch.heartbeat.watch)
+        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch)
     with run.phase("reduce"):
-        totals, norm = run.optimizer.totals(watch.with_votes(counted_once(run, sums), batches))
+        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     *values, tokens = watch.count(totals)
     factor = unscale(tokens)
     means, norm = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, norm * factor
@@ -115,12 +115,12 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         state.recent,
         loss,
         norm,
-        partial(find_cause, run, batches, loss_of),
+        partial(find_cause, run, batches, loss_func),
         scaling=state.scaler.dynamic,
         rollbacks=state.rollbacks,
     )
     if verdict is StepVerdict.ROLLBACK:
-        return rewind(run)
+        return rollback(run)
     rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
     decoupled = decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
     if verdict is StepVerdict.UPDATE:
@@ -143,38 +143,40 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     )
 
 
-def passes(run: Run, batches: Sequence[MicroBatch], loss_of, on_op) -> torch.Tensor:
+def forward_backward(run: Run, batches: Sequence[MicroBatch], loss_func, on_op) -> torch.Tensor:
     """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
-    run.optimizer.expect(len(batches))
-    sums = execute(ops, run.stages, batches, run.wire, loss_of, names=run.names, timeline=record, on_op=on_op)
+    run.optimizer.set_num_microbatches(len(batches))
+    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, timeline=record, on_op=on_op)
     if record is not None:
         run.recorder.write(record)
     return sums
 
 
-def find_cause(run: Run, batches: Sequence[MicroBatch], loss_of) -> str:
+def find_cause(run: Run, batches: Sequence[MicroBatch], loss_func) -> str:
     """Where the first value of this step that is not finite was made, in words; all ranks together."""
 
     def replay(on_op):
-        return run.optimizer.totals(passes(run, batches, loss_of, on_op))
+        return run.optimizer.finalize_grads(forward_backward(run, batches, loss_func, on_op))
 
-    with run.optimizer.present():
-        return run.watch.find_culprit(run.stages, batches, replay, run.train_batches.describe)
+    with run.optimizer.gathered_parameters():
+        return run.watch.find_culprit(run.stages, batches, replay, run.train_loader.describe)
 
 
-def micro_batches(run: Run, batches: Batches, consumed: int, num_micros: int) -> list[MicroBatch]:
+def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microbatches: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step, on its device."""
-    return [batch.to(run.context.device) for batch in batches.step(consumed, num_micros)]
+    return [batch.to(run.context.device) for batch in batches.step(consumed, num_microbatches)]
 
 
-def counted_once(run: Run, sums: torch.Tensor) -> torch.Tensor:
+def zero_unless_first_tp_rank(run: Run, sums: torch.Tensor) -> torch.Tensor:
     """A rank's sums, as its part of those over all ranks: tensor-parallel ranks have seen the same tokens."""
     return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)
 
 
-def objective(config: schema.Config, weights: Mapping[str, float], loss_scale: float, size: int, micro_batches: int):
+def make_loss_func(
+    config: schema.Config, weights: Mapping[str, float], loss_scale: float, size: int, num_microbatches: int
+):
     """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens) -> factor that takes
     the loss scale and the averaging out of gradients.
 
@@ -194,14 +196,14 @@ def objective(config: schema.Config, weights: Mapping[str, float], loss_scale: f
         return sum(parts[1:], parts[0]) if parts else None
 
     def scaled(factor_of):
-        def loss_of(sums, batch):
+        def loss_func(sums, batch):
             whole = total(sums)
             return None if whole is None else whole * factor_of(batch)
 
-        return loss_of
+        return loss_func
 
     if config.optimizer.loss_averaging == "micro-batch":
-        scale = loss_scale / micro_batches
+        scale = loss_scale / num_microbatches
         return scaled(lambda batch: scale / torch.clamp(batch.num_tokens, min=1)), lambda tokens: 1.0 / loss_scale
     nominal = size * config.model.seq_length
     return scaled(lambda batch: loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
@@ -217,7 +219,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     """Mean losses over `--eval-iters` global batches of a split that were not seen before; all ranks get them."""
     started = time.perf_counter()
     size = run.config.batch.global_batch_size
-    num_micros = size // run.config.batch.micro_batch_size // run.dp
+    num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
         stage.eval()
     sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
@@ -225,11 +227,11 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     with phase("evaluate"):
         for _ in range(run.config.batch.eval_iters):
             run.watch.heartbeat.beat("evaluate")
-            ops = run.pipeline.ops(run.wire.axis.rank, num_micros, training=False)
-            found = micro_batches(run, batches, consumed, num_micros)
+            ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
+            found = micro_batches(run, batches, consumed, num_microbatches)
             sums += execute(ops, run.stages, found, run.wire, names=run.names)
             consumed += size
-        *values, tokens = collectives.all_reduce(counted_once(run, sums), run.context.mesh.world).tolist()
+        *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
     if split == "validation":

@@ -17,7 +17,7 @@ from megatron.training.build import load
 from megatron.training.state import Run
 
 
-def pass_over(run: Run, size: int) -> StepMetrics:
+def skip_batch(run: Run, size: int) -> StepMetrics:
     """A step whose samples are not trained on."""
     state = run.state
     run.metrics.log(
@@ -38,12 +38,12 @@ def pass_over(run: Run, size: int) -> StepMetrics:
     )
 
 
-def rewind(run: Run) -> None:
+def rollback(run: Run) -> None:
     """Go back to a checkpoint from well before a spike, and leave out the steps that led to the spike."""
     state, guard = run.state, run.config.guard
     spike, first = state.iteration + 1, max(1, state.iteration + 2 - guard.spike_skip_steps)
-    run.saver.wait()
-    target = run.watch.exchange(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
+    run.checkpoint_manager.wait()
+    target = run.watch.all_gather_object(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
     checkpoint = replace(
         run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False, no_load_optim=False
     )
@@ -51,7 +51,7 @@ def rewind(run: Run) -> None:
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
     run.metrics.note("spike", spike, why=str(run.watch.spike))
-    run.metrics.rewind(back.iteration)
+    run.metrics.rollback(back.iteration)
     run.metrics.log(
         f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
         f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
@@ -73,10 +73,10 @@ def checkpoint_before(folder: str, first: int, spike: int) -> int:
     return max([iteration for iteration in found if iteration < first], default=min(found))
 
 
-def stopped(run: Run, stop: Stop) -> None:
+def stop_early(run: Run, stop: Stop) -> None:
     """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
-    if run.saver:
-        run.saver.wait()  # until the checkpoint is durable
+    if run.checkpoint_manager:
+        run.checkpoint_manager.wait()  # until the checkpoint is durable
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         kind = Interrupted if stop.interrupted else Preempted
@@ -92,7 +92,7 @@ def interrupted(run: Run) -> Interrupted:
 def _what_remains(run: Run) -> tuple[str, Optional[str]]:
     """(the last checkpoint, the command that goes on from it) of a run that was stopped."""
     checkpoint = run.config.checkpoint
-    if not run.saver:
+    if not run.checkpoint_manager:
         return "nothing is saved: there is no --save", None
     last = last_checkpoint(checkpoint)
     if last is None:
@@ -103,6 +103,6 @@ def _what_remains(run: Run) -> tuple[str, Optional[str]]:
 def interruptible(run: Run) -> AbstractContextManager:
     """Inside, Ctrl-C stops training behind the present step; it is said at once what comes of it."""
     save = run.config.checkpoint.save
-    saves = f"saving in {save}" if run.saver else "nothing is saved, for there is no --save"
+    saves = f"saving in {save}" if run.checkpoint_manager else "nothing is saved, for there is no --save"
     notice = f"\nCtrl-C: stopping behind this step, {saves}; once more ends at once\n"
-    return run.watch.requests.interruptible(notice if run.context.first else "")
+    return run.watch.requests.interruptible(notice if run.context.is_rank_zero else "")

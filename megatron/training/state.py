@@ -9,8 +9,8 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.keeper import Keeper
-from megatron.data.loader import Batches
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
 from megatron.guard.spikes import Recent
@@ -18,8 +18,8 @@ from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu.initialize import RankContext, leave_job
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import ShardedAdamW
-from megatron.pipeline.execute import Wire
+from megatron.optimizer.zero import DistributedOptimizer
+from megatron.pipeline.execute import P2PCommunicator
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
@@ -90,13 +90,13 @@ class Run:
     sums: dict[str, float]  # what stages return: name -> weight in what is minimised
     stages: list[torch.nn.Module]  # this rank's model chunks
     pipeline: Pipeline
-    wire: Wire  # to the neighbouring pipeline stages
-    optimizer: ShardedAdamW
+    wire: P2PCommunicator  # to the neighbouring pipeline stages
+    optimizer: DistributedOptimizer
     lengths: Lengths
-    train_batches: Batches
-    valid_batches: Optional[Batches]
-    test_batches: Optional[Batches]
-    saver: Optional[Keeper]
+    train_loader: MicroBatchLoader
+    valid_loader: Optional[MicroBatchLoader]
+    test_loader: Optional[MicroBatchLoader]
+    checkpoint_manager: Optional[CheckpointManager]
     metrics: Metrics
     watch: Watch
     state: State
@@ -123,7 +123,7 @@ class Run:
         return phase(name)
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, or begin to; all ranks together. Raises as `Keeper.save` does."""
+        """Write a checkpoint of the present state, or begin to; all ranks together. Raises what the manager does."""
         started = time.perf_counter()
         with self.phase("save"):
             self._save()
@@ -142,23 +142,23 @@ class Run:
             samples=self._samples(),
             **self.origin,
         )
-        pieces = self.optimizer.pieces(moments, counted=True, lasting=self.config.checkpoint.async_save, shared=True)
-        self.saver.save(self.state.iteration, pieces, record)
+        pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
+        self.checkpoint_manager.save(self.state.iteration, pieces, record)
 
     def _samples(self) -> dict[str, list[int]]:
         """Hashes of a few samples that this run has had: whoever goes on from here can tell whether it would have too."""
-        places = probe_places(self.state.consumed_samples) if self.context.first else []
-        return {str(place): list(self.train_batches.sample_hash(place)) for place in places}
+        places = probe_places(self.state.consumed_samples) if self.context.is_rank_zero else []
+        return {str(place): list(self.train_loader.sample_hash(place)) for place in places}
 
     def close(self, error: Optional[BaseException] = None) -> None:
         """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
         orderly = error is None or isinstance(error, Preempted)
         if orderly:
             self.profiler.end(self.state.iteration)
-        if self.saver:
+        if self.checkpoint_manager:
             patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
-            self.saver.close(None if orderly else patience, copies=error is not None)
-        for batches in (self.train_batches, self.valid_batches, self.test_batches):
+            self.checkpoint_manager.close(None if orderly else patience, copies=error is not None)
+        for batches in (self.train_loader, self.valid_loader, self.test_loader):
             if batches:
                 batches.close()
         stop = self.watch.stop.why if self.watch.stop else ""
@@ -169,6 +169,6 @@ class Run:
         if orderly:
             leave_job(self.context)
         if (
-            self.saver and error is None
+            self.checkpoint_manager and error is None
         ):  # once the process group is closed: the other ranks must not wait for the copies
-            self.saver.close_copies(lambda: self.watch.heartbeat.beat("save"))
+            self.checkpoint_manager.close_copies(lambda: self.watch.heartbeat.beat("save"))

@@ -211,7 +211,7 @@ def collective(trap: Trap) -> None:
 
 def optimizer(trap: Trap) -> None:
     """When main weights and moments are updated and the model's weights are not."""
-    before("megatron.optimizer.zero", "ShardedAdamW.publish")(trap)
+    before("megatron.optimizer.zero", "DistributedOptimizer.copy_main_params_to_model_params")(trap)
 
 
 def evaluation(trap: Trap) -> None:
@@ -340,7 +340,7 @@ def flip(trap: Trap) -> None:
 PLACES: dict[str, Callable[[Trap], Any]] = {
     "rendezvous": before("torch.distributed", "init_process_group"),
     "index build": before("megatron.data.gpt_dataset", "build_index_maps"),
-    "data": before("megatron.data.loader", "Batches.step"),
+    "data": before("megatron.data.loader", "MicroBatchLoader.step"),
     "forward": before("megatron.model.mlp", "MLP.forward"),
     "backward": backward,
     "collective": collective,

@@ -226,18 +226,18 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
 
 
 def as_team(size, work):
-    """Run work(rank, exchange) on `size` threads as the ranks of a job; results or exceptions by rank."""
+    """Run work(rank, all_gather_object) on `size` threads as the ranks of a job; results or exceptions by rank."""
     barrier, board, results = threading.Barrier(size, timeout=100), [None] * size, [None] * size
 
     def exchange_of(rank):
-        def exchange(value):
+        def all_gather_object(value):
             board[rank] = value
             barrier.wait()
             answer = list(board)
             barrier.wait()
             return answer
 
-        return exchange
+        return all_gather_object
 
     def member(rank):
         try:
@@ -260,8 +260,8 @@ def slab(rank, size, value):
 
 
 def save_as_team(folder, size, iteration, pieces=slab):
-    def work(rank, exchange):
-        with Saver(folder, rank=rank, exchange=exchange) as saver:
+    def work(rank, all_gather_object):
+        with Saver(folder, rank=rank, all_gather_object=all_gather_object) as saver:
             return saver.save(iteration, pieces(rank, size, iteration), {"by": size} if rank == 0 else {})
 
     return as_team(size, work)
@@ -271,9 +271,9 @@ def save_as_team(folder, size, iteration, pieces=slab):
 def test_ranks_save_and_restore_together(tmp_path, saved, loaded):
     assert save_as_team(tmp_path, saved, 7) == [tmp_path / "iter_0000007"] * saved
 
-    def work(rank, exchange):
+    def work(rank, all_gather_object):
         wanted = slab(rank, loaded, 0)
-        found = restore(tmp_path, wanted, rank=rank, exchange=exchange)
+        found = restore(tmp_path, wanted, rank=rank, all_gather_object=all_gather_object)
         assert (wanted[0].tensor == 7).all()
         return found.state
 
@@ -285,9 +285,9 @@ def test_damage_that_one_rank_sees_sends_all_ranks_back(tmp_path):
     save_as_team(tmp_path, 4, 2)
     flip(path_of(tmp_path, 2, "shard_00003.safetensors"))
 
-    def work(rank, exchange):
+    def work(rank, all_gather_object):
         wanted = slab(rank, 4, 0)
-        found = restore(tmp_path, wanted, rank=rank, exchange=exchange)
+        found = restore(tmp_path, wanted, rank=rank, all_gather_object=all_gather_object)
         return wanted[0].tensor.unique().item(), found.state["iteration"], found.notices
 
     results = as_team(4, work)

@@ -13,7 +13,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.folder import TRACKER, alone, checkpoints
-from megatron.checkpoint.keeper import Keeper
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
@@ -29,19 +29,19 @@ def pieces(value):
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(where, steps)`: a keeper that saves these steps and closes; returns what it said."""
+    """`run(where, steps)`: a manager that saves these steps and closes; returns what it said."""
 
     def save(where, steps, **more):
         said = []
         settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
-        keeper = Keeper(settings, log=said.append)
+        manager = CheckpointManager(settings, log=said.append)
         for step in steps:
-            keeper.save(step, pieces(step), {})
-            if step != steps[-1] and keeper._copies:  # so that retention finds both places alike
+            manager.save(step, pieces(step), {})
+            if step != steps[-1] and manager._copies:  # so that retention finds both places alike
                 while not any(f"copied iter_{step:07d}" in line for line in said):
                     assert not any("WARNING" in line for line in said)
                     time.sleep(0.002)
-        keeper.close()
+        manager.close()
         return said
 
     return save
@@ -115,14 +115,14 @@ def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_copy_synced", slow)
     said = []
     settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(tmp_path / "copy"), keep_last=1)
-    keeper = Keeper(settings, log=said.append)
-    keeper.save(1, pieces(1), {})
+    manager = CheckpointManager(settings, log=said.append)
+    manager.save(1, pieces(1), {})
     assert begun.wait(60)
-    keeper.save(2, pieces(2), {})
-    keeper.save(3, pieces(3), {})
+    manager.save(2, pieces(2), {})
+    manager.save(3, pieces(3), {})
     assert list(checkpoints(tmp_path / "home")) == [1, 3]
-    keeper.close(copies=False)
-    keeper.close_copies(beat=may_end.set)  # a sign of life while it waits
+    manager.close(copies=False)
+    manager.close_copies(beat=may_end.set)  # a sign of life while it waits
     assert not any("WARNING" in line for line in said) and list(checkpoints(tmp_path / "copy")) == [3]
     assert [line.split()[1] for line in said if " copied " in line] == ["iter_0000001", "iter_0000003"]
 

@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.store import share
 from megatron.mpu.mesh import Mesh, sizes_of
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.parity import laid_out, parse_layout
@@ -45,7 +45,7 @@ KINDS = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 class Ranks:
     """The optimizers of all ranks of a layout."""
 
-    optimizers: list[ShardedAdamW]
+    optimizers: list[DistributedOptimizer]
 
     @property
     def names(self) -> set[str]:
@@ -62,7 +62,7 @@ class Ranks:
         found = []
         for optimizer in self.optimizers:
             replicate = optimizer.mesh.replicate
-            found.append(share(optimizer.pieces(counted=True), replicate.rank, replicate.size))
+            found.append(share(optimizer.pieces(unique=True), replicate.rank, replicate.size))
         return found
 
 
@@ -85,12 +85,14 @@ def ranks_of():
     return build
 
 
-def _optimizer(config, world_size: int, rank: int) -> ShardedAdamW:
+def _optimizer(config, world_size: int, rank: int) -> DistributedOptimizer:
     mesh = Mesh(rank, **sizes_of(config.parallel, world_size), create_groups=False)
     pipeline = Pipeline.of(config.parallel, config.model.num_layers, 16 // mesh.dp.size)
     build = partial(pretrain_gpt.build_model, config, mesh, 90, dtype=torch.float32, device="meta")
     stages = build_stages(build, pipeline, mesh)
-    return ShardedAdamW(stages, mesh, config.optimizer, config.parallel, dtype=torch.float32, device="cpu", seed=1)
+    return DistributedOptimizer(
+        stages, mesh, config.optimizer, config.parallel, dtype=torch.float32, device="cpu", seed=1
+    )
 
 
 @pytest.fixture(scope="module")

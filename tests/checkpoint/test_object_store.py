@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import pretrain_gpt
-from megatron.checkpoint import keeper, survey
+from megatron.checkpoint import manager, survey
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, prune, read_tracker, restore
-from megatron.checkpoint.keeper import Keeper
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.storage import storage_of
 from megatron.checkpoint.store import Piece, write_shard
@@ -445,8 +445,8 @@ def test_a_file_that_arrives_shorter_is_noticed_before_the_checkpoint_appears(bu
     assert "bytes instead of" in str(caught.value) and list(checkpoints(location(bucket))) == [1]
     losing = Losing(real, 1)
     monkeypatch.setattr(urls, "filesystem", lambda protocol, process: losing)
-    monkeypatch.setattr(keeper, "RETRY_AFTER", 0.001)
-    own = Keeper(Checkpoint(save=bucket, save_retries=1))
+    monkeypatch.setattr(manager, "RETRY_AFTER", 0.001)
+    own = CheckpointManager(Checkpoint(save=bucket, save_retries=1))
     own.save(2, pieces_of(2), {})
     own.close()
     assert restored(bucket)[:2] == (2, 2.0) and "try 1 of 2" in capsys.readouterr().out
@@ -465,9 +465,9 @@ def test_a_byte_that_the_store_changed_keeps_older_checkpoints_from_retention(bu
 
 @pytest.mark.parametrize("bucket", ["memory"], indirect=True)
 def test_a_save_to_a_store_that_is_away_goes_to_the_mirror(tmp_path, bucket, monkeypatch, capsys):
-    monkeypatch.setattr(keeper, "RETRY_AFTER", 0.001)
+    monkeypatch.setattr(manager, "RETRY_AFTER", 0.001)
     monkeypatch.setattr(urls, "TRIES", 1)
-    own = Keeper(Checkpoint(save=bucket, save_mirror=str(tmp_path), save_retries=1))
+    own = CheckpointManager(Checkpoint(save=bucket, save_mirror=str(tmp_path), save_retries=1))
 
     def fault(number, request, name):
         if "shard" in name:
@@ -648,8 +648,8 @@ def test_prune_is_refused_while_a_job_writes(bucket, hasty):
         tool.main(["prune", bucket, "--keep-last", "1"])
 
 
-def wait_until(condition, patience: float = 60.0) -> None:
-    deadline = time.monotonic() + patience
+def wait_until(condition, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.01)

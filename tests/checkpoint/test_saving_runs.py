@@ -9,7 +9,7 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint import folder as state
-from megatron.checkpoint import keeper, store
+from megatron.checkpoint import manager, store
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
@@ -43,7 +43,7 @@ def test_a_run_that_saves_in_the_background_saves_the_same(world, run_ranks, tmp
 
 def test_a_run_outlives_failed_saves_and_goes_on_from_the_mirror(tmp_path, monkeypatch, capsys):
     home, mirror = tmp_path / "home", tmp_path / "mirror"
-    monkeypatch.setattr(keeper, "RETRY_AFTER", 0.001)
+    monkeypatch.setattr(manager, "RETRY_AFTER", 0.001)
     write = store.write_shard
 
     def full(folder, *args):
@@ -92,7 +92,7 @@ def test_the_other_ranks_do_not_wait_for_the_last_copy(run_ranks, tmp_path):
 
 def test_auto_interval_in_a_run(run_ranks, tmp_path):
     run_ranks(2, _pretrain, f"--train-iters 14 --save-interval auto --async-save --save {tmp_path}")
-    assert list(checkpoints(tmp_path)) == [1 + keeper.FIRST_AUTO, 14]
+    assert list(checkpoints(tmp_path)) == [1 + manager.FIRST_AUTO, 14]
 
 
 def test_load_strictness(tmp_path, capsys):

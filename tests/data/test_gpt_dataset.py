@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.data import index_maps
 from megatron.data.blend import BlendedDataset, Repeated
 from megatron.data.gpt_dataset import SPLITS, build_datasets
-from megatron.data.index_maps import build_index_maps, make_plan, parse_split, sequences_of, suggest_split
+from megatron.data.index_maps import build_index_maps, make_epoch_plan, parse_split, sequences_of, suggest_split
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError, SettingsError, StorageError
@@ -101,7 +101,7 @@ def test_recordings_cover_the_kinds(tmp_path):
 
 def test_last_epoch_is_separate_below_four_fifths():
     lengths = np.full(1601, 1, np.int32)  # 100 samples of 16 in the first epoch and 100 in the second
-    plans = {n: make_plan(range(1601), lengths, 16, 1, n) for n in (100, 101, 179, 180, 200)}
+    plans = {n: make_epoch_plan(range(1601), lengths, 16, 1, n) for n in (100, 101, 179, 180, 200)}
     assert {n: (plan.epochs, plan.separate_last) for n, plan in plans.items()} == {
         100: (1, False),
         101: (2, True),
@@ -127,7 +127,7 @@ def slow_sample_index(document, lengths, seq_length, num_samples):
 @settings(max_examples=150, deadline=None)
 def test_sample_index_walks_the_stream(lengths, seq_length, num_samples, seed, block):
     lengths = np.array(lengths, np.int32)
-    plan = make_plan(range(len(lengths)), lengths, seq_length, seed, num_samples)
+    plan = make_epoch_plan(range(len(lengths)), lengths, seq_length, seed, num_samples)
     assert plan.num_samples >= num_samples
     assert plan.epochs == 1 or ((plan.epochs - 1) * plan.tokens - 1) // seq_length < num_samples
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from megatron.data import masks
-from megatron.data.loader import Batches, cyclic_order
+from megatron.data.loader import MicroBatchLoader, cyclic_order
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 
@@ -32,10 +32,12 @@ class Counting:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_batches_are_a_function_of_consumed_samples(num_workers):
-    with Batches(Counting(), Data(num_workers=num_workers), micro_batch_size=2, dp_rank=1, dp_size=3) as batches:
-        for consumed, micros in ((0, 2), (12, 2), (24, 3), (0, 2), (60, 1)):  # grows, and jumps back
-            step = batches.step(consumed, micros)
-            firsts = [[consumed + m * 6 + 2, consumed + m * 6 + 3] for m in range(micros)]
+    with MicroBatchLoader(
+        Counting(), Data(num_workers=num_workers), micro_batch_size=2, dp_rank=1, dp_size=3
+    ) as batches:
+        for consumed, num_microbatches in ((0, 2), (12, 2), (24, 3), (0, 2), (60, 1)):  # grows, and jumps back
+            step = batches.step(consumed, num_microbatches)
+            firsts = [[consumed + m * 6 + 2, consumed + m * 6 + 3] for m in range(num_microbatches)]
             assert [batch.samples.tolist() for batch in step] == firsts
             assert [batch.tokens[0].tolist() for batch in step] == firsts
             for batch in step:
@@ -55,7 +57,7 @@ def idle(pool, workers):
 def test_the_next_step_is_prepared_with_the_size_it_will_have():
     dataset = Counting()
     sizes = {0: (2, 1), 2: (4, 2), 6: (6, 3)}
-    with Batches(dataset, Data(num_workers=2), micro_batch_size=2, next_step=sizes.__getitem__) as batches:
+    with MicroBatchLoader(dataset, Data(num_workers=2), micro_batch_size=2, next_step=sizes.__getitem__) as batches:
         batches.step(0, 1)
         idle(batches.pool, 2)
         assert sorted(dataset.read) == [0, 1, 2, 3, 4, 5]
@@ -65,7 +67,7 @@ def test_the_next_step_is_prepared_with_the_size_it_will_have():
 
 
 def test_nothing_is_read_past_the_end():
-    with Batches(Counting(size=8), Data(num_workers=1), micro_batch_size=4) as batches:
+    with MicroBatchLoader(Counting(size=8), Data(num_workers=1), micro_batch_size=4) as batches:
         assert len(batches.step(0, 1)) == 1 and len(batches.step(4, 1)) == 1
         with pytest.raises(DataError, match="8 to 12 are asked for, and the dataset has 8"):
             batches.step(8, 1)
@@ -74,7 +76,7 @@ def test_nothing_is_read_past_the_end():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_errors_come_out_in_the_training_thread_and_threads_end(num_workers):
     before = set(threading.enumerate())
-    batches = Batches(Counting(bad=5), Data(num_workers=num_workers), micro_batch_size=4)
+    batches = MicroBatchLoader(Counting(bad=5), Data(num_workers=num_workers), micro_batch_size=4)
     assert len(batches.step(0, 1)) == 1
     with pytest.raises(DataError, match="sample 5 is damaged"):
         batches.step(4, 1)
@@ -84,11 +86,11 @@ def test_errors_come_out_in_the_training_thread_and_threads_end(num_workers):
 
 def test_cyclic_goes_on_with_another_order():
     data = Data(num_workers=0, dataloader_type="cyclic")
-    batches = Batches(Counting(size=7), data, micro_batch_size=7)
+    batches = MicroBatchLoader(Counting(size=7), data, micro_batch_size=7)
     epochs = [batches.step(7 * epoch, 1)[0].tokens[0].tolist() for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3 and epochs[0] != epochs[1]
     assert epochs[1] == torch.randperm(7, generator=torch.Generator().manual_seed(1)).tolist()
-    assert Batches(Counting(size=7), data, micro_batch_size=2).step(6, 1)[0].tokens[0].tolist() == [
+    assert MicroBatchLoader(Counting(size=7), data, micro_batch_size=2).step(6, 1)[0].tokens[0].tolist() == [
         cyclic_order(0, 7)[6],
         cyclic_order(1, 7)[0],
     ]
@@ -100,13 +102,13 @@ def test_masks_of_a_batch():
             return np.array([5, 0, 6, 0, 0, 7]) if index % 2 else np.array([0, 5, 6, 7, 8, 9])
 
     data = Data(num_workers=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
-    (batch,) = Batches(Fixed(), data, micro_batch_size=2, eod=0).step(0, 1)
+    (batch,) = MicroBatchLoader(Fixed(), data, micro_batch_size=2, eod=0).step(0, 1)
     assert batch.loss_mask.T.tolist() == [[0, 1, 1, 1, 1], [1, 0, 1, 0, 0]]
     assert batch.position_ids.T.tolist() == [[0, 0, 1, 2, 3], [0, 1, 0, 1, 0]]
     assert batch.document_ids.T.tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 2]]
     assert (batch.loss_mask.dtype, batch.document_ids.dtype) == (torch.float32, torch.int32)
     with pytest.raises(SettingsError, match="--eod-mask-loss"):
-        Batches(Fixed(), data, micro_batch_size=2)
+        MicroBatchLoader(Fixed(), data, micro_batch_size=2)
 
 
 @given(arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 20)), elements=st.integers(0, 3)))

@@ -121,9 +121,9 @@ def a_job(rank: int, world: int):
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with ExitStack() as stack:
-        own = mock.patch.object(collectives, "gather_objects", lambda value, axis: [value] * axis.size)
+        own = mock.patch.object(collectives, "all_gather_object", lambda value, axis: [value] * axis.size)
         stack.enter_context(own)
-        stack.enter_context(mock.patch.object(build, "prove_complete", lambda *args, **kwargs: None))
+        stack.enter_context(mock.patch.object(build, "check_model_complete", lambda *args, **kwargs: None))
         yield
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.data import loader
 from megatron.model import block, positions
-from megatron.optimizer import adam, zero
+from megatron.optimizer import state, zero
 from megatron.pipeline import wire
 from megatron.training import loop
 
@@ -29,7 +29,7 @@ def a_table_on_the_cpu() -> None:
 
 
 def a_message_in_another_format() -> None:
-    instead(wire.Wire, "send", lambda real: lambda self, x, *args: real(self, x.float(), *args))
+    instead(wire.P2PCommunicator, "send", lambda real: lambda self, x, *args: real(self, x.float(), *args))
 
 
 def memory_that_is_not_pinned() -> None:
@@ -47,18 +47,18 @@ def a_step_count_made_on_the_host() -> None:
     def made(real):
         return lambda flats, *args: (torch.tensor(1.0, device=flats[0].device), real(flats, *args))
 
-    instead(adam, "update", made)
+    instead(state, "update", made)
 
 
 def a_loss_read_for_the_log() -> None:
-    instead(loop, "counted_once", lambda real: lambda run, sums: (sums[0].item(), real(run, sums))[1])
+    instead(loop, "zero_unless_first_tp_rank", lambda real: lambda run, sums: (sums[0].item(), real(run, sums))[1])
 
 
 def a_branch_on_a_value() -> None:
     def made(real):
         return lambda optimizer: real(optimizer) if optimizer.reduced.sum() > 0 else None
 
-    instead(zero.ShardedAdamW, "_square", made)
+    instead(zero.DistributedOptimizer, "_square", made)
 
 
 def a_norm_of_numpy() -> None:
@@ -82,4 +82,4 @@ def samples_sent_to_the_device() -> None:
 
 
 def a_sum_of_two_devices() -> None:
-    instead(loop, "counted_once", lambda real: lambda run, sums: real(run, sums) + torch.zeros(len(sums)))
+    instead(loop, "zero_unless_first_tp_rank", lambda real: lambda run, sums: real(run, sums) + torch.zeros(len(sums)))

@@ -56,7 +56,7 @@ CASES = {  # name: flags, rank, ranks
     "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),
 }
 OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
-    "copy that waits in megatron/optimizer/adam.py: step",
+    "copy that waits in megatron/optimizer/state.py: step",
     "copy that waits in megatron/mpu/collectives.py: start_all_gather",
 }
 MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
@@ -64,7 +64,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "a_message_in_another_format": (PP, "megatron/pipeline/wire.py"),
     "memory_that_is_not_pinned": ("", "copy of pageable memory"),
     "a_copy_that_waits": ("", "copy that waits"),
-    "a_step_count_made_on_the_host": ("", "megatron/optimizer/adam.py"),
+    "a_step_count_made_on_the_host": ("", "megatron/optimizer/state.py"),
     "a_loss_read_for_the_log": ("", "item in megatron/training/loop.py"),
     "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
     "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose, reference
+from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose_kernel, reference
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose, reference
     ],
 )
 def test_choice(case, backend, name):
-    assert choose("attention", case, backend).name == name
+    assert choose_kernel("attention", case, backend).name == name
 
 
 def cannot(name: str, case: Case) -> bool:
@@ -63,7 +63,7 @@ def test_nothing_is_chosen_that_cannot(monkeypatch):
                 continue
             case = Case(device, dtype, *sizes, causal, masked, dropout, grouped, scaled)
             for backend in ("auto", "explicit", "sdpa", "flash"):
-                name = choose("attention", case, backend).name
+                name = choose_kernel("attention", case, backend).name
                 assert not cannot(name, case), (name, case, backend)
                 met.add(name)
     assert met == {entry.name for entry in TABLE["attention"]}

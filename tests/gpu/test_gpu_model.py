@@ -58,7 +58,7 @@ def test_recomputation_draws_the_same_masks(granularity):
     for recompute in (Recompute(), Recompute(granularity)):
         model = GPT(settings, Mesh(), 500, dtype=torch.bfloat16, device="cuda", recompute=recompute)
         for name, (parameter, placement) in placements(model).items():
-            init_parameter(name, parameter, placement, Mesh().place, seed=1)
+            init_parameter(name, parameter, placement, Mesh().coordinates, seed=1)
         loss, count = model(None, batch)[1].values()
         (loss / count).backward()
         found.append([loss, *(p.grad.float() for p in model.parameters())])
@@ -77,7 +77,7 @@ def test_model_equals_cpu(dtype, tolerance):
     for device, format_ in (("cpu", torch.float32), ("cuda", dtype)):
         model = GPT(settings, Mesh(), 500, dtype=format_, device=device)
         for name, (parameter, placement) in placements(model).items():
-            init_parameter(name, parameter, placement, Mesh().place, seed=1)
+            init_parameter(name, parameter, placement, Mesh().coordinates, seed=1)
         loss, count = model(None, batch.to(device))[1].values()
         (loss / count).backward()
         found.append([loss.cpu(), *(p.grad.float().cpu() for p in model.parameters())])

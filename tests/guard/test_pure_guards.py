@@ -38,9 +38,9 @@ def test_any_split_of_a_step_has_the_same_hash(parts, each, start, shuffle):
     order = list(range(len(rows)))
     shuffle.shuffle(order)
     split = [ledger.batch_hash([places[i] for i in order[p::parts]], rows[order[p::parts]]) for p in range(parts)]
-    assert ledger.added(split) == whole
+    assert ledger.sum_hashes(split) == whole
     as_fp64 = np.sum(np.array(split, np.float64), axis=0)  # as ranks add them up
-    assert ledger.written(as_fp64) == ledger.written(whole)
+    assert ledger.to_hex(as_fp64) == ledger.to_hex(whole)
 
 
 def test_a_shifted_repeated_or_changed_sample_shows():
@@ -226,7 +226,7 @@ def test_a_hang_is_told_in_plain_words_culprit_first():
     ranks = [_still(rank, "reduce", WAITING) for rank in range(8) if rank != 3] + [_still(3, "data", LOADING)]
     assert explain(ranks) == [
         "rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)",
-        "7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in totals), step 17",
+        "7 ranks (0-2, 4-7) wait in all_reduce (optimizer/zero.py:147 in finalize_grads), step 17",
     ]
 
 
@@ -234,7 +234,8 @@ def test_a_hang_names_the_group_and_the_op_of_the_schedule():
     group = dict(group="dp group 1", op="B5")
     ranks = [_still(rank, "B", WAITING, **group) for rank in range(8) if rank != 3] + [_still(3, "data", LOADING)]
     assert explain(ranks)[1] == (
-        "7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in totals), step 17, op B micro 5"
+        "7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in finalize_grads), "
+        "step 17, op B micro 5"
     )
     apart = [_still(0, "F", WAITING, group="tp group 0"), _still(1, "F", WAITING, group="tp group 1")]
     assert len(explain(apart)) == 3 and "the network between them" in explain(apart)[-1]

@@ -32,7 +32,7 @@ def small_gpt():
         )
         model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
         for name, (parameter, placement) in placements(model).items():
-            init_parameter(name, parameter, placement, Mesh().place, seed=5)
+            init_parameter(name, parameter, placement, Mesh().coordinates, seed=5)
             with torch.no_grad():
                 parameter.mul_(scale if parameter.dim() > 1 else 1.0)
         return model.eval()

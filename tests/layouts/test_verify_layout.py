@@ -8,7 +8,7 @@ import torch
 
 from megatron.errors import SettingsError, UsageError
 from megatron.mpu import mappings
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.stages import chunks_of
 from megatron.planner.parity import Trace, compare, laid_out, parse_layout
 from megatron.settings.parse import parse_pretrain
@@ -58,7 +58,7 @@ def _no_sum(self, *args):
 @pytest.mark.parametrize(
     "layout, where, name, bug",
     [
-        ("tp2sp", ShardedAdamW, "_sum_partial", _no_sum),  # gradients of norms stay partial sums
+        ("tp2sp", DistributedOptimizer, "_sum_partial", _no_sum),  # gradients of norms stay partial sums
         ("tp2", mappings, "_total", lambda x, axis: x),  # no all-reduce, in neither direction
     ],
 )
@@ -66,7 +66,7 @@ def test_a_planted_bug_turns_it_red(layout, where, name, bug, capsys, monkeypatc
     assert hasattr(where, name), f"{name} has another name now: plant the bug there"
     if where is mappings:
         pytest.importorskip("torch")
-        for mapping in ("copy_to", "reduce_from"):
+        for mapping in ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"):
             broken = mappings.conjugate(lambda x, axis: x, lambda x, axis: x)
             monkeypatch.setattr(mappings, mapping, broken)
     else:

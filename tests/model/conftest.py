@@ -45,7 +45,7 @@ def _tiny(
         dtype=dtype,
     )
     for name, (parameter, placement) in placements(model).items():
-        init_parameter(name, parameter, placement, mesh.place, seed=7)
+        init_parameter(name, parameter, placement, mesh.coordinates, seed=7)
         with torch.no_grad():
             parameter.mul_(scale if parameter.dim() > 1 else 1.0)
     return model

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
-from megatron.mpu.deferred_wgrad import WeightGradients, deliver
+from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh
 from megatron.settings import kernel_sizes
 
@@ -166,14 +166,14 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
     """Pass I gives the gradient to hidden alone; W that of the weight: the same bits, of one block or of several."""
     monkeypatch.setattr(kernel_sizes, "BLOCK_BYTES", block)
     found = []
-    for deferred in (None, WeightGradients()):
+    for deferred in (None, WeightGradStore()):
         hidden, weight, labels, mask = problem(dtype)
         with deferred.collect() if deferred else nullcontext([]) as products:
             more = dict(mask=mask, chunk=10, deferred=deferred)
             loss, _ = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, **more)
             (loss * 0.3).backward()
         assert (weight.grad is None) == bool(deferred) and len(products) == bool(deferred)
-        deliver(products)
+        run_deferred_wgrads(products)
         found.append((hidden.grad, weight.grad))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)

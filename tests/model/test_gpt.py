@@ -161,7 +161,7 @@ def test_tensor_parallel_equals_one_rank(tiny, batch, run_ranks, settings, seque
         value.backward()
         found = {}
         for name, (parameter, placement) in placements(model).items():
-            offset, extent = placement.box(parameter.shape, mesh.place)
+            offset, extent = placement.box(parameter.shape, mesh.coordinates)
             found[name] = offset, placement.partial, parameter.grad[tuple(slice(n) for n in extent)].numpy()
         return value.item(), found
 

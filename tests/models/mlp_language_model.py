@@ -20,11 +20,11 @@ from torch import nn
 import pretrain_gpt
 from megatron.errors import SettingsError, run_main
 from megatron.fused_kernels.autocast import autocast_of
-from megatron.model.facts import Branch, Facts, Share
+from megatron.model.facts import Branch, Facts, RankSetup
 from megatron.model.language_model import LanguageModel
 from megatron.model.norms import NORMS
 from megatron.model.recipe import Recipe
-from megatron.model.weights import Table, column, inside, norm, output_std, row, under
+from megatron.model.weights import Table, add_prefix, column, norm, output_std, row, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
 from megatron.mpu.placement import Constant, Placement
@@ -53,14 +53,14 @@ class MLPFacts(Facts):
         mix = Placement((self.window, m.ffn_size), Constant(1 / self.window), cut={"tp": 1}, decay=False)
         down = row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
         return {
-            **under("norm", norm(m, m.hidden_size, sequence_parallel)),
-            **under("up", column(m.hidden_size, (m.ffn_size,), m.init_method_std, bias=bias)),
+            **add_prefix("norm", norm(m, m.hidden_size, sequence_parallel)),
+            **add_prefix("up", column(m.hidden_size, (m.ffn_size,), m.init_method_std, bias=bias)),
             "mix.weight": mix,
-            **under("down", down),
+            **add_prefix("down", down),
         }
 
-    def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
-        n, f = self.settings.seq_length * share.micro, self.settings.ffn_size // share.tp
+    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
+        n, f = self.settings.seq_length * share.micro_batch_size, self.settings.ffn_size // share.tp
         kept = 2 * n * f * share.element  # the inputs of the mixing and of GeLU
         workspace = (3 * f + self.settings.hidden_size) * n * share.element
         return (Branch("mlp", (f,), f, n * f * (2 + 2 * self.window), kept, workspace),)
@@ -72,9 +72,9 @@ class MLPFacts(Facts):
 class Mix(nn.Module):
     """u [s, b, f/tp] -> sum over k of weight[k] * u[s - k]."""
 
-    def __init__(self, weights: Table, tp, **kind):
+    def __init__(self, weights: Table, tp, **factory_kwargs):
         super().__init__()
-        create_parameters(self, weights, tp, **kind)
+        create_parameters(self, weights, tp, **factory_kwargs)
 
     def forward(self, u: torch.Tensor, document_ids) -> torch.Tensor:
         mixed = u * self.weight[0]
@@ -89,14 +89,14 @@ class Mix(nn.Module):
 class Layer(nn.Module):
     """[s, b, h] (or [s/tp, b, h]) in and out; with it the sum over tokens of the squares of what goes out."""
 
-    def __init__(self, model, layer, tp, weights, *, seed, sequence_parallel, **kind):
+    def __init__(self, model, layer, tp, weights, *, seed, sequence_parallel, **factory_kwargs):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        common = dict(sequence_parallel=sequence_parallel, **kind)
-        self.norm = NORMS[model.normalization](inside(weights, "norm"), model.norm_epsilon, **kind)
-        self.up = ColumnParallelLinear(inside(weights, "up"), tp, **common)
-        self.mix = Mix(inside(weights, "mix"), tp, **kind)
-        self.down = RowParallelLinear(inside(weights, "down"), tp, **common)
+        common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
+        self.norm = NORMS[model.normalization](take_prefix(weights, "norm"), model.norm_epsilon, **factory_kwargs)
+        self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
+        self.mix = Mix(take_prefix(weights, "mix"), tp, **factory_kwargs)
+        self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
         axis = tp if sequence_parallel else None
         self.dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
 
@@ -110,14 +110,14 @@ class Layer(nn.Module):
         if mask is not None:
             squares = squares * (mask.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else mask)
         total = squares.sum()
-        return mappings.reduce_from(total, self.tp) if self.sequence_parallel else total
+        return mappings.reduce_from_tensor_model_parallel_region(total, self.tp) if self.sequence_parallel else total
 
 
 class MLPLanguageModel(LanguageModel):
     """See `LanguageModel`."""
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> Layer:
-        own = dict(seed=self.seed, sequence_parallel=self.sequence_parallel, **self.kind)
+        own = dict(seed=self.seed, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
         return Layer(self.facts.settings, layer, self.tp, weights, **own)
 
 

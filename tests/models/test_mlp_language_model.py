@@ -25,7 +25,7 @@ from megatron.model.recipe import facts_of, named_recipe, parse_any
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
-from megatron.planner.activations import stage_kept
+from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.command import training_flags
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
@@ -404,13 +404,13 @@ def test_kept_activations_are_planned_within_5_percent(tp, sp, flags, granularit
     words = f"--model-type {TYPE} {SIZES} {flags}" + (f" --recompute-granularity {granularity}" if granularity else "")
     config = resolve(parse_any([*words.split(), "--lr", "1", "--train-iters", "1"]), 1)
     config = replace(config, parallel=replace(config.parallel, sequence_parallel=sp))
-    layout = Layout(tp=tp, sp=sp, micro=2, recompute=config.recompute)
+    layout = Layout(tp=tp, sp=sp, micro_batch_size=2, recompute=config.recompute)
 
     def measured(rank):
         kind = dict(dtype=torch.float32, device="cpu")
         return bytes_kept(mlp.build_model(config, Mesh(rank, tp=tp), VOCABULARY, **kind), layout)
 
-    planned = stage_kept(Job(facts_of(config, VOCABULARY), 2, "fp32", "cpu"), layout, range(LAYERS), True, True)
+    planned = stage_saved_bytes(Job(facts_of(config, VOCABULARY), 2, "fp32", "cpu"), layout, range(LAYERS), True, True)
     planned.pop("output layer and loss")
     found = measured(0) if tp == 1 else run_ranks(tp, measured)[0]
     assert sum(planned.values()) == pytest.approx(found, rel=0.05)

@@ -9,8 +9,8 @@ from megatron.checkpoint.reader import Reader
 from megatron.fused_kernels import reference
 from megatron.model import weights
 from megatron.mpu import collectives, layers
-from megatron.mpu.deferred_wgrad import WeightGradients, deliver
-from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WeightProduct, linear
+from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
+from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WgradGemm, linear
 from megatron.mpu.mesh import Mesh
 
 S, B, H, OUT = 6, 2, 5, 8
@@ -148,30 +148,30 @@ def test_on_one_rank_nothing_is_reduced():
 
 def test_a_product_adds_to_a_buffer_of_fp32():
     rows, x = drawn(12, OUT, seed=5), drawn(12, H, seed=6)
-    product = WeightProduct(rows, x.t, reference.matmul)
+    product = WgradGemm(rows, x.t, reference.matmul)
     want = rows.double().t() @ x.double()
     total = torch.full((OUT, H), torch.nan)
-    product.add_to(total, fresh=True)  # whatever was there before
+    product.add_to(total, overwrite=True)  # whatever was there before
     torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(total, product())
-    product.add_to(total, fresh=False)
+    product.add_to(total, overwrite=False)
     torch.testing.assert_close(total.double(), 2 * want, rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_on_a_cpu_adds_the_rounded_product():
     rows, x = drawn(12, OUT, seed=5).bfloat16(), drawn(12, H, seed=6).bfloat16()
-    product, total = WeightProduct(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan)
-    product.add_to(total, fresh=True)
-    product.add_to(total, fresh=False)
+    product, total = WgradGemm(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan)
+    product.add_to(total, overwrite=True)
+    product.add_to(total, overwrite=False)
     assert torch.equal(total, 2 * (rows.t() @ x).float())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="products that sum in fp32 from bf16 are CUDA's")
 def test_half_precision_on_cuda_adds_what_is_not_rounded():
     rows, x = drawn(12, OUT, seed=5).bfloat16().cuda(), drawn(12, H, seed=6).bfloat16().cuda()
-    product, total = WeightProduct(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan, device="cuda")
-    product.add_to(total, fresh=True)
-    product.add_to(total, fresh=False)
+    product, total = WgradGemm(rows, x.t, reference.matmul), torch.full((OUT, H), torch.nan, device="cuda")
+    product.add_to(total, overwrite=True)
+    product.add_to(total, overwrite=False)
     torch.testing.assert_close(total.double(), 2 * rows.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
 
 
@@ -217,18 +217,18 @@ def test_gradient_accumulation_fusion_trains_to_the_same_weights(world, flags, r
 
 def test_row_layers_take_part():
     layer, taken = RowParallelLinear(weights.row(H, OUT, 1.0), Mesh().tp), []
-    layers.attach([layer], lambda weight: taken.append)
+    layers.attach_wgrad_accumulator([layer], lambda weight: taken.append)
     layer(drawn(S, B, H, seed=7).requires_grad_()).sum().backward()
     assert layer.weight.grad is None and len(taken) == 1
 
 
 @pytest.mark.parametrize("accumulate", [None, lambda weight: pytest.fail], ids=["", "and accumulated otherwise"])
 def test_a_product_that_is_deferred_comes_in_pass_w_by_autograd(accumulate):
-    deferred, weight = WeightGradients(), WEIGHT.clone().requires_grad_()
+    deferred, weight = WeightGradStore(), WEIGHT.clone().requires_grad_()
     options = LinearOptions(deferred=deferred, accumulate=accumulate)
     y = linear(INPUT.clone().requires_grad_(), weight, None, options)
     with deferred.collect() as products:
         y.backward(UPSTREAM)
     assert weight.grad is None and len(products) == 1
-    deliver(products)
+    run_deferred_wgrads(products)
     torch.testing.assert_close(weight.grad, whole()[2])

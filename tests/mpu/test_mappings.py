@@ -7,19 +7,19 @@ from megatron.mpu.mesh import Mesh
 
 # mapping -> what it makes of the ranks' inputs [x0, x1], for rank r
 FORWARD = {
-    "copy_to": lambda xs, r: xs[r],
-    "reduce_from": lambda xs, r: xs[0] + xs[1],
-    "gather_sequence": lambda xs, r: torch.cat(xs),
-    "scatter_sequence": lambda xs, r: (xs[0] + xs[1]).chunk(2)[r],
-    "join_last": lambda xs, r: torch.cat(xs, -1),
+    "copy_to_tensor_model_parallel_region": lambda xs, r: xs[r],
+    "reduce_from_tensor_model_parallel_region": lambda xs, r: xs[0] + xs[1],
+    "gather_from_sequence_parallel_region": lambda xs, r: torch.cat(xs),
+    "reduce_scatter_to_sequence_parallel_region": lambda xs, r: (xs[0] + xs[1]).chunk(2)[r],
+    "gather_from_tensor_model_parallel_region": lambda xs, r: torch.cat(xs, -1),
 }
 # mapping -> gradient of rank r's input, given the gradients [g0, g1] that the ranks' outputs receive
 BACKWARD = {
-    "copy_to": lambda gs, r: gs[0] + gs[1],
-    "reduce_from": lambda gs, r: gs[r],
-    "gather_sequence": lambda gs, r: (gs[0] + gs[1]).chunk(2)[r],
-    "scatter_sequence": lambda gs, r: torch.cat(gs),
-    "join_last": lambda gs, r: gs[r].chunk(2, -1)[r],
+    "copy_to_tensor_model_parallel_region": lambda gs, r: gs[0] + gs[1],
+    "reduce_from_tensor_model_parallel_region": lambda gs, r: gs[r],
+    "gather_from_sequence_parallel_region": lambda gs, r: (gs[0] + gs[1]).chunk(2)[r],
+    "reduce_scatter_to_sequence_parallel_region": lambda gs, r: torch.cat(gs),
+    "gather_from_tensor_model_parallel_region": lambda gs, r: gs[r].chunk(2, -1)[r],
 }
 
 

@@ -40,7 +40,7 @@ def test_groups_of_any_axes_divide_the_ranks(sizes, axes):
 def test_a_large_job_is_laid_out_in_one_process():
     mesh = Mesh(16383, tp=8, pp=16, replicate=16, shard=8, create_groups=False)
     assert mesh.world_size == 16384
-    assert mesh.place == dict(
+    assert mesh.coordinates == dict(
         pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1, ep=0, expert_dp=127
     )
     assert mesh.pp.ranks[0] == 16383 - 15 * 1024
@@ -48,7 +48,7 @@ def test_a_large_job_is_laid_out_in_one_process():
 
 def test_axes_of_size_one_have_no_group():
     mesh = Mesh()
-    assert all(getattr(mesh, name).size == 1 and getattr(mesh, name).group is None for name in mesh.place)
+    assert all(getattr(mesh, name).size == 1 and getattr(mesh, name).group is None for name in mesh.coordinates)
 
 
 def test_topology_names_every_group():

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.keeper import Keeper, Snapshot
+from megatron.checkpoint.manager import CheckpointManager, Snapshot
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.store import Lasting, share
+from megatron.checkpoint.store import StablePiece, share
 from megatron.errors import StorageError
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer import disk, scratch
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
 WIDTH, BLOCKS = 24, 4
@@ -55,27 +55,27 @@ class Model(torch.nn.Module):
         return x.float().square().sum()
 
 
-def build(rank=0, sizes=None, dtype=torch.float32, lasting=False, stage=0, overlap=False, device="cpu", **settings):
+def build(rank=0, sizes=None, dtype=torch.float32, stable=False, stage=0, overlap=False, device="cpu", **settings):
     model, mesh = Model(), Mesh(rank, **(sizes or {}))
     parallel = schema.Parallel(sharding_stage=stage, overlap_param_gather=overlap and stage > 0)
-    return model, ShardedAdamW(
-        model, mesh, schema.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3, lasting=lasting
+    return model, DistributedOptimizer(
+        model, mesh, schema.Optimizer(**settings), parallel, dtype=dtype, device=device, seed=3, stable=stable
     )
 
 
 def train(model, optimizer, steps=3, first=0):
     for step in range(first, first + steps):
-        optimizer.expect(1)
+        optimizer.set_num_microbatches(1)
         rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step * 8 + optimizer.mesh.dp.rank))
         model(rows.to(optimizer.device, optimizer.dtype)).backward()
-        optimizer.totals(torch.zeros(1, dtype=torch.float64))
+        optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
         optimizer.step(1e-2, 0.1, 0.25)
 
 
 def content(optimizer):
     """All state and all parameters that this rank has, as bytes."""
     found = {(p.name, p.box): p.tensor.clone() for p in optimizer.pieces()}
-    with optimizer.weights.present():
+    with optimizer.weights.gathered_parameters():
         for unit in optimizer.units:
             found |= {(slot.name, "model"): slot.parameter.detach().cpu().clone() for slot in unit.slots}
     return {key: tensor.contiguous().view(torch.uint8).numpy().tobytes() for key, tensor in found.items()}
@@ -132,7 +132,7 @@ def test_memory_is_buffers_and_the_disk_has_the_rest(tmp_path):
     where = dict(nvme_offload_dir=str(tmp_path), nvme_offload_fraction=1.0)
     _, low = build(dtype=torch.bfloat16, **where)
     _, single = build(**where)
-    _, twice = build(dtype=torch.bfloat16, lasting=True, **where)
+    _, twice = build(dtype=torch.bfloat16, stable=True, **where)
     count = sum(unit.size for unit in low.units)
     plane = -(-count * 4 // 4096) * 4096
     assert count > 6 * scratch.PART
@@ -203,15 +203,15 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(stage, tmp_path):
     for number, (saving, loading) in enumerate((({}, where), (where, {}), (where, where))):
         model, optimizer = build(stage=stage, dtype=torch.bfloat16, **saving)
         train(model, optimizer, steps=2)
-        keeper = Keeper(schema.Checkpoint(save=str(tmp_path / f"{number}")), log=lambda text: None)
-        keeper.save(2, optimizer.pieces(counted=True), {})
-        keeper.close()
+        manager = CheckpointManager(schema.Checkpoint(save=str(tmp_path / f"{number}")), log=lambda text: None)
+        manager.save(2, optimizer.pieces(unique=True), {})
+        manager.close()
         train(model, optimizer, steps=2, first=2)
         model, other = build(stage=stage, dtype=torch.bfloat16, **loading)
         train(model, other, steps=1, first=7)
         with Reader(tmp_path / f"{number}" / "iter_0000002") as reader:
             reader.load(other.pieces(), names={piece.name for piece in other.pieces()})
-        other.publish()
+        other.copy_main_params_to_model_params()
         other.step_count = 2
         train(model, other, steps=2, first=2)
         expected = expected or content(optimizer)
@@ -220,16 +220,16 @@ def test_a_checkpoint_goes_from_memory_to_files_and_back(stage, tmp_path):
 
 def test_a_save_in_the_background_needs_no_copy_and_sees_no_later_step(tmp_path):
     model, optimizer = build(
-        dtype=torch.bfloat16, lasting=True, nvme_offload_dir=str(tmp_path), nvme_offload_fraction=0.6
+        dtype=torch.bfloat16, stable=True, nvme_offload_dir=str(tmp_path), nvme_offload_fraction=0.6
     )
     other = build(dtype=torch.bfloat16)
     for step in range(3):  # one copy of the file is kept, then the other
         train(model, optimizer, steps=1, first=2 * step)
         before = {(p.name, p.box): p.tensor.clone() for p in optimizer.pieces()}
-        pieces = share(optimizer.pieces(counted=True, lasting=True), 0, 1)
+        pieces = share(optimizer.pieces(unique=True, stable=True), 0, 1)
         snapshot = Snapshot()
         kept = snapshot.take(pieces)
-        in_memory = sum(p.tensor.nbytes for p in kept if not isinstance(p, Lasting))
+        in_memory = sum(p.tensor.nbytes for p in kept if not isinstance(p, StablePiece))
         everything = sum(p.tensor.nbytes for p in kept)
         assert 0.2 * everything < in_memory < 0.45 * everything
         assert snapshot._memory.numel() < in_memory + 64 * len(kept)

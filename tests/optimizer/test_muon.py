@@ -11,7 +11,7 @@ from megatron.mpu.placement import Normal, Placement
 from megatron.optimizer.kinds import COEFFICIENTS
 from megatron.optimizer.muon import Directions, divide_work, orthogonal
 from megatron.optimizer.sharded import sharded_init
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer, Parallel
 
 WIDTH = 16
@@ -53,11 +53,11 @@ def trained(rank, sizes, settings, stage=0, steps=4, **parallel):
         Plain, mesh, settings, Parallel(sharding_stage=stage, **parallel), seed=5, init_std=0.5
     )
     for step in range(steps):
-        optimizer.expect(1)
+        optimizer.set_num_microbatches(1)
         model(rows(step)[mesh.dp.rank :: mesh.dp.size]).backward()
-        optimizer.totals(torch.zeros(1, dtype=torch.float64))
+        optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
         optimizer.step(2e-2, 0.1, 1 / 8)
-    with optimizer.present():
+    with optimizer.gathered_parameters():
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     moments = {piece.name for piece in optimizer.pieces() if piece.name.startswith("optimizer.")}
     return weights, moments, sum(state.nbytes for state in optimizer.states)
@@ -162,12 +162,12 @@ def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
         mesh = Mesh(rank, **sizes)
         model = Fused(mesh, *FUSED[case])
         parallel = Parallel(sharding_stage=1 if "shard" in sizes else 0)
-        optimizer = ShardedAdamW(model, mesh, settings, parallel, dtype=torch.float32, device="cpu", seed=1)
+        optimizer = DistributedOptimizer(model, mesh, settings, parallel, dtype=torch.float32, device="cpu", seed=1)
         weight = model.blocks["0"].weight
         before = weight.detach().clone()
         part = whole if cut is None else whole.chunk(mesh.tp.size, cut)[mesh.tp.rank]
         (weight * part).sum().backward()
-        optimizer.totals(torch.zeros(1))
+        optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1.0, 0.0, 1 / mesh.dp.size)
         return mesh.tp.rank, before - weight.detach()
 

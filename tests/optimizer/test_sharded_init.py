@@ -53,10 +53,10 @@ def trained(rank, stage, ranks):
             value = model(numbers(step, part))
             value.backward()
             loss += value.detach()
-        total, norm = optimizer.totals(loss)
+        total, norm = optimizer.finalize_grads(loss)
         optimizer.step(1e-2, 0.1, 0.5)
         losses.append(total.item() / 2)
-    with optimizer.present():
+    with optimizer.gathered_parameters():
         return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -64,7 +64,7 @@ def test_it_trains_as_torch_does(run_ranks):
     """From the same weights, with torch's own AdamW, decay of matrices alone."""
     model, optimizer = sharded_init(Plain, Mesh(), init_std=0.2)
     reference = Plain()
-    with optimizer.present():
+    with optimizer.gathered_parameters():
         reference.load_state_dict(model.state_dict())
     groups = [
         dict(params=[p for p in reference.parameters() if (p.dim() > 1) == decay], weight_decay=0.1 * decay)

@@ -13,7 +13,7 @@ from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer.units import DATA_PARALLEL
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer, Parallel
 
 WIDTH, STEPS = 6, 4
@@ -54,13 +54,13 @@ def _data(step, rank):
 def _train(rank, sizes, stage, axes, overlap):
     mesh = Mesh(rank, ep=2, **sizes)
     model, parallel = Model(mesh, axes), Parallel(sharding_stage=stage, overlap_grad_reduce=overlap)
-    optimizer = ShardedAdamW(model, mesh, Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=3)
+    optimizer = DistributedOptimizer(model, mesh, Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=3)
     start, norms = _pieces(optimizer), []
     for step in range(STEPS):
         x, y = _data(step, rank)
-        optimizer.expect(1)
+        optimizer.set_num_microbatches(1)
         ((model(x.requires_grad_()) - y) ** 2).sum().backward()
-        norms.append(optimizer.totals(torch.zeros(1, dtype=torch.float64))[1])
+        norms.append(optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))[1])
         optimizer.step(1e-2, 0.1, 1.0)
     assert mesh.ep.rank == rank % 2
     return start, norms, _pieces(optimizer)
@@ -68,7 +68,7 @@ def _train(rank, sizes, stage, axes, overlap):
 
 def _pieces(optimizer):
     """What a checkpoint would get from this rank."""
-    found = optimizer.pieces(moments=False, counted=True, shared=True)
+    found = optimizer.pieces(moments=False, unique=True, shared=True)
     return [(piece.name, piece.shape, piece.box, piece.tensor.clone()) for piece in found]
 
 

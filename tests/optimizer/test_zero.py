@@ -9,8 +9,8 @@ import torch
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
 from megatron.optimizer.flat import ALIGN
-from megatron.optimizer.units import lay_out
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.units import flat_units_of
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
 SETTINGS = schema.Optimizer(lr=1e-2, weight_decay=0.1)
@@ -46,21 +46,21 @@ def _data(step, rows=8):
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-def _train(rank, mesh_sizes, steps, micros=2, dtype=torch.float32, clip=None):
+def _train(rank, mesh_sizes, steps, num_microbatches=2, dtype=torch.float32, clip=None):
     """Losses, norms and weights after some steps; data-parallel ranks and micro-batches share 8 rows."""
     mesh = Mesh(rank, **mesh_sizes)
     model = Model()
-    optimizer = ShardedAdamW(model, mesh, SETTINGS, dtype=dtype, device="cpu", seed=1)
+    optimizer = DistributedOptimizer(model, mesh, SETTINGS, dtype=dtype, device="cpu", seed=1)
     dp, seen = mesh.dp, []
     for step in range(steps):
         total = 0.0
         x, y = _data(step)
-        for part in range(micros):
-            mine = slice(part * dp.size + dp.rank, None, micros * dp.size)
+        for part in range(num_microbatches):
+            mine = slice(part * dp.size + dp.rank, None, num_microbatches * dp.size)
             loss = ((model(x[mine]) - y[mine]) ** 2).sum()
             total += loss.item()
             loss.backward()
-        sums, norm = optimizer.totals(torch.tensor([total, 1.0], dtype=torch.float64))
+        sums, norm = optimizer.finalize_grads(torch.tensor([total, 1.0], dtype=torch.float64))
         optimizer.step(1e-2, 0.1, 1 / 8)
         seen.append((sums[0].item(), norm))
     weights = {name: parameter.detach().clone() for name, (parameter, _) in placements(model).items()}
@@ -69,7 +69,7 @@ def _train(rank, mesh_sizes, steps, micros=2, dtype=torch.float32, clip=None):
 
 def _torch_reference(steps):
     model = Model()
-    ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    DistributedOptimizer(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
     model2 = Model().to_empty(device="cpu")
     model2.load_state_dict(model.state_dict())
     named = placements(model2)
@@ -99,12 +99,13 @@ def test_equals_torch_adamw():
 
 
 @pytest.mark.parametrize(
-    "mesh, micros", [(dict(replicate=2), 1), (dict(shard=2), 2), (dict(replicate=2, shard=2), 1), (dict(shard=4), 1)]
+    "mesh, num_microbatches",
+    [(dict(replicate=2), 1), (dict(shard=2), 2), (dict(replicate=2, shard=2), 1), (dict(shard=4), 1)],
 )
-def test_layouts_agree(mesh, micros, run_ranks):
+def test_layouts_agree(mesh, num_microbatches, run_ranks):
     expected, expected_weights, elements = _train(0, {}, 4)
     world = mesh.get("replicate", 1) * mesh.get("shard", 1)
-    for seen, weights, own in run_ranks(world, _train, mesh, 4, micros):
+    for seen, weights, own in run_ranks(world, _train, mesh, 4, num_microbatches):
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=1e-5, atol=1e-7)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
@@ -113,14 +114,14 @@ def test_layouts_agree(mesh, micros, run_ranks):
 
 def test_bf16_weights_are_rounded_main_weights():
     model = Model()
-    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
+    optimizer = DistributedOptimizer(model, Mesh(), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
     (state,) = optimizer.states
     assert state.main.dtype == torch.float32 and model.output.weight.dtype == torch.bfloat16
     before = state.main.clone()
     for _ in range(3):
         x, y = _data(0)
         ((model(x) - y) ** 2).sum().backward()
-        optimizer.totals(torch.zeros(2))
+        optimizer.finalize_grads(torch.zeros(2))
         optimizer.step(1e-5, 0.0, 1.0)
     assert (state.main - before).abs().max() > 1e-6  # steps far below bf16's resolution are not lost
     assert torch.equal(optimizer.weights.whole, state.main.bfloat16())
@@ -128,24 +129,24 @@ def test_bf16_weights_are_rounded_main_weights():
 
 def test_gradients_accumulate_and_a_step_starts_anew():
     model = Model()
-    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    optimizer = DistributedOptimizer(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
     for _ in range(3):
         x, y = _data(0)
         ((model(x) - y) ** 2).sum().backward()
         ((model(x) - y) ** 2).sum().backward()
-        _, norm = optimizer.totals(torch.zeros(2))
+        _, norm = optimizer.finalize_grads(torch.zeros(2))
         assert all(parameter.grad is None for parameter in model.parameters())
     ((model(x) - y) ** 2).sum().backward()
-    assert norm == pytest.approx(2 * optimizer.totals(torch.zeros(2))[1], rel=1e-6)
+    assert norm == pytest.approx(2 * optimizer.finalize_grads(torch.zeros(2))[1], rel=1e-6)
 
 
 def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
     model = Model()
-    optimizer = ShardedAdamW(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+    optimizer = DistributedOptimizer(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
     model(_data(0)[0]).sum().backward()
-    optimizer.totals(torch.zeros(2))
+    optimizer.finalize_grads(torch.zeros(2))
     model.blocks["0"](_data(0)[0]).sum().backward()
-    optimizer.totals(torch.zeros(2))
+    optimizer.finalize_grads(torch.zeros(2))
     unit = next(unit for unit in optimizer.units if unit.name == "output")
     assert not optimizer.reduced[unit.start : unit.start + unit.size].any()
 
@@ -154,16 +155,18 @@ def test_a_parameter_without_gradient_in_a_step_counts_as_zero():
 def test_a_value_that_is_not_finite_on_one_rank_is_seen_by_all(bad, run_ranks):
     def body(rank):
         model = Model()
-        optimizer = ShardedAdamW(model, Mesh(rank, shard=2), SETTINGS, dtype=torch.float32, device="cpu", seed=1)
+        optimizer = DistributedOptimizer(
+            model, Mesh(rank, shard=2), SETTINGS, dtype=torch.float32, device="cpu", seed=1
+        )
         x, _ = _data(0)
         (model(x).sum() * (bad if rank == 1 else 1.0)).backward()
-        return optimizer.totals(torch.zeros(2))[1]
+        return optimizer.finalize_grads(torch.zeros(2))[1]
 
     assert not any(torch.isfinite(torch.tensor(run_ranks(2, body))))
 
 
 def test_units_are_aligned_and_decayed_first():
-    units = lay_out(Model(), partial(getattr, Mesh(0, shard=3, create_groups=False)))
+    units = flat_units_of(Model(), partial(getattr, Mesh(0, shard=3, create_groups=False)))
     assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "output"]
     for unit in units:
         assert unit.start % ALIGN == 0 and unit.size % (3 * ALIGN) == 0
@@ -177,7 +180,9 @@ def test_pieces_tile_every_tensor(run_ranks):
     from megatron.checkpoint.boxes import find_flaw
 
     def body(rank):
-        optimizer = ShardedAdamW(Model(), Mesh(rank, shard=3), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1)
+        optimizer = DistributedOptimizer(
+            Model(), Mesh(rank, shard=3), SETTINGS, dtype=torch.bfloat16, device="cpu", seed=1
+        )
         return [(piece.name, piece.shape, piece.box) for piece in optimizer.pieces()]
 
     boxes: dict = {}

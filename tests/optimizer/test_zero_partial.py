@@ -12,7 +12,7 @@ from megatron.guard import replicas
 from megatron.guard.replicas import check_replicas, checksum
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
 WIDTH = 8
@@ -45,15 +45,17 @@ def _built(rank, stage=1, **sizes):
     mesh = Mesh(rank, **sizes)
     part = Part(mesh)
     parallel = schema.Parallel(sharding_stage=stage)
-    return part, ShardedAdamW(part, mesh, schema.Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=1)
+    return part, DistributedOptimizer(
+        part, mesh, schema.Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=1
+    )
 
 
 def _gradients(part, optimizer, value=1.0):
     """Give every parameter a gradient of `value` and reduce; the norm."""
     loss = sum((parameter * value).sum() for parameter in part.parameters())
-    with optimizer.present():
+    with optimizer.gathered_parameters():
         loss.backward()
-    return optimizer.totals(torch.zeros(1))[1]
+    return optimizer.finalize_grads(torch.zeros(1))[1]
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(pp=2, tp=2), dict(pp=2, shard=2), dict(tp=2, shard=2)])
@@ -79,7 +81,7 @@ def test_partial_gradients_are_summed_and_counted_once(sizes, run_ranks):
 def test_what_is_saved_is_every_tensor_once_and_what_is_loaded_is_everything(stage, sizes, run_ranks):
     def body(rank):
         _, optimizer = _built(rank, stage, **sizes)
-        listed = [[(p.name, p.shape, p.box) for p in optimizer.pieces(counted=once)] for once in (True, False)]
+        listed = [[(p.name, p.shape, p.box) for p in optimizer.pieces(unique=once)] for once in (True, False)]
         return *listed, sum(slot.stop - slot.start for unit in optimizer.units for slot in unit.slots)
 
     saved: dict = {}

@@ -12,7 +12,7 @@ from megatron.mpu import collectives
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
 from megatron.optimizer.flat import ALIGN
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
 WIDTH, BLOCKS, ROWS = 12, 3, 16
@@ -69,17 +69,17 @@ def _model(chunks=1, again=False):
     return [front, back]
 
 
-def _rows(step, mesh, part, micros):
+def _rows(step, mesh, part, num_microbatches):
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, WIDTH, generator=generator)
-    return x[slice(part * mesh.dp.size + mesh.dp.rank, None, micros * mesh.dp.size)]
+    return x[slice(part * mesh.dp.size + mesh.dp.rank, None, num_microbatches * mesh.dp.size)]
 
 
 def _train(
     rank,
     sizes,
     steps=3,
-    micros=2,
+    num_microbatches=2,
     dtype=torch.float32,
     chunks=1,
     again=False,
@@ -92,7 +92,9 @@ def _train(
     mesh = Mesh(rank, **sizes)
     model = _model(chunks, again)
     settings = schema.Optimizer(lr=1e-2, **(offload or {}))
-    optimizer = ShardedAdamW(model, mesh, settings, schema.Parallel(**parallel), dtype=dtype, device=device, seed=1)
+    optimizer = DistributedOptimizer(
+        model, mesh, settings, schema.Parallel(**parallel), dtype=dtype, device=device, seed=1
+    )
 
     def forward(x):
         for chunk in model:
@@ -101,17 +103,17 @@ def _train(
 
     seen = []
     for step in range(steps):
-        optimizer.expect(micros)
-        inputs = [_rows(step, mesh, part, micros) for part in range(micros)]
+        optimizer.set_num_microbatches(num_microbatches)
+        inputs = [_rows(step, mesh, part, num_microbatches) for part in range(num_microbatches)]
         losses = [forward(x) for x in inputs] if not one_by_one else []  # all in flight, or F B F B
-        for part in range(micros):
+        for part in range(num_microbatches):
             loss = losses[part] if losses else forward(inputs[part])
             loss.backward()
-        _, norm = optimizer.totals(torch.zeros(1, dtype=torch.float64))
+        _, norm = optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
         optimizer.step(1e-2, 0.1, 1 / ROWS)
         with torch.no_grad():
             seen.append((forward(torch.ones(2, WIDTH)).item(), norm))
-    with optimizer.weights.present():
+    with optimizer.weights.gathered_parameters():
         weights = {name: p.detach().clone() for name, (p, _) in placements(model).items()}
     return seen, weights
 
@@ -186,7 +188,7 @@ def test_on_a_gpu_with_state_on_the_host(stage, fraction):
 
 def _optimizer(rank, sizes, offload=None, model=None, **parallel):
     model = model or _model()
-    optimizer = ShardedAdamW(
+    optimizer = DistributedOptimizer(
         model,
         Mesh(rank, **sizes),
         schema.Optimizer(**(offload or {})),
@@ -213,7 +215,7 @@ def test_bytes_of_each_stage(stage, run_ranks):
         seen.append(optimizer.memory())
         y.backward()
         seen.append(optimizer.memory())
-        optimizer.totals(torch.zeros(1))
+        optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1e-3, 0.0, 1.0)
         assert optimizer.memory() == seen[0]
         return {unit.name: unit.size for unit in optimizer.units}, seen
@@ -233,10 +235,10 @@ def test_bytes_of_each_stage(stage, run_ranks):
 
 
 def test_stage_3_has_two_layers_at_most(run_ranks):
-    """Beside table and norm: the layer in use, and the one that is gathered ahead."""
+    """Beside table and norm: the layer in use, and the one that is gathered overlap."""
 
-    def body(rank, ahead):
-        model, optimizer = _optimizer(rank, dict(shard=2), sharding_stage=3, overlap_param_gather=ahead)
+    def body(rank, overlap):
+        model, optimizer = _optimizer(rank, dict(shard=2), sharding_stage=3, overlap_param_gather=overlap)
         seen = []
         for block in model[0].blocks.values():
             block.up.register_forward_hook(lambda *_: seen.append(optimizer.weights.nbytes))
@@ -246,9 +248,9 @@ def test_stage_3_has_two_layers_at_most(run_ranks):
         block = sizes["blocks.0"]
         return max(seen), 2 * (sum(sizes.values()) - BLOCKS * block), 2 * block
 
-    for ahead in (False, True):
-        for most, roots, block in run_ranks(2, body, ahead):
-            assert most == roots + (2 if ahead else 1) * block
+    for overlap in (False, True):
+        for most, roots, block in run_ranks(2, body, overlap):
+            assert most == roots + (2 if overlap else 1) * block
 
 
 def test_offload_divides_the_state():
@@ -306,18 +308,18 @@ class Log(list):
             block.up.weight.register_hook(lambda *_, name=name: self.append(f"backward {name}"))
 
 
-def _events(rank, micros, **parallel):
+def _events(rank, num_microbatches, **parallel):
     """Events of a step and of the forward pass behind it."""
     log = Log()
     with pytest.MonkeyPatch.context() as patch:
         log.watch(patch)
         model, optimizer = _optimizer(rank, {"shard" if "sharding_stage" in parallel else "replicate": 2}, **parallel)
         log.layers(model)
-        optimizer.expect(micros)
-        for _ in range(micros):
+        optimizer.set_num_microbatches(num_microbatches)
+        for _ in range(num_microbatches):
             model[0](INPUT).backward()
         log.append("totals")
-        optimizer.totals(torch.zeros(1))
+        optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1e-3, 0.0, 1.0)
         log.append("updated")
         model[0](INPUT)
@@ -349,14 +351,14 @@ def test_kept_gradients_are_reduced_behind_the_passes_otherwise(run_ranks):
         assert _in_order(events, *started, "wait reduce_scatter 0")  # one is summed while the next are on their way
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_stage_2_reduces_each_micro_batch(ahead, run_ranks):
-    for events in run_ranks(2, lambda rank: _events(rank, 2, sharding_stage=2, overlap_grad_reduce=ahead)):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stage_2_reduces_each_micro_batch(overlap, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 2, sharding_stage=2, overlap_grad_reduce=overlap)):
         passes = events[: events.index("totals")]
         assert sum(event.startswith("start reduce_scatter") for event in passes) == 2 * 5
         layer = ["start reduce_scatter 1", "wait reduce_scatter 1", "backward 1", "start reduce_scatter 2"]
-        assert _in_order(passes, *layer) is not ahead
-        if ahead:
+        assert _in_order(passes, *layer) is not overlap
+        if overlap:
             assert _in_order(passes, layer[0], layer[2], layer[3], layer[1])
 
 
@@ -413,7 +415,7 @@ def test_forget_drops_passes(stage):
     for spoil in (False, True):
         if spoil:
             model[0](9 * INPUT).backward()
-            optimizer.forget()
+            optimizer.zero_grad()
         model[0](INPUT).backward()
-        norms.append(optimizer.totals(torch.zeros(1))[1])
+        norms.append(optimizer.finalize_grads(torch.zeros(1))[1])
     assert norms[0] == norms[1] > 0

@@ -8,7 +8,7 @@ import pytest
 from megatron.errors import DataError, SettingsError, StorageError
 from megatron.pipeline.check import main
 from megatron.pipeline.schedule import stage_map
-from megatron.pipeline.simulate import make_plan, simulate
+from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.pipeline.timeline import Timeline, read_timeline
 
 
@@ -81,7 +81,7 @@ def test_command_takes_costs():
 
 
 def _timeline(late=0.0):
-    plan, stages = make_plan("zb-h1", 2, 3), stage_map("zb-h1", 2)
+    plan, stages = make_rank_schedules("zb-h1", 2, 3), stage_map("zb-h1", 2)
     times = simulate(plan, stages)
     ranks = [
         [(op, 5 + times[rank, op][0] + late * rank, 5 + times[rank, op][1] + late * rank) for op in ops]

@@ -9,7 +9,7 @@ import torch
 from megatron.model.weights import column
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Axis, Mesh
-from megatron.pipeline.execute import Wire, execute
+from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.schedule import TRAINING, default_chunks, looped, make_schedule, stage_map
 from megatron.pipeline.wire import open_channels
 
@@ -35,9 +35,9 @@ class Stage(torch.nn.Module):
         return (None, {"lm loss": ((y - targets) ** 2).sum(), "tokens": torch.tensor(float(ROWS))}) if self.last else y
 
 
-def _batches(micros):
+def _batches(num_microbatches):
     generator = torch.Generator().manual_seed(99)
-    return [tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in "xy") for _ in range(micros)]
+    return [tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in "xy") for _ in range(num_microbatches)]
 
 
 def _objective(sums, batch):
@@ -45,24 +45,30 @@ def _objective(sums, batch):
 
 
 def _wire(mesh, stages=None, **more):
-    return Wire(mesh.pp, (ROWS, WIDTH), torch.float32, torch.device("cpu"), stages=stages, **more)
+    return P2PCommunicator(mesh.pp, (ROWS, WIDTH), torch.float32, torch.device("cpu"), stages=stages, **more)
 
 
-def _run(rank, name, pp, micros, chunks, steps=1, channels=False):
+def _run(rank, name, pp, num_microbatches, chunks, steps=1, channels=False):
     mesh, places = Mesh(rank, pp=pp), stage_map(name, pp, chunks)
     stages = [Stage(places.index((rank, chunk)), pp * chunks) for chunk in range(chunks)]
     wire = _wire(mesh, places, groups=open_channels(mesh, places) if channels else None)
     for _ in range(steps):
         for stage in stages:
             stage.zero_grad()
-        sums = execute(make_schedule(name, rank, pp, micros, chunks), stages, _batches(micros), wire, _objective)
+        sums = execute(
+            make_schedule(name, rank, pp, num_microbatches, chunks),
+            stages,
+            _batches(num_microbatches),
+            wire,
+            _objective,
+        )
     return sums, {stage.number: [p.grad for p in stage.parameters()] for stage in stages}
 
 
-def _reference(stages, micros):
+def _reference(stages, num_microbatches):
     chain = [Stage(number, stages) for number in range(stages)]
     total = 0.0
-    for batch in _batches(micros):
+    for batch in _batches(num_microbatches):
         x = None
         for stage in chain:
             x = stage(x, batch)
@@ -71,28 +77,30 @@ def _reference(stages, micros):
     return total, {stage.number: [p.grad for p in stage.parameters()] for stage in chain}
 
 
-def _compare(results, name, pp, micros, chunks):
-    total, gradients = _reference(pp * chunks, micros)
+def _compare(results, name, pp, num_microbatches, chunks):
+    total, gradients = _reference(pp * chunks, num_microbatches)
     end = stage_map(name, pp, chunks)[-1][0]  # the rank of the last stage
     for rank, (sums, own) in enumerate(results):
-        expected = [total, micros * ROWS] if rank == end else [0, 0]
+        expected = [total, num_microbatches * ROWS] if rank == end else [0, 0]
         torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
         for number, tensors in own.items():
             torch.testing.assert_close(tensors, gradients[number])
 
 
-@pytest.mark.parametrize("pp, micros", [(1, 3), (2, 1), (2, 4), (3, 5), (4, 6)])
+@pytest.mark.parametrize("pp, num_microbatches", [(1, 3), (2, 1), (2, 4), (3, 5), (4, 6)])
 @pytest.mark.parametrize("name", TRAINING)
-def test_equals_one_process(name, pp, micros, run_ranks):
+def test_equals_one_process(name, pp, num_microbatches, run_ranks):
     chunks = default_chunks(name)
     if pp == 1 and name == "interleaved":
         pytest.skip("one rank has nobody to interleave with")
-    _compare(run_ranks(pp, _run, name, pp, micros, chunks), name, pp, micros, chunks)
+    _compare(run_ranks(pp, _run, name, pp, num_microbatches, chunks), name, pp, num_microbatches, chunks)
 
 
-@pytest.mark.parametrize("name, pp, micros, chunks", [("1f1b", 2, 4, 3), ("gpipe", 2, 4, 2), ("interleaved", 3, 4, 2)])
-def test_equals_one_process_with_many_chunks(name, pp, micros, chunks, run_ranks):
-    _compare(run_ranks(pp, _run, name, pp, micros, chunks), name, pp, micros, chunks)
+@pytest.mark.parametrize(
+    "name, pp, num_microbatches, chunks", [("1f1b", 2, 4, 3), ("gpipe", 2, 4, 2), ("interleaved", 3, 4, 2)]
+)
+def test_equals_one_process_with_many_chunks(name, pp, num_microbatches, chunks, run_ranks):
+    _compare(run_ranks(pp, _run, name, pp, num_microbatches, chunks), name, pp, num_microbatches, chunks)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
@@ -125,7 +133,7 @@ def test_a_wrong_shape_is_caught_before_the_wire(run_ranks):
     """gloo ends the process on a size mismatch, so it must not get that far."""
 
     def body(rank):
-        wire = Wire(Mesh(rank, pp=2).pp, (ROWS, WIDTH + 1), torch.float32, torch.device("cpu"))
+        wire = P2PCommunicator(Mesh(rank, pp=2).pp, (ROWS, WIDTH + 1), torch.float32, torch.device("cpu"))
         if rank == 0:
             with pytest.raises(AssertionError, match="on the wire"):
                 execute(make_schedule("gpipe", 0, 2, 2), [Stage(0, 2)], _batches(2), wire, _objective)
@@ -134,11 +142,18 @@ def test_a_wrong_shape_is_caught_before_the_wire(run_ranks):
     assert run_ranks(2, body) == [True, True]
 
 
-def _alone(name, micros, chunks, **more):
+def _alone(name, num_microbatches, chunks, **more):
     """A step of all stages on this one rank."""
     stages = [Stage(number, chunks) for number in range(chunks)]
     wire = _wire(Mesh(), looped(1, chunks))
-    execute(make_schedule(name, 0, 1, micros, chunks), stages, _batches(micros), wire, _objective, **more)
+    execute(
+        make_schedule(name, 0, 1, num_microbatches, chunks),
+        stages,
+        _batches(num_microbatches),
+        wire,
+        _objective,
+        **more,
+    )
     return stages
 
 

@@ -11,8 +11,8 @@ from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Placement, placements
 from megatron.mpu.random import init_parameter
-from megatron.pipeline.build import build_stages, prove_complete
-from megatron.pipeline.execute import Wire, execute
+from megatron.pipeline.build import build_stages, check_model_complete
+from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.stages import Pipeline
 from megatron.settings.schema import Model, Parallel
 
@@ -31,10 +31,10 @@ def _model(**more) -> Model:
     )
 
 
-def _batches(micros: int) -> list[MicroBatch]:
+def _batches(num_microbatches: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(3)
     made = []
-    for micro in range(micros):
+    for micro in range(num_microbatches):
         tokens = torch.randint(VOCABULARY, (S + 1, B), generator=generator)
         made.append(MicroBatch(tokens[:-1], tokens[1:].contiguous(), torch.arange(B) + B * micro))
     return made
@@ -46,22 +46,32 @@ def _stages(model, pipeline, mesh):
 
     stages = build_stages(build, pipeline, mesh)
     for name, (parameter, placement) in placements(stages).items():
-        init_parameter(name, parameter, placement, mesh.place, seed=5)
+        init_parameter(name, parameter, placement, mesh.coordinates, seed=5)
     return stages
 
 
-def _run(rank, model, parallel, micros):
+def _run(rank, model, parallel, num_microbatches):
     """(sums, name -> (gradient, axes over which it is partial), name -> weight)"""
     mesh = Mesh(rank, pp=parallel.pipeline_model_parallel_size)
-    pipeline = Pipeline.of(parallel, model.num_layers, micros)
+    pipeline = Pipeline.of(parallel, model.num_layers, num_microbatches)
     stages = _stages(model, pipeline, mesh)
-    wire = Wire(mesh.pp, (S, B, model.hidden_size), torch.float32, torch.device("cpu"), stages=pipeline.stages)
-    ops = pipeline.ops(rank, micros)
-    sums = execute(ops, stages, _batches(micros), wire, lambda sums, batch: sums["lm loss"] / (sums["tokens"] * micros))
+    wire = P2PCommunicator(
+        mesh.pp, (S, B, model.hidden_size), torch.float32, torch.device("cpu"), stages=pipeline.stages
+    )
+    ops = pipeline.ops(rank, num_microbatches)
+    sums = execute(
+        ops,
+        stages,
+        _batches(num_microbatches),
+        wire,
+        lambda sums, batch: sums["lm loss"] / (sums["tokens"] * num_microbatches),
+    )
     with torch.no_grad():
         for stage in stages:
             stage.eval()
-        evaluated = execute(pipeline.ops(rank, micros, training=False), stages, _batches(micros), wire)
+        evaluated = execute(
+            pipeline.ops(rank, num_microbatches, training=False), stages, _batches(num_microbatches), wire
+        )
     found = placements(stages)
     return (
         sums,
@@ -97,11 +107,11 @@ MODELS = {
     "layout", LAYOUTS, ids=lambda layout: f"{layout['pp']}-{layout.get('pipeline_schedule', 'vp')}"
 )
 def test_stages_of_a_gpt_equal_the_whole(layout, kind, run_ranks):
-    model, micros = _model(**MODELS[kind]), 4
+    model, num_microbatches = _model(**MODELS[kind]), 4
     layout = dict(layout)
     parallel = Parallel(pipeline_model_parallel_size=layout.pop("pp"), **layout)
-    whole_sums, whole_eval, whole = _run(0, model, Parallel(), micros)
-    results = run_ranks(parallel.pipeline_model_parallel_size, _run, model, parallel, micros)
+    whole_sums, whole_eval, whole = _run(0, model, Parallel(), num_microbatches)
+    results = run_ranks(parallel.pipeline_model_parallel_size, _run, model, parallel, num_microbatches)
     torch.testing.assert_close(sum(sums for sums, _, _ in results), whole_sums, rtol=1e-6, atol=0)
     torch.testing.assert_close(sum(sums for _, sums, _ in results), whole_eval, rtol=1e-6, atol=0)
     assert whole_sums[0] != whole_eval[0]  # dropout was on
@@ -151,7 +161,7 @@ def test_all_ranks_together_hold_the_model_once(kind, settings):
 
     def prove(ranks, weights=weights):
         told = [_told(*rank) for rank in ranks]
-        prove_complete(*ranks[0], lambda own: told, weights)
+        check_model_complete(*ranks[0], lambda own: told, weights)
 
     prove(ranks)
     name = "blocks.4.mlp.up.weight"
@@ -165,13 +175,13 @@ def test_all_ranks_together_hold_the_model_once(kind, settings):
 
 
 def _told(stages, mesh):
-    """What a rank sends to the others in `prove_complete`."""
+    """What a rank sends to the others in `check_model_complete`."""
     told = []
 
-    def exchange(own):
+    def all_gather_object(own):
         told.append(own)
         return [own]
 
     with pytest.raises(SettingsError):
-        prove_complete(stages, mesh, exchange, {"of no rank": Placement((1,), Constant(0.0))})
+        check_model_complete(stages, mesh, all_gather_object, {"of no rank": Placement((1,), Constant(0.0))})
     return told[0]

@@ -4,7 +4,7 @@ import pytest
 from megatron.errors import SettingsError
 from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import v_shaped
-from megatron.pipeline.simulate import make_plan
+from megatron.pipeline.simulate import make_rank_schedules
 from megatron.pipeline.stages import Pipeline, problems
 from megatron.settings.schema import Parallel
 
@@ -17,13 +17,18 @@ def _file(tmp_path, text):
 
 def test_a_file_is_a_plan(tmp_path):
     own = read_schedule(_file(tmp_path, "# mine\nF0 F1 B0 F2 B1 B2\n\nF0 B0 F1 B1 F2 B2  # the last stage\n"))
-    assert own.plan == make_plan("1f1b", 2, 3) and own.micros == 3 and own.chunks == 1 and not own.split
+    assert (
+        own.plan == make_rank_schedules("1f1b", 2, 3)
+        and own.num_microbatches == 3
+        and own.chunks == 1
+        and not own.split
+    )
 
 
 def test_a_file_may_say_v(tmp_path):
-    lines = [" ".join(map(str, ops)) for ops in make_plan("zb-v", 2, 3)]
+    lines = [" ".join(map(str, ops)) for ops in make_rank_schedules("zb-v", 2, 3)]
     own = read_schedule(_file(tmp_path, "stages: v\n" + "\n".join(lines)))
-    assert own.stages == v_shaped(2) and own.split and own.plan == make_plan("zb-v", 2, 3)
+    assert own.stages == v_shaped(2) and own.split and own.plan == make_rank_schedules("zb-v", 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_a_file_that_is_not_there():
 def test_a_file_has_to_fit_the_run(tmp_path):
     path = _file(tmp_path, "F0 F1 B0 B1\nF0 B0 F1 B1")
     fits = Parallel(pipeline_model_parallel_size=2, pipeline_schedule=path)
-    assert Pipeline.of(fits, 4, 2).ops(1, 2) == make_plan("1f1b", 2, 2)[1]
+    assert Pipeline.of(fits, 4, 2).ops(1, 2) == make_rank_schedules("1f1b", 2, 2)[1]
     assert problems(fits, 4) == []
     with pytest.raises(SettingsError, match="it is for 2 micro-batches, and a step has 4"):
         Pipeline.of(fits, 4, 4)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule import SCHEDULES, Op, looped, make_schedule, needs, parse_op, problems, stage_map
+from megatron.pipeline.schedule import SCHEDULES, Op, dependencies, looped, make_schedule, parse_op, problems, stage_map
 
-ONE_CHUNK = {  # pp, micros -> order of each rank
+ONE_CHUNK = {  # pp, num_microbatches -> order of each rank
     (1, 3): ["F0 B0 F1 B1 F2 B2"],
     (2, 1): ["F0 B0", "F0 B0"],
     (3, 5): ["F0 F1 F2 B0 F3 B1 F4 B2 B3 B4", "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4", "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"],
@@ -28,14 +28,14 @@ def text(ops) -> str:
 
 @pytest.mark.parametrize("shape", ONE_CHUNK)
 def test_1f1b_equals_megatrons(shape):
-    pp, micros = shape
-    assert [text(make_schedule("1f1b", rank, pp, micros)) for rank in range(pp)] == ONE_CHUNK[shape]
+    pp, num_microbatches = shape
+    assert [text(make_schedule("1f1b", rank, pp, num_microbatches)) for rank in range(pp)] == ONE_CHUNK[shape]
 
 
 @pytest.mark.parametrize("shape", TWO_CHUNKS)
 def test_interleaved_1f1b_equals_megatrons(shape):
-    pp, micros = shape
-    assert [text(make_schedule("1f1b", rank, pp, micros, 2)) for rank in range(pp)] == TWO_CHUNKS[shape]
+    pp, num_microbatches = shape
+    assert [text(make_schedule("1f1b", rank, pp, num_microbatches, 2)) for rank in range(pp)] == TWO_CHUNKS[shape]
 
 
 def test_gpipe_and_forward_only():
@@ -52,27 +52,27 @@ def test_zb_h1_splits_every_backward_and_delays_weights_by_rank():
 
 @settings(deadline=None)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 8), st.integers(1, 24), st.integers(1, 4))
-def test_every_op_comes_once_and_work_without_pipeline_needs_nobody(name, pp, micros, chunks):
-    if problems(name, pp, micros, chunks):
+def test_every_op_comes_once_and_work_without_pipeline_needs_nobody(name, pp, num_microbatches, chunks):
+    if problems(name, pp, num_microbatches, chunks):
         with pytest.raises(ValueError):
-            make_schedule(name, 0, pp, micros, chunks)
+            make_schedule(name, 0, pp, num_microbatches, chunks)
         return
     kinds = "FIW" if SCHEDULES[name].split else "F" if name == "forward-only" else "FB"
     for rank in range(pp):
-        ops = make_schedule(name, rank, pp, micros, chunks)
-        assert sorted(ops) == sorted(Op(k, m, c) for k in kinds for m in range(micros) for c in range(chunks))
+        ops = make_schedule(name, rank, pp, num_microbatches, chunks)
+        assert sorted(ops) == sorted(Op(k, m, c) for k in kinds for m in range(num_microbatches) for c in range(chunks))
     if pp == 1:
         stages = stage_map(name, 1, chunks)
-        assert all(source == 0 for op in ops for source, _ in needs(op, 0, stages))
+        assert all(source == 0 for op in ops for source, _ in dependencies(op, 0, stages))
 
 
 def test_needs_names_the_neighbours():
     stages = looped(2, 2)  # stage 0: rank 0, 1: rank 1, 2: rank 0 chunk 1, 3: rank 1 chunk 1
-    assert needs(Op("F", 7), 0, stages) == []
-    assert needs(Op("F", 7, 1), 0, stages) == [(1, Op("F", 7, 0))]
-    assert needs(Op("B", 7, 1), 1, stages) == [(1, Op("F", 7, 1))]
-    assert needs(Op("I", 7, 0), 1, stages) == [(1, Op("F", 7, 0)), (0, Op("I", 7, 1))]
-    assert needs(Op("W", 7, 0), 1, stages) == [(1, Op("I", 7, 0))]
+    assert dependencies(Op("F", 7), 0, stages) == []
+    assert dependencies(Op("F", 7, 1), 0, stages) == [(1, Op("F", 7, 0))]
+    assert dependencies(Op("B", 7, 1), 1, stages) == [(1, Op("F", 7, 1))]
+    assert dependencies(Op("I", 7, 0), 1, stages) == [(1, Op("F", 7, 0)), (0, Op("I", 7, 1))]
+    assert dependencies(Op("W", 7, 0), 1, stages) == [(1, Op("I", 7, 0))]
 
 
 def test_words_and_ops_are_the_same():
@@ -85,8 +85,8 @@ def test_words_and_ops_are_the_same():
 
 def test_stages_may_lie_anywhere():
     v_shape = ((0, 0), (1, 0), (1, 1), (0, 1))
-    assert needs(Op("F", 3, 1), 1, v_shape) == [(1, Op("F", 3, 0))]
-    assert needs(Op("B", 3, 0), 0, v_shape) == [(0, Op("F", 3, 0)), (1, Op("B", 3, 0))]
+    assert dependencies(Op("F", 3, 1), 1, v_shape) == [(1, Op("F", 3, 0))]
+    assert dependencies(Op("B", 3, 0), 0, v_shape) == [(0, Op("F", 3, 0)), (1, Op("B", 3, 0))]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.schedule import Op, needs, problems, stage_map
+from megatron.pipeline.schedule import Op, dependencies, problems, stage_map
 from megatron.pipeline.sharding import Sharding
-from megatron.pipeline.simulate import make_plan, simulate
+from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner.live import sharded_span
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)
@@ -54,7 +54,7 @@ class Events:
 
     def add_pass(self, before, op):
         self.after(op, "ready", *([(before, "passed on", 0.0)] if before else []))
-        arrivals = [((where, need, "passed on"), 0.0) for where, need in needs(op, self.rank, self.stages)]
+        arrivals = [((where, need, "passed on"), 0.0) for where, need in dependencies(op, self.rank, self.stages)]
         self.found[self.rank, op, "ready"] += arrivals
         self.after(op, "begun", (op, "ready", 0.0))
         self.after(op, "over", (op, "begun", COST[op.kind]))
@@ -66,13 +66,13 @@ class Events:
             self.lane.append(("G", op))
             self.after(op, "G begun", (op, "ready", 0.0))
         if own or op in self.gathered:
-            self.after(op, "begun", (op, "G begun", (1 - self.sharding.gather_beside) * self.sharding.gather))
+            self.after(op, "begun", (op, "G begun", (1 - self.sharding.gather_overlap) * self.sharding.gather))
             self.after(op, "over", (op, "G begun", self.sharding.gather))
-        if not self.sharding.gather_beside:
+        if not self.sharding.gather_overlap:
             self.after(op, "begun", *((other, "G over", 0.0) for other in self.gathered))
 
     def add_reduction(self, op):
-        r, beside, each = self.sharding.reduce, self.sharding.reduce_beside, self.sharding.zero >= 2
+        r, beside, each = self.sharding.reduce, self.sharding.reduce_overlap, self.sharding.zero >= 2
         if op.kind not in "BW" or not each and (self.last[op.chunk] != op or not beside):
             return
         self.lane.append(("R", op))
@@ -84,7 +84,7 @@ class Events:
             self.after(op, "passed on", (op, "R over", 0.0))
 
     def add_what_comes_last(self):
-        if self.sharding.zero < 2 and not self.sharding.reduce_beside:
+        if self.sharding.zero < 2 and not self.sharding.reduce_overlap:
             for op in self.last.values():
                 self.lane.append(("R", op))
                 self.after(op, "R begun", (self.ops[-1], "over", 0.0))
@@ -113,10 +113,10 @@ def longest(found):
     raise AssertionError("events wait for each other in a circle")
 
 
-@pytest.mark.parametrize("name, pp, micros, chunks", PLANS)
+@pytest.mark.parametrize("name, pp, num_microbatches, chunks", PLANS)
 @pytest.mark.parametrize("zero", range(4))
-def test_every_op_against_brute_force(name, pp, micros, chunks, zero):
-    plan, stages = make_plan(name, pp, micros, chunks), stage_map(name, pp, chunks)
+def test_every_op_against_brute_force(name, pp, num_microbatches, chunks, zero):
+    plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     for gather, reduce, beside, back in itertools.product(TIMES, TIMES, OVERLAP, OVERLAP):
         sharding = Sharding(zero, gather, reduce, beside, back)
         times = simulate(plan, stages, COST, sharding=sharding)
@@ -135,10 +135,10 @@ def span(times):
     return max(end for _, end in times.values())
 
 
-@pytest.mark.parametrize("name, pp, micros, chunks", PLANS)
+@pytest.mark.parametrize("name, pp, num_microbatches, chunks", PLANS)
 @pytest.mark.parametrize("zero", range(4))
-def test_limits(name, pp, micros, chunks, zero):
-    plan, stages = make_plan(name, pp, micros, chunks), stage_map(name, pp, chunks)
+def test_limits(name, pp, num_microbatches, chunks, zero):
+    plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     alone = simulate(plan, stages, COST)
     for beside in OVERLAP:
         free = simulate(plan, stages, COST, sharding=Sharding(zero, 0.0, 0.0, beside, beside))
@@ -156,22 +156,24 @@ def test_limits(name, pp, micros, chunks, zero):
             assert found <= most * huge + span(alone) + 1e-3
 
 
-@pytest.mark.parametrize("name, pp, micros, chunks", PLANS)
+@pytest.mark.parametrize("name, pp, num_microbatches, chunks", PLANS)
 @pytest.mark.parametrize("zero", range(4))
-def test_longer_messages_never_make_a_step_shorter_nor_does_overlap_make_it_longer(name, pp, micros, chunks, zero):
-    plan, stages = make_plan(name, pp, micros, chunks), stage_map(name, pp, chunks)
+def test_longer_messages_never_make_a_step_shorter_nor_does_overlap_make_it_longer(
+    name, pp, num_microbatches, chunks, zero
+):
+    plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     length = lambda sharding: span(simulate(plan, stages, COST, sharding=sharding))
     for gather, reduce, beside in itertools.product(TIMES, TIMES, (0.0, 0.4, 0.7)):
         base = Sharding(zero, gather, reduce, beside, beside)
         assert length(base) <= length(replace(base, gather=gather + 0.3)) + 1e-9
         assert length(base) <= length(replace(base, reduce=reduce + 0.3)) + 1e-9
-        more = replace(base, gather_beside=beside + 0.2, reduce_beside=beside + 0.2)
+        more = replace(base, gather_overlap=beside + 0.2, reduce_overlap=beside + 0.2)
         assert length(more) <= length(base) + 1e-9, (base, more)
 
 
 def test_the_update_waits_for_the_reductions_of_all_ranks():
     sharding = Sharding(1, 0.5, 2.0, update=3.0)
-    times = simulate(make_plan("1f1b", 2, 3), sharding=sharding)
+    times = simulate(make_rank_schedules("1f1b", 2, 3), sharding=sharding)
     reduced = max(times[rank, Op("R", 2)][1] for rank in range(2))
     assert [times[rank, Op("U", 0)] for rank in range(2)] == [(reduced, reduced + 3.0)] * 2
 
@@ -180,26 +182,28 @@ def test_the_update_waits_for_the_reductions_of_all_ranks():
 def test_the_planners_closed_form_is_the_simulation(name):
     """One chunk a rank: equal. More: equal while messages are shorter than passes, and never below."""
     chunks, compared = dict(interleaved=2).get(name, 2 if name[0] in "zv" and name != "zb-h1" else 1), 0
-    for pp, micros, zero in itertools.product((1, 2, 4), (2, 4, 8, 11), range(4)):
-        if problems(name, pp, micros, chunks) or name == "interleaved" and micros % pp:
+    for pp, num_microbatches, zero in itertools.product((1, 2, 4), (2, 4, 8, 11), range(4)):
+        if problems(name, pp, num_microbatches, chunks) or name == "interleaved" and num_microbatches % pp:
             continue
-        plan, stages = make_plan(name, pp, micros, chunks), stage_map(name, pp, chunks)
+        plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
         for gather, reduce, beside in itertools.product((0.0, 0.2, 5.0), (0.0, 0.2, 5.0), OVERLAP):
             sharding = Sharding(zero, gather * (zero > 0), reduce, beside, beside)
             found = span(simulate(plan, stages, COST, sharding=sharding))
-            closed = sharded_span(name, pp, micros, chunks, forward=1.0, backward=2.0, sharding=sharding, exact=True)
-            assert closed >= found - 1e-9, (pp, micros, sharding)
+            closed = sharded_span(
+                name, pp, num_microbatches, chunks, forward=1.0, backward=2.0, sharding=sharding, exact=True
+            )
+            assert closed >= found - 1e-9, (pp, num_microbatches, sharding)
             if chunks == 1 or zero == 3 or not beside or max(gather, reduce) < 1:
-                assert closed == pytest.approx(found), (pp, micros, sharding)
+                assert closed == pytest.approx(found), (pp, num_microbatches, sharding)
                 compared += 1
     assert compared > 200
 
 
 def test_drawings_show_the_communication_lane():
-    times = simulate(make_plan("1f1b", 2, 2), sharding=Sharding(3, 0.5, 0.5, update=1.0))
+    times = simulate(make_rank_schedules("1f1b", 2, 2), sharding=Sharding(3, 0.5, 0.5, update=1.0))
     lines = diagram(times, width=300).splitlines()
     assert [line.split("|")[0].split()[0] for line in lines] == ["rank", "comm", "rank", "comm"]
     assert all(word in lines[1] for word in ("G0", "G1", "GB0", "R1")) and "U0" in lines[0] and "G" not in lines[0]
     picture = svg({"step": times})
     assert "<title>GB1</title>" in picture and "reduce gradients" in picture
-    assert "comm" not in diagram(simulate(make_plan("1f1b", 2, 2)))
+    assert "comm" not in diagram(simulate(make_rank_schedules("1f1b", 2, 2)))

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import SCHEDULES, Op, one_f_one_b, problems, stage_map
-from megatron.pipeline.simulate import BrokenSchedule, make_plan, report, simulate, verify
+from megatron.pipeline.simulate import BrokenSchedule, make_rank_schedules, report, simulate, verify
 
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 33), range(1, 4)
 UNIT = dict(F=1, I=1, W=1)
@@ -19,8 +19,12 @@ def test_every_schedule_of_every_shape_is_right(name):
         for chunks in CHUNKS:
             if problems(name, pp, 1, chunks):
                 continue
-            for micros in MICROS:
-                verify(make_plan(name, pp, micros, chunks), micros, stage_map(name, pp, chunks))
+            for num_microbatches in MICROS:
+                verify(
+                    make_rank_schedules(name, pp, num_microbatches, chunks),
+                    num_microbatches,
+                    stage_map(name, pp, chunks),
+                )
                 proved += 1
     least = 8 if SCHEDULES[name].chunks[0] == SCHEDULES[name].chunks[1] else 14
     assert proved >= least * len(MICROS)
@@ -29,85 +33,97 @@ def test_every_schedule_of_every_shape_is_right(name):
 def test_bubble_of_1f1b_is_the_formulas_for_every_shape():
     """(p - 1) / (v m + p - 1), where the interleaved schedule has whole groups of p micro-batches."""
     for pp in RANKS:
-        for micros in MICROS:
+        for num_microbatches in MICROS:
             for chunks in CHUNKS:
-                if problems("1f1b", pp, micros, chunks) or chunks > 1 and micros % pp:
+                if problems("1f1b", pp, num_microbatches, chunks) or chunks > 1 and num_microbatches % pp:
                     continue
-                found = report(make_plan("1f1b", pp, micros, chunks))
-                assert found.bubble == pytest.approx((pp - 1) / (chunks * micros + pp - 1)), (pp, micros, chunks)
-                assert chunks > 1 or found.live == tuple(min(pp - rank, micros) for rank in range(pp))
+                found = report(make_rank_schedules("1f1b", pp, num_microbatches, chunks))
+                assert found.bubble == pytest.approx((pp - 1) / (chunks * num_microbatches + pp - 1)), (
+                    pp,
+                    num_microbatches,
+                    chunks,
+                )
+                assert chunks > 1 or found.live == tuple(min(pp - rank, num_microbatches) for rank in range(pp))
 
 
 def test_bubble_of_gpipe_and_zb_h1_is_the_formulas():
     for pp in RANKS:
-        for micros in MICROS:
-            gpipe = report(make_plan("gpipe", pp, micros))
-            assert gpipe.bubble == pytest.approx((pp - 1) / (micros + pp - 1)) and gpipe.live == (micros,) * pp
-            zb_h1 = report(make_plan("zb-h1", pp, micros))
-            if micros >= pp:  # (p - 1)(F + I - W) of the time: a third of 1F1B's
-                assert zb_h1.bubble == pytest.approx((pp - 1) / (3 * micros + pp - 1)), (pp, micros)
-            assert max(zb_h1.live) <= min(pp, micros)
+        for num_microbatches in MICROS:
+            gpipe = report(make_rank_schedules("gpipe", pp, num_microbatches))
+            assert (
+                gpipe.bubble == pytest.approx((pp - 1) / (num_microbatches + pp - 1))
+                and gpipe.live == (num_microbatches,) * pp
+            )
+            zb_h1 = report(make_rank_schedules("zb-h1", pp, num_microbatches))
+            if num_microbatches >= pp:  # (p - 1)(F + I - W) of the time: a third of 1F1B's
+                assert zb_h1.bubble == pytest.approx((pp - 1) / (3 * num_microbatches + pp - 1)), (pp, num_microbatches)
+            assert max(zb_h1.live) <= min(pp, num_microbatches)
 
 
 @pytest.mark.parametrize("name, limit", [("zb-v", lambda pp: 2 * pp), ("v-half", lambda pp: pp + 2)])
 def test_v_shapes_keep_to_their_memory(name, limit):
     """In activations of a chunk, of which a micro-batch has two: zb-v the memory of 1F1B, v-half about half."""
     for pp in RANKS:
-        for micros in MICROS:
-            found = report(make_plan(name, pp, micros), stage_map(name, pp, 2), UNIT)
+        for num_microbatches in MICROS:
+            found = report(make_rank_schedules(name, pp, num_microbatches), stage_map(name, pp, 2), UNIT)
             assert max(found.live) <= limit(pp)
 
 
 def test_zb_v_wastes_next_to_nothing():
     for pp in RANKS:
-        for micros in range(2 * pp, 33):
+        for num_microbatches in range(2 * pp, 33):
             stages = stage_map("zb-v", pp, 2)
-            idle = report(make_plan("zb-v", pp, micros), stages, UNIT).span - 6 * micros
-            assert pp - 1 <= idle <= pp + 5, (pp, micros)  # the last rank cannot begin before pp - 1; 1F1B: 6 (pp - 1)
-            v_half = report(make_plan("v-half", pp, micros), stages, UNIT)
-            assert v_half.bubble <= report(make_plan("1f1b", pp, micros)).bubble + 1e-9
+            idle = report(make_rank_schedules("zb-v", pp, num_microbatches), stages, UNIT).span - 6 * num_microbatches
+            assert pp - 1 <= idle <= pp + 5, (
+                pp,
+                num_microbatches,
+            )  # the last rank cannot begin before pp - 1; 1F1B: 6 (pp - 1)
+            v_half = report(make_rank_schedules("v-half", pp, num_microbatches), stages, UNIT)
+            assert v_half.bubble <= report(make_rank_schedules("1f1b", pp, num_microbatches)).bubble + 1e-9
 
 
 def test_uneven_groups_of_micro_batches_cost_little():
     """Interleaved with a number of micro-batches that is no multiple of the ranks, as Megatron-LM does not have it."""
     for pp in range(2, 9):
-        for micros in range(pp, 33):
-            found = report(make_plan("1f1b", pp, micros, 2))
-            assert found.bubble <= 1.75 * (pp - 1) / (2 * micros + pp - 1), (pp, micros)
+        for num_microbatches in range(pp, 33):
+            found = report(make_rank_schedules("1f1b", pp, num_microbatches, 2))
+            assert found.bubble <= 1.75 * (pp - 1) / (2 * num_microbatches + pp - 1), (pp, num_microbatches)
 
 
-@pytest.mark.parametrize("pp, micros, chunks", [(2, 4, 1), (4, 8, 1), (4, 8, 2), (8, 16, 3), (4, 4, 2), (1, 5, 1)])
-def test_bubble_of_1f1b_is_the_formulas(pp, micros, chunks):
-    found = report(make_plan("1f1b", pp, micros, chunks))
-    assert found.bubble == pytest.approx((pp - 1) / (chunks * micros + pp - 1))
-    assert found.span == pytest.approx(3 * (chunks * micros + pp - 1))
+@pytest.mark.parametrize(
+    "pp, num_microbatches, chunks", [(2, 4, 1), (4, 8, 1), (4, 8, 2), (8, 16, 3), (4, 4, 2), (1, 5, 1)]
+)
+def test_bubble_of_1f1b_is_the_formulas(pp, num_microbatches, chunks):
+    found = report(make_rank_schedules("1f1b", pp, num_microbatches, chunks))
+    assert found.bubble == pytest.approx((pp - 1) / (chunks * num_microbatches + pp - 1))
+    assert found.span == pytest.approx(3 * (chunks * num_microbatches + pp - 1))
 
 
 def test_live_activations():
-    assert report(make_plan("gpipe", 4, 8)).live == (8, 8, 8, 8)
-    assert report(make_plan("1f1b", 4, 8)).live == (4, 3, 2, 1)
-    assert report(make_plan("1f1b", 4, 2)).live == (2, 2, 2, 1)
-    assert report(make_plan("zb-h1", 4, 8)).live == (4, 4, 4, 4)
-    assert report(make_plan("forward-only", 4, 8)).live == (0, 0, 0, 0)
+    assert report(make_rank_schedules("gpipe", 4, 8)).live == (8, 8, 8, 8)
+    assert report(make_rank_schedules("1f1b", 4, 8)).live == (4, 3, 2, 1)
+    assert report(make_rank_schedules("1f1b", 4, 2)).live == (2, 2, 2, 1)
+    assert report(make_rank_schedules("zb-h1", 4, 8)).live == (4, 4, 4, 4)
+    assert report(make_rank_schedules("forward-only", 4, 8)).live == (0, 0, 0, 0)
 
 
 def test_zb_h1_wastes_less_than_1f1b():
-    assert report(make_plan("zb-h1", 4, 16)).bubble < 0.5 * report(make_plan("1f1b", 4, 16)).bubble
+    assert report(make_rank_schedules("zb-h1", 4, 16)).bubble < 0.5 * report(make_rank_schedules("1f1b", 4, 16)).bubble
 
 
 def test_costs_and_wire_enter_the_clock():
-    plan = make_plan("1f1b", 2, 1)
+    plan = make_rank_schedules("1f1b", 2, 1)
     assert report(plan).span == 6
     assert report(plan, cost=dict(F=1, B=3)).span == 8
-    assert report(plan, wire=0.5).span == 7
-    times = simulate(plan, wire=0.5)
+    assert report(plan, message_time=0.5).span == 7
+    times = simulate(plan, message_time=0.5)
     assert times[1, Op("F", 0)] == (1.5, 2.5)
 
 
 def test_messages_that_wait_are_counted():
-    assert report(make_plan("1f1b", 1, 4)).waiting == 0
-    assert report(make_plan("1f1b", 2, 4)).waiting == 1
-    slow_last = [make_plan("gpipe", 2, 6)[0], list(make_plan("1f1b", 2, 6)[1])]
+    assert report(make_rank_schedules("1f1b", 1, 4)).waiting == 0
+    assert report(make_rank_schedules("1f1b", 2, 4)).waiting == 1
+    slow_last = [make_rank_schedules("gpipe", 2, 6)[0], list(make_rank_schedules("1f1b", 2, 6)[1])]
     assert report(slow_last).waiting > 1
 
 
@@ -136,12 +152,12 @@ def test_a_deadlock_names_what_each_rank_is_stuck_on():
 )
 def test_broken_plans_are_named(plan, words):
     with pytest.raises(BrokenSchedule, match=words):
-        verify([ops(rank) for rank in plan], micros=2)
+        verify([ops(rank) for rank in plan], num_microbatches=2)
 
 
 def test_broken_plans_say_on_which_rank():
     with pytest.raises(BrokenSchedule) as caught:
-        verify([ops("F0 B0 F1 B1"), ops("F0 B0 F1 F1")], micros=2)
+        verify([ops("F0 B0 F1 B1"), ops("F0 B0 F1 F1")], num_microbatches=2)
     assert caught.value.rank == 1
 
 
@@ -157,7 +173,7 @@ def test_a_map_of_stages_is_a_parameter():
 
 
 def test_costs_may_depend_on_rank_and_op():
-    plan = make_plan("1f1b", 2, 2)
+    plan = make_rank_schedules("1f1b", 2, 2)
     slow = report(plan, cost=lambda rank, op: 2.0 if rank == 1 else 1.0)
     assert slow.span == 10 and slow.bubble == pytest.approx(1 - 12 / 20)
 
@@ -170,18 +186,18 @@ def test_diagram_shows_every_op_of_each_rank_in_its_place():
 
 
 def test_diagram_is_cut_at_the_width():
-    lines = diagram(simulate(make_plan("1f1b", 4, 64)), width=80).splitlines()
+    lines = diagram(simulate(make_rank_schedules("1f1b", 4, 64)), width=80).splitlines()
     assert all(len(line) <= 80 and line.endswith("...") for line in lines)
 
 
 def test_diagram_fits_times_of_any_unit():
-    times = simulate(make_plan("1f1b", 2, 2))
+    times = simulate(make_rank_schedules("1f1b", 2, 2))
     small = {key: (start * 1e-3, end * 1e-3) for key, (start, end) in times.items()}
     assert diagram(times) == diagram(small)
 
 
 def test_svg_holds_every_op_of_every_panel():
-    plan = make_plan("zb-v", 3, 4)
+    plan = make_rank_schedules("zb-v", 3, 4)
     times = simulate(plan, stage_map("zb-v", 3, 2))
     picture = svg({"one": times, "two & more": times})
     assert picture.count("<title>") == 2 * sum(map(len, plan))

@@ -5,7 +5,7 @@ import torch
 from megatron.errors import StorageError
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.execute import Wire, execute
+from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
@@ -31,7 +31,7 @@ def _train(rank, path, name, steps):
     mesh = Mesh(rank, pp=2)
     pipeline = Pipeline.of(Parallel(pipeline_model_parallel_size=2, pipeline_schedule=name), 4, 3)
     stages = [Stage(stage == 0, stage == len(pipeline.stages) - 1) for stage in pipeline.stages_of(rank)]
-    wire = Wire(mesh.pp, (2, 4), torch.float32, torch.device("cpu"), stages=pipeline.stages)
+    wire = P2PCommunicator(mesh.pp, (2, 4), torch.float32, torch.device("cpu"), stages=pipeline.stages)
     recorder = Recorder(path, pipeline, mesh)
     for _ in range(steps):
         record = recorder.record()

@@ -8,7 +8,7 @@ from megatron.data.loader import MicroBatch
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
-from megatron.planner.activations import stage_kept
+from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Kernels, Model, Recompute
 
@@ -50,7 +50,7 @@ def bytes_kept(stage, layout, first=True) -> int:
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
     model, dtype = stage.facts.settings, stage.dtype
-    s, b = model.seq_length, layout.micro
+    s, b = model.seq_length, layout.micro_batch_size
     tokens = torch.randint(0, VOCABULARY, (s, b))
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
     x = None if first else torch.randn(s // (layout.tp if layout.sp else 1), b, model.hidden_size).to(dtype)
@@ -70,9 +70,9 @@ def bytes_kept(stage, layout, first=True) -> int:
 
 
 def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, first=True, last=True) -> int:
-    job = Job(GPTFacts(model, VOCABULARY), layout.micro, precision, "cpu", backend)
+    job = Job(GPTFacts(model, VOCABULARY), layout.micro_batch_size, precision, "cpu", backend)
     layers = range(model.num_layers) if layers is None else layers
-    kept = stage_kept(job, layout, layers, first=first, last=last)
+    kept = stage_saved_bytes(job, layout, layers, first=first, last=last)
     kept.pop("output layer and loss", None)  # of its gradients autograd knows nothing
     return sum(kept.values())
 
@@ -101,7 +101,7 @@ def predicted(model, layout, *, backend="auto", precision="fp32", layers=None, f
     ],
 )
 def test_one_rank(shape, backend, precision, again):
-    model, layout = Model(**{**GPT_SHAPE, **shape}), Layout(micro=2, recompute=Recompute(again))
+    model, layout = Model(**{**GPT_SHAPE, **shape}), Layout(micro_batch_size=2, recompute=Recompute(again))
     dtype = dict(fp32=torch.float32, bf16=torch.bfloat16)[precision]
     found = measured(model, layout, Mesh(), backend=backend, dtype=dtype)
     assert predicted(model, layout, backend=backend, precision=precision) == pytest.approx(found, rel=0.05)
@@ -117,7 +117,7 @@ def test_one_rank(shape, backend, precision, again):
     ],
 )
 def test_some_layers_again(settings):
-    model, layout = Model(**GPT_SHAPE), Layout(micro=1, recompute=settings)
+    model, layout = Model(**GPT_SHAPE), Layout(micro_batch_size=1, recompute=settings)
     assert predicted(model, layout) == pytest.approx(measured(model, layout, Mesh()), rel=0.05)
 
 
@@ -126,7 +126,7 @@ def test_some_layers_again(settings):
     [(range(0, 2), True, False), (range(1, 2), False, False), (range(2, 3), False, True), (range(0), False, True)],
 )
 def test_stages(layers, first, last):
-    model, layout = Model(**GPT_SHAPE), Layout(micro=2)
+    model, layout = Model(**GPT_SHAPE), Layout(micro_batch_size=2)
     part = dict(layers=layers, first=first, last=last)
     assert predicted(model, layout, **part) == pytest.approx(measured(model, layout, Mesh(), **part), rel=0.05)
 
@@ -134,7 +134,9 @@ def test_stages(layers, first, last):
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("shape", [dict(), PLAIN, LLAMA, dict(PLAIN, qk_layernorm=True)])
 def test_tensor_parallel(run_ranks, shape, sp):
-    layouts = [Layout(tp=2, sp=sp, micro=2, recompute=Recompute(again)) for again in (None, "core_attn", "full")]
+    layouts = [
+        Layout(tp=2, sp=sp, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn", "full")
+    ]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
     for layout, bytes_seen in zip(layouts, found, strict=True):

@@ -13,7 +13,7 @@ from megatron.guard.command import config_of
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.replan import fewer_ranks
 from megatron.planner.speed import step
 from megatron.settings import rank_env
@@ -109,7 +109,8 @@ def by_hand(config, world, sizes):
             layout = Layout.of(told, world)
             job, _ = target.job_of(told, cluster, layout.dp)
             fits = all(
-                ledger(job, layout, cluster.device, n).total <= cluster.device.usable_bytes for n in range(layout.pp)
+                memory_report(job, layout, cluster.device, n).total <= cluster.device.usable_bytes
+                for n in range(layout.pp)
             )
             found[size] = step(job, layout, cluster).seconds if fits else None
     return found
@@ -140,8 +141,8 @@ def test_the_fastest_micro_batch_that_fits_is_chosen(world, words, sizes, chosen
     fast = {size: seconds for size, seconds in expected.items() if seconds}
     assert found == replace(config, batch=replace(config.batch, micro_batch_size=min(fast, key=fast.get)))
     assert chosen in (None, found.batch.micro_batch_size) and resolve(found, world)
-    assert {plan.layout.micro: plan.step.seconds for plan in plans} == pytest.approx(fast)
-    assert {one.layout.micro for one in outcome.found.rejected} == set(expected) - set(fast)
+    assert {plan.layout.micro_batch_size: plan.step.seconds for plan in plans} == pytest.approx(fast)
+    assert {one.layout.micro_batch_size for one in outcome.found.rejected} == set(expected) - set(fast)
     reasons = " ".join(told)
     assert f"--micro-batch-size auto: {found.batch.micro_batch_size} is expected" in told[0] and len(told) == 3
     assert ("out of memory by" in reasons) == (len(fast) < len(expected)) and "GB" in told[2]

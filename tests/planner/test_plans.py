@@ -15,7 +15,7 @@ from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import most_held, span
-from megatron.planner.memory import ledger
+from megatron.planner.memory import memory_report
 from megatron.planner.problems import inspect
 from megatron.planner.search import Space, search
 from megatron.planner.speed import Cluster, split_even, step
@@ -57,7 +57,7 @@ def test_arithmetic():
 def test_memory_that_another_suite_reports(shape, recompute, gigabytes):
     """PaddleFleetX, fp16 O2 on a V100, micro-batch 8: it keeps attention scores whole and gradients in fp16."""
     job = Job(GPTFacts(Model(*shape), 50304), 8, "fp16", backend="stored")
-    found = ledger(job, Layout(micro=8, recompute=Recompute(recompute)), find("V100-32GB"))
+    found = memory_report(job, Layout(micro_batch_size=8, recompute=Recompute(recompute)), find("V100-32GB"))
     allocated = found.total - found.device["device context"] - found.device["fragmentation"]
     ours = allocated - 2 * job.facts.parameters
     assert ours / 1e9 == pytest.approx(gigabytes, rel=0.1)
@@ -90,7 +90,7 @@ def test_layouts_of_the_paper_fit_80_gb(name):
     *shape, _ = PAPER[name]
     job, layout = of_paper(*shape)
     for rank in {0, layout.pp - 1}:
-        assert ledger(job, layout, A100, rank).total <= A100.usable_bytes
+        assert memory_report(job, layout, A100, rank).total <= A100.usable_bytes
 
 
 def test_layouts_of_the_paper_are_in_its_order():
@@ -179,7 +179,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
             recompute=Recompute(again),
             overlap=True,
         )
-        if max(ledger(job, layout, A100, rank).total for rank in {0, pp - 1}) <= A100.usable_bytes:
+        if max(memory_report(job, layout, A100, rank).total for rank in {0, pp - 1}) <= A100.usable_bytes:
             tried += 1
             assert step(job, layout, Cluster(A100, 1024)).seconds >= best.step.seconds, layout.short()
     assert tried > 10
@@ -214,7 +214,7 @@ def test_the_layouts_of_the_later_paper_are_the_best(shape, pp, chunks, schedule
     parallelism over the 8 of a node, micro-batches of 1. Among the schedules that there were then: zero-bubble is later.
     """
     best = best_layout(shape, 8 * pp, 8 * pp, tp=8, schedule=schedule)
-    found = (best.tp, best.pp, best.dp, best.sp, best.micro, best.chunks)
+    found = (best.tp, best.pp, best.dp, best.sp, best.micro_batch_size, best.chunks)
     assert found == (8, pp, 1, True, 1, chunks), best.short()
 
 
@@ -239,15 +239,15 @@ def test_nothing_fits():
 
 def test_given_values_narrow_the_search():
     job = Job(GPTFacts(Model(24, 1024, 16, 1024), 50304), 64)
-    plans = search(job, Cluster(A100, 8), Space(max_global_batch=64, tp=2, pp=2, micro=2, zero=1)).plans
+    plans = search(job, Cluster(A100, 8), Space(max_global_batch=64, tp=2, pp=2, micro_batch_size=2, zero=1)).plans
     assert plans
-    assert {(p.layout.tp, p.layout.pp, p.layout.micro, p.layout.zero) for p in plans} == {(2, 2, 2, 1)}
+    assert {(p.layout.tp, p.layout.pp, p.layout.micro_batch_size, p.layout.zero) for p in plans} == {(2, 2, 2, 1)}
 
 
 def test_layers_are_spared_from_recomputation_as_far_as_memory_goes():
     job = Job(GPTFacts(Model(24, 2048, 16, 2048, attention_dropout=0.0), 50304), 16)
     small = Device("small", "cuda", 38.0, A100.flops, A100.attention)
-    best = search(job, Cluster(small, 1), Space(global_batch=16, micro=8, offload=False)).plans[0]
+    best = search(job, Cluster(small, 1), Space(global_batch=16, micro_batch_size=8, offload=False)).plans[0]
     assert best.layout.recompute.recompute_granularity and best.layout.recompute.no_recompute_layers
     assert 0.85 * small.usable_bytes < best.bytes <= small.usable_bytes
 
@@ -261,16 +261,16 @@ def test_uneven_stages():
 @settings(max_examples=8, deadline=None)
 @given(pp=st.integers(2, 9), rounds=st.integers(1, 5))
 def test_spans_are_those_of_the_simulator(schedule, chunks, pp, rounds):
-    micros = pp * rounds
-    quick = span(schedule, pp, micros, chunks, backward=2.0)
-    exact = span(schedule, pp, micros, chunks, backward=2.0, exact=True)
+    num_microbatches = pp * rounds
+    quick = span(schedule, pp, num_microbatches, chunks, backward=2.0)
+    exact = span(schedule, pp, num_microbatches, chunks, backward=2.0, exact=True)
     assert quick == pytest.approx(exact, rel=0.06)
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2)])
 def test_what_is_held_does_not_grow_with_the_micro_batches(schedule, chunks):
     for rank in range(4):
-        few, many = (most_held(schedule, 4, micros, chunks, rank) for micros in (16, 64))
+        few, many = (most_held(schedule, 4, num_microbatches, chunks, rank) for num_microbatches in (16, 64))
         assert set(few) == set(many)
 
 

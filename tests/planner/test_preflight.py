@@ -17,7 +17,7 @@ from megatron.model.recipe import facts_of
 from megatron.mpu import initialize
 from megatron.mpu.placement import Placement
 from megatron.optimizer.units import FlatUnit
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.preflight import machines, ranks, run
 from megatron.planner.preflight.ranks import Design, check_ranks
@@ -217,7 +217,12 @@ def _too_much(self, rank, pieces):
             {"layers": "of rank 4 holds"},
         ),
         (ranks, "ranks_along", lambda sizes, axes: [[0, 1], [1, 2]], {"groups": "do not hold every rank once"}),
-        (ranks, "make_plan", lambda name, pp, micros, chunks: [[] for _ in range(pp)], {"schedule": ""}),
+        (
+            ranks,
+            "make_rank_schedules",
+            lambda name, pp, num_microbatches, chunks: [[] for _ in range(pp)],
+            {"schedule": ""},
+        ),
         (
             ranks,
             "rank_units",
@@ -236,12 +241,16 @@ def test_a_planted_bug_is_found(where, name, bug, found, monkeypatch):
 def test_a_wrong_shape_is_found(monkeypatch):
     from megatron.mpu import layers
 
-    monkeypatch.setattr(layers.mappings, "scatter_sequence", lambda x, axis: x)  # layers forget to cut their output
+    monkeypatch.setattr(
+        layers.mappings, "reduce_scatter_to_sequence_parallel_region", lambda x, axis: x
+    )  # layers forget to cut their output
     assert checks()["shapes"].fault.startswith("rank 0: ")
 
 
 def test_a_broken_shrunk_job_is_found(monkeypatch):
-    monkeypatch.setattr(ShardedAdamW, "_sum_partial", lambda self, axis: None)  # gradients of norms stay partial sums
+    monkeypatch.setattr(
+        DistributedOptimizer, "_sum_partial", lambda self, axis: None
+    )  # gradients of norms stay partial sums
     config = resolve(parse_pretrain(f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1".split()), 2)
     [check] = check_shrunk_job(config, 2, pretrain_gpt.recipe(), 3)
     assert check.line.startswith("FAIL  shrunk fp32 tp2-sp-zero1 on 2 rank(s)") and "worst: " in check.fault

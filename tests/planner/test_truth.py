@@ -93,11 +93,11 @@ def found_on(world):
 def counted_step():
     """A function of settings: (place in the mesh, bytes of state, of its files, {(op, axis): bytes} of a training step)."""
     from megatron.mpu import collectives
-    from megatron.pipeline.wire import Wire
+    from megatron.pipeline.wire import P2PCommunicator
     from megatron.training.build import build_run
     from megatron.training.loop import train_step
 
-    sent, send = Counter(), Wire.send
+    sent, send = Counter(), P2PCommunicator.send
 
     def counting(name, op, of):
         real = getattr(collectives, name)
@@ -120,7 +120,7 @@ def counted_step():
     counting("start_all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
     counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
     counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)
-    Wire.send = counted_send
+    P2PCommunicator.send = counted_send
 
     def step(config):
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -133,7 +133,7 @@ def counted_step():
             run.close()
         seen = {key: size for key, size in sent.items() if size and key[1] not in ("world", "dp")}
         files = sum(getattr(part, "on_disk", 0) for part in run.optimizer.states)
-        return run.context.mesh.place, run.optimizer.memory(), files, seen
+        return run.context.mesh.coordinates, run.optimizer.memory(), files, seen
 
     return step
 

@@ -83,8 +83,8 @@ def test_walking_a_run_step_by_step_agrees_with_its_totals(micro, dp, first, by,
     assert problems(batch, dp) == []
     consumed, sizes = 0, []
     for _ in range(total_iterations(batch, dp)):
-        size, micros = batch_size(batch, dp, consumed)
-        assert size == micros * step
+        size, num_microbatches = batch_size(batch, dp, consumed)
+        assert size == num_microbatches * step
         sizes.append(size)
         consumed += size
     assert sizes == sorted(sizes) and sizes[0] == start and sizes[-1] <= full_size(batch, dp)

@@ -55,7 +55,7 @@ def test_sequence_parallel_ranks_hold_a_half_of_the_sequence(command, run_ranks)
         block = run.stages[0].blocks["0"]
         for module in (block.attention_norm, block.attention_dropout, block.mlp_norm, block.mlp_dropout):
             module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
-        run.stages[0](None, run.train_batches.step(0, 1)[0])
+        run.stages[0](None, run.train_loader.step(0, 1)[0])
         return seen
 
     assert run_ranks(2, body, "") == [[16] * 4] * 2

@@ -131,10 +131,10 @@ def test_spike_window_is_how_many_steps_are_remembered(train):
 
 def test_iterations_to_skip_are_passed_over(train, monkeypatch):
     """Their samples are not trained on: the others' are those of a plain run."""
-    seen, passes = [], loop.passes
+    seen, passes = [], loop.forward_backward
     monkeypatch.setattr(
         loop,
-        "passes",
+        "forward_backward",
         lambda run, batches, *rest: (
             seen.append([n for batch in batches for n in batch.samples.tolist()]) or passes(run, batches, *rest)
         ),

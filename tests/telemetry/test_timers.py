@@ -11,7 +11,7 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import UsageError
-from megatron.optimizer.zero import ShardedAdamW
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Logging
 from megatron.telemetry import timers
 from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
@@ -95,7 +95,7 @@ def test_ranks_and_the_device_are_waited_for_before_the_clock_is_read(monkeypatc
     done = []
     monkeypatch.setattr(timers.time, "perf_counter", lambda: done.append("clock") or 0.0)
     parts = {"update": Timed("optimizer", 1), "inner": Timed("optimizer-inner-step", 2)}
-    many = Timers(2, parts, settle=lambda: done.append("device"), barrier=lambda: done.append("ranks"))
+    many = Timers(2, parts, synchronize=lambda: done.append("device"), barrier=lambda: done.append("ranks"))
     with many.timer_of("update"):
         done.append("work")
     assert done == ["device", "clock", "ranks", "device", "clock", "work", "device", "clock"]
@@ -129,7 +129,7 @@ def test_a_way_back_forgets_what_was_counted(clock, capsys):
         with many("optimizer"):
             clock(seconds)
         if seconds == 100.0:
-            metrics.rewind(0)
+            metrics.rollback(0)
         else:
             metrics.record(StepMetrics(iteration, 8, 8, {"lm loss": 1.0}, learning_rate=1e-4))
     assert capsys.readouterr().out.splitlines()[-1].endswith(".: 1500.00")
@@ -161,9 +161,9 @@ def test_timing_changes_nothing_else(tmp_path, monkeypatch, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert not _records(plain, "timers") and "(min, max) time across ranks (ms):" in capsys.readouterr().out
     [many] = made
-    micros = 4
+    num_microbatches = 4
     # What is computed in evaluations is no part of a step.
-    assert {many(name).uses for name in ("forward-compute", "backward-compute")} == {6 * micros}
+    assert {many(name).uses for name in ("forward-compute", "backward-compute")} == {6 * num_microbatches}
     assert many("evaluate").uses == 3 and many("save-checkpoint").uses == 1
     told = _records(timed, "timers")
     assert [(one["iteration"], one["steps"]) for one in told] == [(3, 3), (4, 1), (6, 3), (6, 1), (6, 1), (6, 1)]
@@ -204,7 +204,7 @@ def test_parts_of_a_pipeline_on_all_ranks(run_ranks, tmp_path, capfd):
 def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
     def body(rank):
         there = tmp_path / "there"  # stands while the first rank is where gradients are reduced
-        passes, totals, late = loop.passes, ShardedAdamW.totals, [0.0]
+        passes, totals, late = loop.forward_backward, DistributedOptimizer.finalize_grads, [0.0]
 
         def slow(*given):
             while not there.exists():
@@ -215,10 +215,10 @@ def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
             return passes(*given)
 
         if rank == 1:
-            loop.passes = slow
+            loop.forward_backward = slow
             timers.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
         else:
-            ShardedAdamW.totals = lambda *given: there.touch() or totals(*given)
+            DistributedOptimizer.finalize_grads = lambda *given: there.touch() or totals(*given)
         flags = f"{TINY} --sharding-stage 1 --timing-log-level 1 --no-barrier-with-level-1-timing --save {tmp_path}"
         pretrain_gpt.main(flags.split())
 

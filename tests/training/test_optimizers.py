@@ -184,7 +184,7 @@ def test_an_update_with_muon_takes_the_memory_that_is_planned(most_allocated):
     flags = f"{FLAGS} {SIX} {MUON} --hidden-size 96 --ffn-hidden-size 512"
     config = resolve(parse_pretrain(flags.split()), 1)
     run = build_run(config, pretrain_gpt.recipe())
-    run.optimizer.totals(torch.zeros(1))
+    run.optimizer.finalize_grads(torch.zeros(1))
     found = most_allocated(lambda: run.optimizer.step(1e-3, 0.1, 0.5))
     job = layouts.Job.of(config, pretrain_gpt.recipe().facts(config, 101), dp=1, device="cpu")
     layout = layouts.Layout.of(config, 1)

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError
 from megatron.settings import schema
-from megatron.storage.durable import storage
+from megatron.storage.durable import storage_errors
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
@@ -76,7 +76,7 @@ def _write_file(path: Path, plans: list[Planned], dtype: torch.dtype) -> None:
             at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with storage(path, at), open(path, "wb") as file:
+    with storage_errors(path, at), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for plan in plans:
             for tensor, shape in zip(plan.make(), plan.shapes):

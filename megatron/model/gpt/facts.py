@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.model.facts import Branch, Core, Facts, Share
-from megatron.model.weights import Table, attention, mlp, norm, under
+from megatron.model.facts import Branch, CoreAttention, Facts, RankSetup
+from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.settings.kernel_sizes import causal_pairs
 from megatron.settings.schema import Model
 
@@ -30,7 +30,7 @@ class GPTFacts(Facts):
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         return _layer_weights(self.settings, sequence_parallel)
 
-    def branches(self, share: Share, kind: str) -> tuple[Branch, ...]:
+    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
         return _branches(self, share, None if kind == FULL else self.settings.window)
 
     def layer_kind(self, layer: int) -> str:
@@ -92,8 +92,8 @@ class GPTFacts(Facts):
         keys = sum(context if window is None else min(context, window + 1) for window in windows)
         return 2 * 2 * keys * m.num_attention_heads * m.head_dim  # scores, and their mean of values
 
-    def attention_kernel(self, share: Share, window: Optional[int] = None) -> str:
-        """The kernel that `fused_kernels.choose` will take."""
+    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
+        """The kernel that `fused_kernels.choose_kernel` will take."""
         m = self.settings
         if share.backend == "stored":
             return "reference"
@@ -115,16 +115,21 @@ class GPTFacts(Facts):
 def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
     before = norm(model, model.hidden_size, sequence_parallel)
     return {
-        **under("attention_norm", before),
-        **under("attention", attention(model, sequence_parallel)),
-        **under("mlp_norm", before),
-        **under("mlp", mlp(model, sequence_parallel)),
+        **add_prefix("attention_norm", before),
+        **add_prefix("attention", attention(model, sequence_parallel)),
+        **add_prefix("mlp_norm", before),
+        **add_prefix("mlp", mlp(model, sequence_parallel)),
     }
 
 
 @lru_cache(maxsize=65536)
-def _branches(facts: GPTFacts, share: Share, window: Optional[int]) -> tuple[Branch, ...]:
-    m, e, n, h = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.hidden_size
+def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[Branch, ...]:
+    m, e, n, h = (
+        facts.settings,
+        share.element,
+        facts.settings.seq_length * share.micro_batch_size,
+        facts.settings.hidden_size,
+    )
     width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
     fused = width + 2 * m.query_groups * m.head_dim // share.tp
     core, s = _core(facts, share, window), m.seq_length
@@ -132,7 +137,15 @@ def _branches(facts: GPTFacts, share: Share, window: Optional[int]) -> tuple[Bra
         scores = s * s * e if _masked(share, window) else 0
     else:
         seen = s if window is None or core.kernel == "reference" else min(s, window + 256)  # by a block of queries
-        scores = (3 if m.attn_logit_softcapping else 2) * share.micro * m.num_attention_heads // share.tp * s * seen * e
+        scores = (
+            (3 if m.attn_logit_softcapping else 2)
+            * share.micro_batch_size
+            * m.num_attention_heads
+            // share.tp
+            * s
+            * seen
+            * e
+        )
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
     kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
@@ -143,13 +156,13 @@ def _branches(facts: GPTFacts, share: Share, window: Optional[int]) -> tuple[Bra
     )
 
 
-def _masked(share: Share, window: Optional[int]) -> bool:
+def _masked(share: RankSetup, window: Optional[int]) -> bool:
     """Whether a flash kernel takes a window as a mask, one for all layers: torch's do, and look at every pair."""
     return window is not None and share.backend != "flash"
 
 
-def _core(facts: GPTFacts, share: Share, window: Optional[int]) -> Core:
-    m, n, s = facts.settings, facts.settings.seq_length * share.micro, facts.settings.seq_length
+def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
+    m, n, s = facts.settings, facts.settings.seq_length * share.micro_batch_size, facts.settings.seq_length
     heads, kernel = m.num_attention_heads // share.tp, facts.attention_kernel(share, window)
     keys = s  # twice the mean number of those that a query sees
     if window is not None and kernel != "reference":
@@ -157,20 +170,25 @@ def _core(facts: GPTFacts, share: Share, window: Optional[int]) -> Core:
         keys = 2 * s if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
     work = 4.0 * n * keys * heads * m.head_dim
     kept, recomputed = _core_kept(facts, share, kernel, window)
-    return Core(kernel, work, int(n * keys * heads), m.head_dim, m.attention_dropout > 0, kept, recomputed)
+    return CoreAttention(kernel, work, int(n * keys * heads), m.head_dim, m.attention_dropout > 0, kept, recomputed)
 
 
-def _core_kept(facts: GPTFacts, share: Share, kernel: str, window: Optional[int]) -> tuple[int, int]:
+def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
     """(bytes kept, bytes kept if softmax(q k) v is recomputed), op by op as `model.attention` and the kernels keep them."""
-    m, e, n, s = facts.settings, share.element, facts.settings.seq_length * share.micro, facts.settings.seq_length
+    m, e, n, s = (
+        facts.settings,
+        share.element,
+        facts.settings.seq_length * share.micro_batch_size,
+        facts.settings.seq_length,
+    )
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
     own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are tensors of their own
     if m.qk_layernorm:
         turned += fused
-        turned += facts.norm_kept(share, n * heads * d, d, shared_input=True)
-        turned += facts.norm_kept(share, n * groups * d, d, shared_input=True)
+        turned += facts.norm_saved_bytes(share, n * heads * d, d, shared_input=True)
+        turned += facts.norm_saved_bytes(share, n * groups * d, d, shared_input=True)
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
     grouped = m.num_attention_heads > m.query_groups

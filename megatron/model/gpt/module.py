@@ -37,7 +37,7 @@ class GPT(LanguageModel):
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel,
             recompute=granularity,
-            **self.kind,
+            **self.factory_kwargs,
         )
 
     def context(self, batch) -> ForwardContext:
@@ -68,7 +68,9 @@ class GPT(LanguageModel):
                 cache.length += tokens.shape[0]
             x = self.gather_input(self.final_norm(x), self.tp)
             x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
-            scores = mappings.join_last(linear(x, self.output_weight), self.tp)[..., : self.vocab_size].float()
+            scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)[
+                ..., : self.vocab_size
+            ].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:

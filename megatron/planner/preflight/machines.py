@@ -62,13 +62,13 @@ def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes
         file_sizes(config),
         free_bytes(save) if save and not isinstance(location(save), UrlPath) else None,
     )
-    ranks: list[MachineFacts] = collectives.gather_objects(own, world)
+    ranks: list[MachineFacts] = collectives.all_gather_object(own, world)
     nodes = [facts.node for facts in ranks]
     yield Check(
         "ranks",
         f"{len(ranks)} ranks on {len(set(nodes))} node(s): "
         + ", ".join(f"{host} {number}" for (_, host), number in list(Counter(nodes).items())[:8]),
-        lopsided(nodes),
+        uneven_nodes(nodes),
         "start the same number of processes on every node",
     )
     yield alike("versions", ranks, "versions", "install the same everywhere")
@@ -89,7 +89,7 @@ def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes
     yield compared(
         "gemm",
         gather_numbers(seconds, context),
-        lambda odd: who(odd, nodes),
+        lambda odd: describe_ranks(odd, nodes),
         "products of matrices",
         "drain that node, or see what else runs on it",
     )
@@ -164,10 +164,10 @@ def free_bytes(folder: str) -> int:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def who(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> str:
+def describe_ranks(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> str:
     """The ranks in words: by their nodes where all ranks of these are meant.
 
-    >>> who([2, 3], [("0", "a"), ("0", "a"), ("1", "b"), ("1", "b")]), who([1], [("", "a")] * 2)
+    >>> describe_ranks([2, 3], [("0", "a"), ("0", "a"), ("1", "b"), ("1", "b")]), describe_ranks([1], [("", "a")] * 2)
     ('node b (ranks 2, 3)', 'rank 1 on a')
     """
     words = []
@@ -179,7 +179,7 @@ def who(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> str:
     return "; ".join(words[:4]) + f" and {len(words) - 4} more nodes" * (len(words) > 4)
 
 
-def lopsided(nodes: Sequence[tuple[str, str]]) -> str:
+def uneven_nodes(nodes: Sequence[tuple[str, str]]) -> str:
     """Nodes that have another number of ranks than most."""
     counts = Counter(nodes)
     usual = Counter(counts.values()).most_common(1)[0][0]
@@ -197,7 +197,9 @@ def alike(name: str, ranks: Sequence[MachineFacts], attribute: str, do: str) -> 
         usual = Counter(values).most_common(1)[0][0]
         for value in dict.fromkeys(value for value in values if value != usual):
             odd = [rank for rank, other in enumerate(values) if other == value]
-            faults.append(f"{key} is {value or 'not there'} on {who(odd, nodes)}, {usual or 'not there'} elsewhere")
+            faults.append(
+                f"{key} is {value or 'not there'} on {describe_ranks(odd, nodes)}, {usual or 'not there'} elsewhere"
+            )
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     if attribute == "code":
         told = f"{len(said[0])} files, {hashlib.sha256(str(said[0]).encode()).hexdigest()[:12]}"
@@ -212,7 +214,7 @@ def check_files(ranks: Sequence[MachineFacts]) -> Check:
         (path, [rank for rank, facts in enumerate(ranks) if facts.files.get(path) is None]) for path in ranks[0].files
     ]
     nodes = [facts.node for facts in ranks]
-    lost = [f"{path} is not there on {who(odd, nodes)}" for path, odd in missing if odd]
+    lost = [f"{path} is not there on {describe_ranks(odd, nodes)}" for path, odd in missing if odd]
     if lost:
         return Check("data", "", "; ".join(lost[:3]), "put the data where every node sees it, under the same path")
     check = alike("data", ranks, "files", "copy the data again: every node must have the same")
@@ -228,7 +230,7 @@ def check_clocks(offsets: Sequence[float], nodes: Sequence[tuple[str, str]]) -> 
     if odd:
         worst = max(odd, key=lambda rank: abs(offsets[rank]))
         direction = "ahead of" if offsets[worst] > 0 else "behind"
-        fault = f"the clock of {who(odd, nodes)} is {abs(offsets[worst]):.1f} s {direction} the others"
+        fault = f"the clock of {describe_ranks(odd, nodes)} is {abs(offsets[worst]):.1f} s {direction} the others"
     spread = max(offsets) - min(offsets)
     return Check("clocks", f"at most {1000 * spread:.0f} ms apart", fault, "set it by NTP (timedatectl, chronyc)")
 
@@ -279,22 +281,22 @@ def gemm_seconds(device: torch.device, tries: int = 12) -> float:
         for _ in range(count):
             torch.mm(a, a)
 
-    return best(work, device, tries) / count
+    return min_seconds(work, device, tries) / count
 
 
-def best(work, device: torch.device, tries: int) -> float:
+def min_seconds(work, device: torch.device, tries: int) -> float:
     """Seconds of the fastest of so many runs, after one to warm up."""
     times = []
     for _ in range(tries + 1):
-        _settle(device)
+        _synchronize(device)
         start = time.perf_counter()
         work()
-        _settle(device)
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -319,7 +321,7 @@ def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> 
     check = compared(
         "all-reduce",
         slowest,
-        lambda odd: who([rank for at in odd for rank in like[at]], nodes),
+        lambda odd: describe_ranks([rank for at in odd for rank in like[at]], nodes),
         "the same inside a node",
         "see nvidia-smi topo -m and the links of that node",
     )
@@ -333,4 +335,4 @@ def _elements(device: torch.device) -> int:
 def all_reduce_seconds(axis: Axis, device: torch.device, tries: int = 7) -> float:
     """Of the fastest of a few sums of fp32 numbers over an axis."""
     x = torch.zeros(_elements(device), device=device)
-    return best(lambda: collectives.all_reduce(x, axis), device, tries)
+    return min_seconds(lambda: collectives.all_reduce(x, axis), device, tries)

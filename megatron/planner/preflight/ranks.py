@@ -25,13 +25,13 @@ from torch import nn
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
-from megatron.model.facts import Facts, Share
+from megatron.model.facts import Facts, RankSetup
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, ranks_along, sizes_of
-from megatron.optimizer.units import lay_out, owned_ranges, pieces_of
+from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
-from megatron.pipeline.simulate import make_plan, verify
+from megatron.pipeline.simulate import make_rank_schedules, verify
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
@@ -84,7 +84,7 @@ def check_ranks(design: Design) -> Iterator[Check]:
     started = time.perf_counter()
     yield check_groups(design)
     yield check_schedule(design)
-    held = census(design)
+    held = inspect_ranks(design)
     took = time.perf_counter() - started
     pp, tp = design.sizes["pp"], design.sizes["tp"]
     model = design.config.model
@@ -144,15 +144,23 @@ def check_schedule(design: Design) -> Check:
     """Whether the order of passes is complete and free of deadlocks. Long steps repeat themselves: a part is looked at."""
     pipeline, batch = design.pipeline, design.config.batch
     dp = design.sizes["replicate"] * design.sizes["shard"]
-    micros = batch.global_batch_size // (batch.micro_batch_size * dp)
-    short = pipeline.own.micros if pipeline.own else min(micros, max(8, 3 * pipeline.pp) + micros % pipeline.pp)
-    ops = pipeline.own.plan if pipeline.own else make_plan(pipeline.name, pipeline.pp, short, pipeline.chunks)
+    num_microbatches = batch.global_batch_size // (batch.micro_batch_size * dp)
+    short = (
+        pipeline.custom.num_microbatches
+        if pipeline.custom
+        else min(num_microbatches, max(8, 3 * pipeline.pp) + num_microbatches % pipeline.pp)
+    )
+    ops = (
+        pipeline.custom.plan
+        if pipeline.custom
+        else make_rank_schedules(pipeline.name, pipeline.pp, short, pipeline.chunks)
+    )
     fault = ""
     try:
         verify(ops, short, pipeline.stages)
     except (ValueError, AssertionError) as error:
         fault = str(error)
-    part = f"{short} of {micros}" if short < micros else str(micros)
+    part = f"{short} of {num_microbatches}" if short < num_microbatches else str(num_microbatches)
     return Check(
         "schedule",
         f"{pipeline.name}: {len(pipeline.stages)} stages x {part} micro-batches, no deadlock, every pass once",
@@ -165,7 +173,7 @@ def check_schedule(design: Design) -> Check:
 
 
 @dataclass
-class Census:
+class RankContents:
     """What all distinct ranks hold together."""
 
     ranks: int = 0
@@ -176,9 +184,9 @@ class Census:
     miscounted: list[str] = field(default_factory=list)
 
 
-def census(design: Design) -> Census:
+def inspect_ranks(design: Design) -> RankContents:
     """Build every distinct rank, and of its flat units every shard."""
-    found, pipeline, sizes = Census(), design.pipeline, design.sizes
+    found, pipeline, sizes = RankContents(), design.pipeline, design.sizes
     config, shard = design.config, sizes["shard"]
     job = Job.of(config, design.facts, dp=sizes["replicate"] * shard, device="cuda")
     layout = Layout.of(config, design.world_size)
@@ -191,7 +199,7 @@ def census(design: Design) -> Census:
             found.layers.update(held)
             if held != list(layers):
                 found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(map(str, held))}")
-        units = lay_out(stages, partial(getattr, mesh))
+        units = flat_units_of(stages, partial(getattr, mesh))
         if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
             found.miscounted.append(
                 f"rank {mesh.rank} holds {size:,} elements, and the planner counts {planned[mesh.pp.rank]:,}"
@@ -202,7 +210,7 @@ def census(design: Design) -> Census:
                 found.boxes.setdefault(slot.name, [])
         for rank in range(shard):
             for own in owned_ranges(units, partial(_axis_at, mesh, rank)):
-                for piece in pieces_of(own, _shapes_alone, mesh.place, counted=True):
+                for piece in pieces_of(own, _shapes_alone, mesh.coordinates, unique=True):
                     found.boxes[piece.name].append(piece.box)
     lost = set(range(config.model.num_layers)) - found.layers
     found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
@@ -227,9 +235,9 @@ def check_shapes(design: Design) -> Check:
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
     pipeline = design.pipeline
     pipeline = replace(
-        pipeline, layers=tuple(few_of_each(layers, recompute, design.facts.layer_kind) for layers in pipeline.layers)
+        pipeline, layers=tuple(sample_layers(layers, recompute, design.facts.layer_kind) for layers in pipeline.layers)
     )
-    with _talking_to_nobody(last + 1):
+    with _fake_process_group(last + 1):
         for mesh in design.distinct:
             if mesh.tp.rank not in (0, last):
                 continue
@@ -239,7 +247,7 @@ def check_shapes(design: Design) -> Check:
             kinds.add(kind)
             for stage in design.stages(mesh, pipeline):
                 try:
-                    faults = _walk(design, mesh, stage)
+                    faults = _check_stage_shapes(design, mesh, stage)
                 except (RuntimeError, AssertionError, TypeError) as error:
                     faults = [" ".join(str(error).split())[:200]]
                 wrong += [f"rank {mesh.rank}: {fault}" for fault in faults]
@@ -251,10 +259,10 @@ def check_shapes(design: Design) -> Check:
     return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS)
 
 
-def few_of_each(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
+def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
     """The first two groups of layers that are alike: of one kind, with the same recomputation.
 
-    >>> few_of_each(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
+    >>> sample_layers(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
     (4, 5, 7, 8)
     """
     seen, kept = Counter(), []
@@ -277,7 +285,7 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
 
 
 @contextlib.contextmanager
-def _talking_to_nobody(ranks: int):
+def _fake_process_group(ranks: int):
     """A default process group, as large as that of tensor parallel ranks, whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -288,12 +296,12 @@ def _talking_to_nobody(ranks: int):
         dist.destroy_process_group()
 
 
-def _walk(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
+def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
     """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
     for tensors that have none.
     """
     b, config = design.config.batch.micro_batch_size, design.config
-    wire = design.facts.message(Share(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro=b))
+    wire = design.facts.message(RankSetup(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro_batch_size=b))
     tokens = torch.empty((design.facts.seq_length, b), dtype=torch.int64, device="meta")
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
     given = None

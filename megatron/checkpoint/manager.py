@@ -5,8 +5,8 @@
                                                      \\-> a thread: write, retry, mirror; ends durable or failed
 
 The thread runs the same `Saver` as a save in the foreground does. Its ranks agree through a key-value store
-(`exchange_through`) instead of collectives, which belong to training. Every rank learns the same outcome, so all count
-the same failures and stop at the same step. A thread and not a forked process: writes, checksums and copies let go of
+(`store_all_gather_object`) instead of collectives, which belong to training. Every rank learns the same outcome, so all
+count the same failures and stop at the same step. A thread and not a forked process: writes, checksums and copies let go of
 the interpreter, page-locked memory does not survive a fork, and a copied page table makes training's next writes slow.
 """
 
@@ -23,9 +23,9 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import Exchange, Saver, alone
+from megatron.checkpoint.folder import AllGatherObject, Saver, alone
 from megatron.checkpoint.interval import best_interval, lost_share
-from megatron.checkpoint.store import Lasting, Piece
+from megatron.checkpoint.store import Piece, StablePiece
 from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
@@ -45,7 +45,7 @@ class SaveOutcome(NamedTuple):
     failure: Optional[Failure]
 
 
-class Keeper:
+class CheckpointManager:
     """Writes the checkpoints of a run as `--save` and its relatives say. All ranks call each method together."""
 
     def __init__(
@@ -53,14 +53,14 @@ class Keeper:
         settings: schema.Checkpoint,
         *,
         rank: int = 0,
-        exchange: Exchange = alone,
+        all_gather_object: AllGatherObject = alone,
         log: Callable[[str], None] = print,
     ):
-        """exchange: for a save in the background one that a thread may use beside training's collectives.
+        """all_gather_object: for a save in the background one that a thread may use beside training's collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
-        self.settings, self.rank, self.exchange, self.log = settings, rank, exchange, log
+        self.settings, self.rank, self.all_gather_object, self.log = settings, rank, all_gather_object, log
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
         self._saver = self._open(settings.save)
@@ -106,7 +106,7 @@ class Keeper:
                 background = False
         if self.settings.async_save:  # also on a rank without memory: all exchange the same in the same order
             stall = time.perf_counter() - started
-            # before the thread starts, which uses the same exchange
+            # before the thread starts, which uses the same all_gather_object
             self._plan(iteration, stall - waited + (0.0 if background else self._writing))
             self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
             self._thread.start()
@@ -121,31 +121,31 @@ class Keeper:
         self._plan(iteration, stall - waited)
         return stall
 
-    def wait(self, patience: Optional[float] = None) -> None:
+    def wait(self, timeout: Optional[float] = None) -> None:
         """Let a save in the background come to its end. Raises what `save` raises.
 
-        patience: seconds after which it is given up, because other ranks are gone.
+        timeout: seconds after which it is given up, because other ranks are gone.
         """
         if self._thread is not None:
-            self._thread.join(patience)
+            self._thread.join(timeout)
             if self._thread.is_alive():
                 self.log("WARNING: the last checkpoint was not finished; the one before it is complete")
                 return
             self._thread = None
             self._judge()
 
-    def close(self, patience: Optional[float] = None, copies: bool = True) -> None:
+    def close(self, timeout: Optional[float] = None, copies: bool = True) -> None:
         """End the last save and let other jobs write. Raises StorageError when that save came to nothing.
 
-        patience: as in `wait`; when given, failures are told and not raised, for another one is on its way.
+        timeout: as in `wait`; when given, failures are told and not raised, for another one is on its way.
         copies: wait for them, too; else `close_copies` is to be called.
         """
         try:
-            self.wait(patience)
-            if self._failures and patience is None:
+            self.wait(timeout)
+            if self._failures and timeout is None:
                 raise self._failures[-1].failure
         except Failure as failure:
-            if patience is None:
+            if timeout is None:
                 raise
             self.log(f"WARNING: {failure}")
         finally:
@@ -153,7 +153,7 @@ class Keeper:
                 if saver:
                     saver.close()
             if self._copies and copies:
-                self._copies.close(patience)
+                self._copies.close(timeout)
 
     def close_copies(self, beat: Callable[[], None]) -> None:
         """Wait for the last copies, which the first rank makes: others need not wait for it. beat: a sign of life."""
@@ -168,7 +168,7 @@ class Keeper:
             keep_last=self.settings.keep_last,
             retain_interval=self.settings.save_retain_interval,
             rank=self.rank,
-            exchange=self.exchange,
+            all_gather_object=self.all_gather_object,
             in_use=lambda: self._copies.present if self._copies else None,
             log=self.log,
         )
@@ -179,7 +179,7 @@ class Keeper:
             return
         since, at = self._trained_from
         a_step = (time.perf_counter() - at - stall) / max(1, iteration - since)
-        stall, a_step, writing = map(max, zip(*self.exchange((stall, a_step, self._writing))))
+        stall, a_step, writing = map(max, zip(*self.all_gather_object((stall, a_step, self._writing))))
         hours = self.settings.mean_time_to_interruption
         seconds = max(best_interval(stall, hours * 3600), writing)
         steps = max(1, round(seconds / max(a_step, 1e-6)))
@@ -267,8 +267,8 @@ class Snapshot:
         self._memory: Optional[torch.Tensor] = None
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces with tensors of their own, in memory that is valid until the next call; `Lasting` ones as they are."""
-        sizes = [0 if isinstance(piece, Lasting) else piece.tensor.nbytes for piece in pieces]
+        """The pieces with tensors of their own, valid until the next call; each `StablePiece` as it is."""
+        sizes = [0 if isinstance(piece, StablePiece) else piece.tensor.nbytes for piece in pieces]
         starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         on_gpu = any(piece.tensor.is_cuda for piece in pieces)
         if self._memory is None or self._memory.numel() != starts[-1]:
@@ -276,7 +276,7 @@ class Snapshot:
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
         copies = []
         for piece, start in zip(pieces, starts):
-            if isinstance(piece, Lasting):
+            if isinstance(piece, StablePiece):
                 copies.append(piece)
                 continue
             own = self._memory[start : start + piece.tensor.nbytes].view(piece.tensor.dtype).view(piece.box.extent)
@@ -287,27 +287,27 @@ class Snapshot:
         return copies
 
 
-def exchange_through(store, rank: int, size: int, patience: float) -> Exchange:
-    """An `Exchange` over a key-value store (`torch.distributed`'s) that a thread may use beside collectives.
+def store_all_gather_object(store, rank: int, size: int, timeout: float) -> AllGatherObject:
+    """An `AllGatherObject` over a key-value store (`torch.distributed`'s) that a thread may use beside collectives.
 
     Nothing blocks the store: ranks look for each other's answers now and then. Rank 0 collects and hands out, so the
     traffic grows with the number of ranks and not with its square. Every rank calls it equally often.
-    Raises PeerLost when an answer does not come within `patience` seconds.
+    Raises PeerLost when an answer does not come within `timeout` seconds.
     """
     if size == 1:
         return alone
     numbers = itertools.count()
 
     def take(key: str, who: str) -> Any:
-        deadline, pause = time.monotonic() + patience, 0.002
+        deadline, pause = time.monotonic() + timeout, 0.002
         while not store.check([key]):
             if time.monotonic() > deadline:
-                raise PeerLost(f"{who} did not answer the checkpoint writers for {patience:.0f} s")
+                raise PeerLost(f"{who} did not answer the checkpoint writers for {timeout:.0f} s")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.2)
         return pickle.loads(store.get(key))
 
-    def exchange(value: Any) -> list:
+    def all_gather_object(value: Any) -> list:
         number = next(numbers)
         if rank != 0:
             store.set(f"{number}/{rank}", pickle.dumps(value))
@@ -318,4 +318,4 @@ def exchange_through(store, rank: int, size: int, patience: float) -> Exchange:
             store.delete_key(key)  # all have answered this one, so all have read the one before
         return answers
 
-    return exchange
+    return all_gather_object

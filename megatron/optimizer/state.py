@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from megatron.optimizer.units import FlatUnit, Owned
+from megatron.optimizer.units import FlatUnit, OwnedRange
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
 Ranges = dict[Group, list[slice]]  # what stretches of flat state have in common -> these
@@ -33,9 +33,9 @@ class OwnedState:
     offload: bool
     direct = False
 
-    def __init__(self, owned: Sequence[Owned], rule: UpdateRule):
+    def __init__(self, owned: Sequence[OwnedRange], rule: UpdateRule):
         self.owned, self.rule = owned, rule
-        self.span = slice(owned[0].place.start, owned[-1].place.stop)  # of the rank's whole shard
+        self.span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)  # of the rank's whole shard
         self.size = self.span.stop - self.span.start
         self.ranges = self._ranges()
 
@@ -49,18 +49,18 @@ class OwnedState:
         found = self.where(name, own) if name else own
         return None if found is None else flat[found]
 
-    def place(self, own: Owned) -> slice:
+    def slice_of(self, own: OwnedRange) -> slice:
         """Where an owned range lies in `main` and the moments."""
-        return slice(own.place.start - self.span.start, own.place.stop - self.span.start)
+        return slice(own.shard_slice.start - self.span.start, own.shard_slice.stop - self.span.start)
 
     def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
         """One update from the shard's gradients; `step_count`: updates so far; `targets` matter where it is `direct`."""
         raise NotImplementedError
 
     def keep(self) -> None:
-        """What `lasts` keeps its present content until this is called again, steps or no steps."""
+        """What `is_stable` keeps its present content until this is called again, steps or no steps."""
 
-    def lasts(self, flat: torch.Tensor) -> bool:
+    def is_stable(self, flat: torch.Tensor) -> bool:
         """Whether `keep` is about `flat`, which is the main weights or one of the moments."""
         return False
 
@@ -68,7 +68,7 @@ class OwnedState:
         """The stretches of the state by what they have in common, each with the padding behind its parameters."""
         found: Ranges = {}
         for own in self.owned:
-            first = self.place(own).start - own.low
+            first = self.slice_of(own).start - own.low
             for group, start, stop in _stretches(own.unit):
                 start, stop = max(start, own.low), min(stop, own.high)
                 if start < stop:
@@ -94,7 +94,7 @@ class MemoryState(OwnedState):
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        owned: Sequence[OwnedRange],
         rule: UpdateRule,
         reduced: torch.Tensor,
         *,
@@ -166,7 +166,7 @@ def update(
         step(weights, gradients, states, step_count, *rates.of(group))
 
 
-def divide(owned: Sequence[Owned], *shares: float) -> list[list[Owned]]:
+def divide(owned: Sequence[OwnedRange], *shares: float) -> list[list[OwnedRange]]:
     """Units cut into consecutive groups: one for each share, together about that part of all elements, and the rest."""
     total = sum(own.high - own.low for own in owned)
     sizes = [sum(o.high - o.low for o in owned[:n]) for n in range(len(owned) + 1)]

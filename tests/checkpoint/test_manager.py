@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import folder as state
-from megatron.checkpoint import keeper as module
+from megatron.checkpoint import manager as module
 from megatron.checkpoint import store
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER, checkpoints
 from megatron.checkpoint.interval import best_interval, lost_share
-from megatron.checkpoint.keeper import Keeper, Snapshot, exchange_through
+from megatron.checkpoint.manager import CheckpointManager, Snapshot, store_all_gather_object
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, PeerLost, StorageError
@@ -75,17 +75,17 @@ def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkey
     go, said = threading.Event(), []
     write = store.write_shard
     monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(200), write(*args))[1])
-    keeper = Keeper(settings(tmp_path, async_save=True), log=said.append)
+    manager = CheckpointManager(settings(tmp_path, async_save=True), log=said.append)
     pieces = pieces_of(1)
-    stall = keeper.save(1, pieces, {})
+    stall = manager.save(1, pieces, {})
     assert not checkpoints(tmp_path) and "requested checkpoint at iteration" in said[0] and stall < 100
     pieces[0].tensor.fill_(9)
     go.set()
-    keeper.wait()
+    manager.wait()
     assert value_of(tmp_path, 1) == {1.0}
     assert re.search(r"successfully saved checkpoint at iteration +1 .*durable after", said[1])
-    keeper.save(2, pieces, {})
-    keeper.close()
+    manager.save(2, pieces, {})
+    manager.close()
     assert value_of(tmp_path, 2) == {9.0} and (tmp_path / TRACKER).read_text() == "2"
 
 
@@ -100,20 +100,20 @@ def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
         return size
 
     monkeypatch.setattr(state, "write_shard", slow)
-    keeper = Keeper(settings(tmp_path, async_save=True), log=lambda text: None)
+    manager = CheckpointManager(settings(tmp_path, async_save=True), log=lambda text: None)
     for iteration in (1, 2, 3):
-        keeper.save(iteration, pieces_of(iteration), {})
-    keeper.close()
+        manager.save(iteration, pieces_of(iteration), {})
+    manager.close()
     assert order == ["begin", "end"] * 3 and list(checkpoints(tmp_path)) == [1, 2, 3]
 
 
 def test_an_error_of_the_writer_reaches_training(tmp_path):
-    keeper = Keeper(settings(tmp_path, async_save=True), log=lambda text: None)
-    keeper.save(1, [piece._replace(shape=(5, 3)) for piece in pieces_of(1)], {})  # a hole of three elements
+    manager = CheckpointManager(settings(tmp_path, async_save=True), log=lambda text: None)
+    manager.save(1, [piece._replace(shape=(5, 3)) for piece in pieces_of(1)], {})  # a hole of three elements
     with pytest.raises(CheckpointError, match="do not make the tensor"):
-        keeper.save(2, pieces_of(2), {})
-    keeper.save(3, pieces_of(3), {})
-    keeper.close()
+        manager.save(2, pieces_of(2), {})
+    manager.save(3, pieces_of(3), {})
+    manager.close()
     assert list(checkpoints(tmp_path)) == [3]
 
 
@@ -123,10 +123,10 @@ def test_without_memory_training_waits_for_the_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Snapshot, "take", none)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=True), log=said.append)
-    keeper.save(1, pieces_of(1), {})
+    manager = CheckpointManager(settings(tmp_path, async_save=True), log=said.append)
+    manager.save(1, pieces_of(1), {})
     assert value_of(tmp_path, 1) == {1.0} and "no memory to save in the background" in said[0]
-    keeper.close()
+    manager.close()
 
 
 def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_path, monkeypatch):
@@ -134,15 +134,15 @@ def test_a_rank_without_memory_exchanges_what_the_others_do_in_their_order(tmp_p
 
     def kinds(name):
         seen = []
-        keeper = Keeper(
+        manager = CheckpointManager(
             settings(tmp_path / name, async_save=True, save_interval=schema.AUTO),
             log=lambda text: None,
-            exchange=lambda value: seen.append(type(value[0])) or [value],
+            all_gather_object=lambda value: seen.append(type(value[0])) or [value],
         )
         for iteration in (1, 2):
-            keeper.due(iteration)
-            keeper.save(iteration, pieces_of(iteration), {})
-        keeper.close()
+            manager.due(iteration)
+            manager.save(iteration, pieces_of(iteration), {})
+        manager.close()
         return seen
 
     usual = kinds("usual")
@@ -175,9 +175,9 @@ def test_a_snapshot_has_memory_of_its_own_and_uses_it_again():
 @pytest.mark.parametrize("background", [False, True])
 def test_a_failed_save_is_tried_again(tmp_path, monkeypatch, background):
     tried, said = fail(monkeypatch, 2), []
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=2), log=said.append)
-    keeper.save(1, pieces_of(1), {})
-    keeper.close()
+    manager = CheckpointManager(settings(tmp_path, async_save=background, save_retries=2), log=said.append)
+    manager.save(1, pieces_of(1), {})
+    manager.close()
     assert len(tried) == 3 and value_of(tmp_path, 1) == {1.0}
     assert [line for line in said if "try 1 of 3" in line] and [line for line in said if "try 2 of 3" in line]
     assert not list(tmp_path.glob(".tmp-*"))
@@ -187,11 +187,13 @@ def test_a_failed_save_is_tried_again(tmp_path, monkeypatch, background):
 def test_training_ends_at_max_failed_saves_in_a_row(tmp_path, monkeypatch, background):
     fail(monkeypatch, 5)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=0, max_failed_saves=3), log=said.append)
+    manager = CheckpointManager(
+        settings(tmp_path, async_save=background, save_retries=0, max_failed_saves=3), log=said.append
+    )
 
     def saved(iteration):
-        keeper.save(iteration, pieces_of(iteration), {})
-        keeper.wait()
+        manager.save(iteration, pieces_of(iteration), {})
+        manager.wait()
 
     saved(1)
     saved(2)
@@ -201,35 +203,35 @@ def test_training_ends_at_max_failed_saves_in_a_row(tmp_path, monkeypatch, backg
     saved(4)  # one may go on
     saved(5)
     saved(6)  # the disk is back
-    keeper.close()
+    manager.close()
     assert list(checkpoints(tmp_path)) == [6]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch, background):
     fail(monkeypatch, 9)
-    keeper = Keeper(settings(tmp_path, async_save=background, save_retries=1), log=lambda text: None)
-    keeper.save(1, pieces_of(1), {})
+    manager = CheckpointManager(settings(tmp_path, async_save=background, save_retries=1), log=lambda text: None)
+    manager.save(1, pieces_of(1), {})
     with pytest.raises(StorageError, match="disk full"):
-        keeper.close()
-    Keeper(settings(tmp_path), log=lambda text: None).close()  # the lock is free
+        manager.close()
+    CheckpointManager(settings(tmp_path), log=lambda text: None).close()  # the lock is free
 
 
 def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
     fail(monkeypatch, 9)
     said = []
-    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
-    keeper.save(1, pieces_of(1), {})
-    keeper.close(patience=200)
+    manager = CheckpointManager(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
+    manager.save(1, pieces_of(1), {})
+    manager.close(timeout=200)
     assert any("IS LOST" in line for line in said)
 
 
 def test_a_writer_that_waits_for_a_lost_rank_is_given_up(tmp_path, monkeypatch):
     hold, said = threading.Event(), []
     monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(200))
-    keeper = Keeper(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
-    keeper.save(1, pieces_of(1), {})
-    keeper.close(patience=0.05)
+    manager = CheckpointManager(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
+    manager.save(1, pieces_of(1), {})
+    manager.close(timeout=0.05)
     hold.set()
     assert any("was not finished" in line for line in said)
 
@@ -238,30 +240,34 @@ def test_the_mirror_takes_what_the_folder_does_not(tmp_path, monkeypatch):
     home, mirror = tmp_path / "home", tmp_path / "mirror"
     fail(monkeypatch, 99, only=lambda folder: home in folder.parents)
     said = []
-    keeper = Keeper(settings(home, save_mirror=str(mirror), save_retries=1, max_failed_saves=1), log=said.append)
-    keeper.save(1, pieces_of(1), {})
-    keeper.save(2, pieces_of(2), {})
-    keeper.close()
+    manager = CheckpointManager(
+        settings(home, save_mirror=str(mirror), save_retries=1, max_failed_saves=1), log=said.append
+    )
+    manager.save(1, pieces_of(1), {})
+    manager.save(2, pieces_of(2), {})
+    manager.close()
     assert not checkpoints(home) and list(checkpoints(mirror)) == [1, 2] and value_of(mirror, 2) == {2.0}
     assert any(f"to {mirror}" in line for line in said)
 
 
 def test_when_the_mirror_fails_too_the_save_failed(tmp_path, monkeypatch):
     fail(monkeypatch, 99)
-    keeper = Keeper(
+    manager = CheckpointManager(
         settings(tmp_path / "a", save_mirror=str(tmp_path / "b"), save_retries=0, max_failed_saves=1),
         log=lambda text: None,
     )
     with pytest.raises(StorageError, match="disk full"):
-        keeper.save(1, pieces_of(1), {})
+        manager.save(1, pieces_of(1), {})
 
 
 # ---------------------------------------------------------------------------------------------------- retention
 
 
 def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch):
-    keeper = Keeper(settings(tmp_path, keep_last=1, save_retries=0, max_failed_saves=1), log=lambda text: None)
-    keeper.save(1, pieces_of(1), {})
+    manager = CheckpointManager(
+        settings(tmp_path, keep_last=1, save_retries=0, max_failed_saves=1), log=lambda text: None
+    )
+    manager.save(1, pieces_of(1), {})
     write = store.write_shard
 
     def rotten(folder, writer, pieces):
@@ -273,11 +279,11 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
 
     monkeypatch.setattr(state, "write_shard", rotten)
     with pytest.raises(StorageError, match="reads back differently"):
-        keeper.save(2, pieces_of(2), {})
+        manager.save(2, pieces_of(2), {})
     assert list(checkpoints(tmp_path)) == [1, 2] and value_of(tmp_path, 1) == {1.0}
     monkeypatch.setattr(state, "write_shard", write)
-    keeper.save(3, pieces_of(3), {})
-    keeper.close()
+    manager.save(3, pieces_of(3), {})
+    manager.close()
     assert list(checkpoints(tmp_path)) == [3]
 
 
@@ -292,25 +298,27 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
     ],
 )
 def test_what_is_kept(tmp_path, keep_last, every, left):
-    keeper = Keeper(settings(tmp_path, keep_last=keep_last, save_retain_interval=every), log=lambda text: None)
+    manager = CheckpointManager(
+        settings(tmp_path, keep_last=keep_last, save_retain_interval=every), log=lambda text: None
+    )
     for iteration in range(1, 8):
-        keeper.save(iteration, pieces_of(iteration), {})
-    keeper.close()
+        manager.save(iteration, pieces_of(iteration), {})
+    manager.close()
     assert list(checkpoints(tmp_path)) == left
 
 
 # ---------------------------------------------------------------------------------------------------- several ranks
 
 
-def exchange_of(rank, size, patience=100.0):
+def exchange_of(rank, size, timeout=100.0):
     store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
-    return exchange_through(store, rank, size, patience)
+    return store_all_gather_object(store, rank, size, timeout)
 
 
 def test_ranks_exchange_beside_collectives(run_ranks):
     def body(rank):
-        exchange, answers = exchange_of(rank, 3), []
-        thread = threading.Thread(target=lambda: answers.extend(exchange((rank, n)) for n in range(20)))
+        all_gather_object, answers = exchange_of(rank, 3), []
+        thread = threading.Thread(target=lambda: answers.extend(all_gather_object((rank, n)) for n in range(20)))
         thread.start()
         for _ in range(20):
             dist.all_reduce(torch.ones(3))
@@ -322,10 +330,10 @@ def test_ranks_exchange_beside_collectives(run_ranks):
 
 def test_a_rank_that_does_not_answer_is_named(run_ranks):
     def body(rank):
-        exchange = exchange_of(rank, 2, patience=0.1)
+        all_gather_object = exchange_of(rank, 2, timeout=0.1)
         if rank == 0:
             with pytest.raises(PeerLost, match="rank 1 did not answer"):
-                exchange(1)
+                all_gather_object(1)
         return True
 
     assert run_ranks(2, body) == [True, True]
@@ -345,20 +353,20 @@ def test_ranks_save_in_the_background_and_agree_on_failures(run_ranks, tmp_path)
 
         state.write_shard = full
         said = []
-        keeper = Keeper(
+        manager = CheckpointManager(
             settings(tmp_path, async_save=True, save_retries=0, max_failed_saves=2),
             rank=rank,
-            exchange=exchange_of(rank, 2),
+            all_gather_object=exchange_of(rank, 2),
             log=said.append,
         )
         stopped = None
         for iteration in range(1, 6):
             try:
-                keeper.save(iteration, pieces_of(iteration, 2, rank), {})
+                manager.save(iteration, pieces_of(iteration, 2, rank), {})
             except StorageError:
                 stopped = iteration
             dist.all_reduce(torch.ones(1))
-        keeper.close()
+        manager.close()
         return stopped, sorted(path.name for path in tmp_path.glob("iter_*"))
 
     (one, names), (two, _) = run_ranks(2, body)
@@ -382,21 +390,21 @@ def test_dalys_interval_loses_the_least_time():
 def test_auto_saves_after_a_few_steps_and_then_as_often_as_pays(tmp_path, background, monkeypatch):
     clock, said = itertools.count(0, 0.001), []  # a step takes no longer than to look at the clock
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
-    keeper = Keeper(settings(tmp_path, save_interval=schema.AUTO, async_save=background), log=said.append)
-    steps = [step for step in range(3, 60) if keeper.due(step) and keeper.save(step, pieces_of(step), {}) is not None]
-    keeper.close()
+    manager = CheckpointManager(settings(tmp_path, save_interval=schema.AUTO, async_save=background), log=said.append)
+    steps = [step for step in range(3, 60) if manager.due(step) and manager.save(step, pieces_of(step), {}) is not None]
+    manager.close()
     assert steps == [3 + module.FIRST_AUTO]
     [plan] = [line for line in said if "next checkpoint in" in line]
     assert re.search(r"in \d+ steps = \d+ s: a save stalls [\d.]+ s, .* every 24 h.* cost \d", plan)
 
 
 def test_a_fixed_interval(tmp_path):
-    keeper = Keeper(settings(tmp_path, save_interval=4))
-    assert [step for step in range(1, 13) if keeper.due(step)] == [4, 8, 12]
-    keeper.close()
-    keeper = Keeper(settings(tmp_path))
-    assert not any(keeper.due(step) for step in range(1, 5))
-    keeper.close()
+    manager = CheckpointManager(settings(tmp_path, save_interval=4))
+    assert [step for step in range(1, 13) if manager.due(step)] == [4, 8, 12]
+    manager.close()
+    manager = CheckpointManager(settings(tmp_path))
+    assert not any(manager.due(step) for step in range(1, 5))
+    manager.close()
 
 
 # ---------------------------------------------------------------------------------------------------- settings, kills
@@ -440,9 +448,9 @@ def test_kill_9_while_the_thread_writes(memory_folder):
         child = os.fork()
         if child == 0:
             try:
-                keeper = Keeper(settings(folder, async_save=True, keep_last=2), log=lambda text: None)
+                manager = CheckpointManager(settings(folder, async_save=True, keep_last=2), log=lambda text: None)
                 for iteration in itertools.count(1):
-                    keeper.save(iteration, pieces_of(iteration), {})
+                    manager.save(iteration, pieces_of(iteration), {})
             finally:
                 os._exit(1)
         while not (folder / TRACKER).exists():
