@@ -149,5 +149,10 @@ def _read(path: Path) -> str:
         return ""
 
 
+def main(argv: list[str]) -> None:
+    """Print how many threads each of so many ranks of this machine should have (default: of one)."""
+    print(choose_threads(int(argv[0]) if argv else 1).count)
+
+
 if __name__ == "__main__":
-    print(choose_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1).count)
+    main(sys.argv[1:])

@@ -251,7 +251,7 @@ class Metrics:
         self.interval = _Interval()
         if self.timers:
             self.timers.forget()
-        self.console.rollback(iteration)
+        self.console.rewind(iteration)
         self._write(dict(kind="rewind", iteration=iteration, time=now()))
 
     # -- output ------------------------------------------------------------------------------------------------------

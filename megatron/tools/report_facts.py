@@ -6,7 +6,7 @@ from typing import Optional
 from megatron.errors import Failure
 from megatron.pipeline.draw import svg
 from megatron.pipeline.schedule import default_chunks, stage_map
-from megatron.pipeline.simulate import bubble_of, make_plan, simulate
+from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
 from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
 from megatron.tools.report_plots import data_url
@@ -81,7 +81,7 @@ def schedule_plot(history: History) -> list[tuple[str, str]]:
     name, pp, num_microbatches, chunks = pipeline
     drawn = max(1, min(num_microbatches, 2 * pp))
     try:
-        times = simulate(make_plan(name, pp, drawn, chunks), stage_map(name, pp, chunks))
+        times = simulate(make_rank_schedules(name, pp, drawn, chunks), stage_map(name, pp, chunks))
     except (Failure, ValueError, KeyError):
         return []
     short = {key: (start / chunks, end / chunks) for key, (start, end) in times.items()}

@@ -124,7 +124,8 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
         ("assumed", ASSUMED),
     ]
     if found:
-        lines.insert(1, ("layout", f"{layout.short()}, micro-batch {layout.micro}: the planner's choice for these"))
+        size = layout.micro_batch_size
+        lines.insert(1, ("layout", f"{layout.short()}, micro-batch {size}: the planner's choice for these"))
     return [f"# {name:9}  {text}" for name, text in lines]
 
 

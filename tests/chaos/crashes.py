@@ -27,7 +27,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.merge import merge
 from megatron.errors import DataError
 from tests.chaos.case import Case, Got
-from tests.chaos.powerloss import KILL, NAMES, SYNCED, TORN, Disk, flat_units_of, record
+from tests.chaos.powerloss import KILL, NAMES, SYNCED, TORN, Disk, lay_out, record
 from tests.chaos.samples import SHARDS, pieces_of, surviving, token_files, write_checkpoint
 
 WHOLE = "what was whole is whole, nothing else looks so"
@@ -65,7 +65,7 @@ def crash_everywhere(scene: Scene, folder: Path, seed: int) -> Got:
             state = (ended, *files.items())
             if state not in known:
                 known.add(state)
-                flat_units_of(files, place)
+                lay_out(files, place)
                 problem = scene.check(place, ended)
                 if problem is None and scene.repeatable and len(known) % _AGAIN == 0:
                     scene.work(place)

@@ -23,7 +23,7 @@ from megatron.storage import durable
 from tests.chaos import crashes, damage, forgeries, pickles, rivals, shortages
 from tests.chaos.conduct import conduct
 from tests.chaos.disk import Change, watched
-from tests.chaos.powerloss import KILL, NAMES, SYNCED, TORN, Disk, flat_units_of, record
+from tests.chaos.powerloss import KILL, NAMES, SYNCED, TORN, Disk, lay_out, record
 
 CASES = {
     case.id: case for module in (crashes, damage, shortages, pickles, forgeries, rivals) for case in module.cases()
@@ -232,7 +232,7 @@ def test_every_way_of_changing_files_is_seen(tmp_path):
     changes = record(place, work, tmp_path / "changes")
     for change in changes:
         disk.apply(change)
-    flat_units_of(disk.after(KILL), tmp_path / "model")
+    lay_out(disk.after(KILL), tmp_path / "model")
     same = subprocess.run(["diff", "-r", place, tmp_path / "model"], capture_output=True, text=True)
     assert same.returncode == 0, same.stdout
     assert {change.kind for change in changes} == set("create write truncate fsync mkdir rename unlink rmdir".split())

@@ -96,7 +96,7 @@ def found(tmp_path_factory) -> dict:
 def test_a_step_runs_and_the_host_reads_one_thing(found, name):
     """The sums of the step and the norm, in one message: what the guards judge before the update."""
     waits = found[name].get("waits") or pytest.fail(str(found[name]))
-    assert waits[0] == "cpu in megatron/optimizer/zero.py: totals"
+    assert waits[0] == "cpu in megatron/optimizer/zero.py: finalize_grads"
     assert set(waits[1:]) == OFFLOAD_WAITS if name == "offload" else len(waits) == 1
 
 

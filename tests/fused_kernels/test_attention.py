@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, attention, choose, reference
+from megatron.fused_kernels import TABLE, Case, attention, choose_kernel, reference
 from megatron.fused_kernels.dropout import DropoutMask
 
 B, SCALE = 2, 0.3
@@ -187,10 +187,10 @@ def test_capped_scores(device, dtype, masked, window):
 
 def test_long_sequences_keep_block_causal_where_a_window_keeps_it_small():
     long = dict(device="cpu", dtype=torch.float32, queries=10000, keys=10000, causal=True)
-    assert choose("attention", Case(**long)).name == "sdpa (CPU)"
-    assert choose("attention", Case(**long, window=1023)).name == "block-causal"
-    assert choose("attention", Case(**long, window=9000)).name == "sdpa (CPU)"
-    assert choose("attention", Case(**long, softcap=True)).name == "block-causal"
+    assert choose_kernel("attention", Case(**long)).name == "sdpa (CPU)"
+    assert choose_kernel("attention", Case(**long, window=1023)).name == "block-causal"
+    assert choose_kernel("attention", Case(**long, window=9000)).name == "sdpa (CPU)"
+    assert choose_kernel("attention", Case(**long, softcap=True)).name == "block-causal"
     assert not any("softcap" in entry.covers for entry in TABLE["attention"] if entry.backend == "sdpa")  # on no device
 
 

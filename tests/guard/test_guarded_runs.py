@@ -315,7 +315,7 @@ def test_a_value_that_is_not_finite_is_traced_to_rank_micro_batch_module_and_sam
         run_ranks(2, _pretrain, flags, 2, _poisoned(**fault))
     text = str(failed.value)
     assert "iteration 3: loss" in text and "not finite" in text and where in text, text
-    assert sorted(path.name for path in (tmp_path / "a").glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
 
 
 def test_documents_behind_a_value_that_is_not_finite_are_named(tmp_path):

@@ -199,7 +199,7 @@ Current thread 0x00007f2 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2889 in all_reduce
   File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/x/megatron/mpu/collectives.py", line 25 in all_reduce
-  File "/x/megatron/optimizer/zero.py", line 147 in totals
+  File "/x/megatron/optimizer/zero.py", line 147 in finalize_grads
   File "/x/megatron/training/loop.py", line 77 in train_step
   File "/x/pretrain_gpt.py", line 49 in <module>
 """
@@ -248,7 +248,7 @@ def test_the_main_thread_of_a_module_is_found_too():
     runpy = '  File "<frozen runpy>", line 88 in _run_code\n  File "<frozen runpy>", line 198 in _run_module_as_main'
     text = WAITING.replace("Current thread", "Thread").replace("<module>", f"<module>\n{runpy}")
     [line, _] = explain([_still(0, "reduce", text)])
-    assert line.startswith("rank 0 on n7 waits in all_reduce (optimizer/zero.py:147 in totals)")
+    assert line.startswith("rank 0 on n7 waits in all_reduce (optimizer/zero.py:147 in finalize_grads)")
 
 
 def _spied(*frames):

@@ -6,9 +6,9 @@ import torch
 
 import pretrain_gpt
 from megatron.errors import run_main
-from megatron.fused_kernels import Case, choose
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.model import attention
-from megatron.model.facts import Share
+from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
@@ -34,8 +34,8 @@ SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout
 )
 def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, masked):
     asked = []
-    note = lambda op, case, backend: asked.append((case, choose(op, case, backend))) or asked[-1][1]
-    monkeypatch.setattr(attention, "choose", note)
+    note = lambda op, case, backend: asked.append((case, choose_kernel(op, case, backend))) or asked[-1][1]
+    monkeypatch.setattr(attention, "choose_kernel", note)
     model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
     network = GPT(model, Mesh(), 50, kernels=Kernels(attention_backend=backend))
     tokens = torch.zeros(64, 1, dtype=torch.long)
@@ -46,7 +46,7 @@ def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, masked):
         case, chosen = asked[-1]
         assert case.window == (None if layer == 1 and "window_attn_skip_freq" in settings else model.window)
         assert (case.softcap, case.masked) == (model.attn_logit_softcapping is not None, masked)
-        share = Share(device="cpu", precision="fp32", element=4, backend=backend)
+        share = RankSetup(device="cpu", precision="fp32", element=4, backend=backend)
         assert GPTFacts(model, 50).attention_kernel(share, case.window) == NAMES[chosen.name]
     assert len(asked) == 2
 
@@ -58,7 +58,7 @@ def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
     for capped in (None, 5.0):
         case = Case("cpu", torch.float32, 9000, 9000, causal=True, softcap=capped is not None, window=window)
         facts = GPTFacts(Model(**long, attn_logit_softcapping=capped), 50)
-        assert facts.attention_kernel(Share(device="cpu"), window) == NAMES[choose("attention", case).name]
+        assert facts.attention_kernel(RankSetup(device="cpu"), window) == NAMES[choose_kernel("attention", case).name]
 
 
 def test_torchs_kernels_share_one_mask_of_a_window(tiny, batch):

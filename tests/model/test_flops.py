@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 
-from megatron.model.facts import Share
+from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.settings.schema import Model
 from megatron.telemetry.peak_flops import peak_flops
@@ -90,7 +90,7 @@ def test_work_of_a_window_is_that_of_its_pairs():
     for s, left in ((1000, 99), (1000, 998), (64, 10)):
         model = Model(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=s, window_size=f"{left},0")
         pairs = sum(min(i + 1, left + 1) for i in range(s))
-        for share in (Share(micro=3, device="cpu"), Share(micro=3, backend="flash")):
+        for share in (RankSetup(micro_batch_size=3, device="cpu"), RankSetup(micro_batch_size=3, backend="flash")):
             [core, _] = [branch.core for branch in GPTFacts(model, 11).branches(share, "layer")]
             assert core.work / 2 == pytest.approx(3 * pairs * 2 * 2 * 8, rel=0.01)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megatron.data.loader import Batches
+from megatron.data.loader import MicroBatchLoader
 from megatron.errors import DataError, SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
@@ -116,7 +116,7 @@ def test_whole_numbers_of_any_kind_are_ids(kind):
             row = [3, 1, 4, 1, 5]
             return row if kind is list else np.array(row, kind)
 
-    with Batches(Few(), Data(num_workers=0), micro_batch_size=2, seq_length=4, vocab_size=6) as batches:
+    with MicroBatchLoader(Few(), Data(num_workers=0), micro_batch_size=2, seq_length=4, vocab_size=6) as batches:
         [batch] = batches.step(0, 1)
     assert batch.tokens.T.tolist() == [[3, 1, 4, 1]] * 2 and batch.labels.T.tolist() == [[1, 4, 1, 5]] * 2
     assert str(batch.tokens.dtype) == str(batch.labels.dtype) == "torch.int64"

@@ -148,7 +148,13 @@ def test_busy_cores_are_those_of_this_process_affinity(tmp_path, monkeypatch):
 def test_commands_choose_before_torch_is_loaded(name, root):
     """In the source: the call stands before the first import that brings torch along."""
     tree = ast.parse((root / f"megatron/tools/{name}.py").read_text(encoding="utf-8"))
-    heavy = ("megatron.inference.", "megatron.training.loop", "megatron.planner.tuning", "megatron.planner.preflight")
+    heavy = (
+        "megatron.inference.",
+        "megatron.mpu.initialize",
+        "megatron.training.loop",
+        "megatron.planner.tuning",
+        "megatron.planner.preflight",
+    )
     calls = [
         node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and "choose_waiting" in ast.unparse(node)
     ]

@@ -13,7 +13,7 @@ from megatron.model.attention import ForwardContext, scaled_dot_product_attentio
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
-from megatron.training.loop import objective
+from megatron.training.loop import make_loss_func
 
 FP16 = torch.float16
 V, S, B = 101, 16, 3  # 100 numbers, and the end of document that NullTokenizer adds
@@ -375,7 +375,7 @@ def test_z_loss_is_added_to_the_loss(build, train):
     assert set(sums) == {"lm loss", "tokens", "z loss"}
     torch.testing.assert_close(sums["lm loss"] / tokens, loss)
     torch.testing.assert_close(sums["z loss"] / tokens, z)
-    minimised = objective(run.config, run.sums, 1.0, 2, 1)[0](sums, micro)
+    minimised = make_loss_func(run.config, run.sums, 1.0, 2, 1)[0](sums, micro)
     torch.testing.assert_close(minimised, loss + 0.05 * z)
     gradients = torch.autograd.grad(minimised, list(model.parameters()))
     for (name, weight), gradient in zip(weights.items(), gradients, strict=True):

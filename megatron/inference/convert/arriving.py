@@ -11,7 +11,7 @@ from typing import Any
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 from megatron.inference.convert.imported import check_free
-from megatron.storage.durable import storage, sync_folder
+from megatron.storage.durable import storage_errors, sync_folder
 
 
 @contextlib.contextmanager
@@ -19,11 +19,11 @@ def arriving(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` at the end, or vanishes at any failure."""
     check_free(out)
     folder = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
-    with storage(out):
+    with storage_errors(out):
         folder.mkdir(parents=True)
     try:
         yield folder
-        with storage(out):
+        with storage_errors(out):
             sync_folder(folder)
             if out.exists():
                 out.rmdir()

@@ -27,10 +27,10 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.megatron_lm import open_classic
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.weights import Unit, under
+from megatron.model.weights import Unit, add_prefix
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
-from megatron.storage.durable import storage
+from megatron.storage.durable import storage_errors
 
 Implementation = Literal["transformer_engine", "local", "legacy"]  # whose names the tensors have
 
@@ -177,7 +177,7 @@ def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline:
     layers = range(pipeline * a_stage, (pipeline + 1) * a_stage)
     flat = {}
     for unit in export.facts.units(layers, first, last):
-        for name, placed in under(unit.name, unit.weights).items():
+        for name, placed in add_prefix(unit.name, unit.weights).items():
             local = _local(export, reader, padding, name, placed, tensor)
             flat[_their_name(export, unit, name, layers.start, first)] = local
     return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
@@ -248,7 +248,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True)
-    with storage(path), open(path, "wb") as file:
+    with storage_errors(path), open(path, "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

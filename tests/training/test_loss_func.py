@@ -7,16 +7,18 @@ import pytest
 import torch
 
 from megatron.settings.schema import Optimizer
-from megatron.training.loop import objective
+from megatron.training.loop import make_loss_func
 
 CONFIG = SimpleNamespace(model=SimpleNamespace(seq_length=64), optimizer=Optimizer())
 WEIGHTS = {"lm loss": 1.0, "extra loss": 0.5, "logged": 0.0}
 
 
 def test_only_sums_of_weight_are_minimised():
-    loss_of, unscale = objective(CONFIG, WEIGHTS, loss_scale=8.0, size=4, micro_batches=2)
+    loss_func, unscale = make_loss_func(CONFIG, WEIGHTS, loss_scale=8.0, size=4, num_microbatches=2)
     sums = {"lm loss": torch.tensor(6.0), "extra loss": torch.tensor(2.0), "logged": torch.tensor(float("nan"))}
     nominal = 4 * 64
-    assert loss_of(sums, None).item() == pytest.approx(8.0 * (6.0 + 0.5 * 2.0) / nominal)
-    assert loss_of({"logged": torch.tensor(1.0)}, None) is None  # a stage that logs alone has nothing to differentiate
+    assert loss_func(sums, None).item() == pytest.approx(8.0 * (6.0 + 0.5 * 2.0) / nominal)
+    assert (
+        loss_func({"logged": torch.tensor(1.0)}, None) is None
+    )  # a stage that logs alone has nothing to differentiate
     assert unscale(tokens=10) == pytest.approx(nominal / 10 / 8.0)
