@@ -2,13 +2,25 @@
 """Small models with sharp opinions, and checkpoints of them."""
 
 import json
+import sys
+import types
 from dataclasses import asdict
+from enum import Enum
 
 import pytest
 
 from megatron.settings import schema
 
 VOCABULARY = 512 + 8  # padded to 640
+
+
+@pytest.fixture(autouse=True)
+def their_modules(monkeypatch):
+    """Megatron-LM's own classes can be pickled here. The reader must not need them."""
+    module = types.ModuleType("megatron.core.enums")
+    module.ModelType = Enum("ModelType", ["encoder_or_decoder"], module="megatron.core.enums")
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    monkeypatch.setitem(sys.modules, "megatron.core.enums", module)
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import sys
-import types
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -242,19 +240,6 @@ def test_models_that_neither_has_are_named(tmp_path):
 # ---------------------------------------------------------------------------------------------------- Megatron-LM
 
 
-class ModelType(Enum):
-    encoder_or_decoder = 1
-
-
-@pytest.fixture(autouse=True)
-def their_modules(monkeypatch):
-    """Megatron-LM's own classes can be pickled here. The reader must not need them."""
-    module = types.ModuleType("megatron.core.enums")
-    module.ModelType, ModelType.__module__, ModelType.__qualname__ = ModelType, "megatron.core.enums", "ModelType"
-    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
-    monkeypatch.setitem(sys.modules, "megatron.core.enums", module)
-
-
 def megatron_files(folder: Path, model: dict, tp: int, pp: int, chunks=1, version=3.0, core=False, padded=56, **more):
     """Write logical tensors as Megatron-LM lays them out; slow loops that share nothing with the converter."""
     weights, shape = weights_of(model), schema.Model(**model)
@@ -264,7 +249,7 @@ def megatron_files(folder: Path, model: dict, tp: int, pp: int, chunks=1, versio
             **model,
             "padded_vocab_size": padded,
             "iteration": 300,
-            "model_type": ModelType(1),
+            "model_type": sys.modules["megatron.core.enums"].ModelType(1),  # made by `their_modules`
             "add_bias_linear": not shape.disable_bias_linear,
             "params_dtype": torch.float32,
             "swiglu": shape.swiglu,

@@ -9,11 +9,9 @@ from megatron.model.gpt.hf_names import our_settings, their_settings
 from megatron.settings import schema
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
-from tests.inference import test_convert
 from tests.inference.test_convert import GPT2, LLAMA, assert_same, loaded, megatron_files, save
 
 V = 50
-their_modules = test_convert.their_modules  # a fixture: classes of theirs that can be pickled
 LLAMA3 = dict(
     use_rope_scaling=True,
     rope_scaling_factor=4.0,
