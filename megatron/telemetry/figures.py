@@ -5,6 +5,7 @@ Counts are `22.1 B`, `5.3 M`, `12.3 k`; sizes are multiples of 10^9, 10^6 and 10
 is; times have two digits behind the point (`3.62 s`). No torch.
 """
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -82,6 +83,32 @@ def since(number: float) -> str:
         if number >= 2 * length:
             return f"{number / length:.0f} {unit}"
     return f"{max(0.0, number):.0f} s"
+
+
+def short_duration(seconds: float) -> str:
+    """
+    >>> [short_duration(seconds) for seconds in (42.4, 261, 7500, 900000, math.inf)]
+    ['42s', '4m21s', '2h05m', '10d10h', '?']
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(59.6), duration(3725), duration(200000)
+    ('0:01:00', '1:02:05', '2d 07:33:20')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}:{minutes:02d}:{seconds:02d}" if days else f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def several(number: int, what: str, many: str = "") -> str:

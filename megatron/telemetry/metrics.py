@@ -23,6 +23,7 @@ from typing import Optional
 from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import WIDTH, Console
+from megatron.telemetry.figures import duration, short_duration
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -451,32 +452,6 @@ def short_count(number: float) -> str:
         if number < limit:
             return _three_digits(number / {"k": 1e3, "M": 1e6, "G": 1e9}[unit]) + unit
     return "inf"
-
-
-def short_duration(seconds: float) -> str:
-    """
-    >>> [short_duration(seconds) for seconds in (42.4, 261, 7500, 900000, math.inf)]
-    ['42s', '4m21s', '2h05m', '10d10h', '?']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(59.6), duration(3725), duration(200000)
-    ('0:01:00', '1:02:05', '2d 07:33:20')
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}d {hours:02d}:{minutes:02d}:{seconds:02d}" if days else f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def _step_record(step: StepMetrics, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:

@@ -17,8 +17,7 @@ from typing import Optional
 
 from megatron.errors import DataError, run_main
 from megatron.settings.schema import setting
-from megatron.telemetry.figures import count, seconds
-from megatron.telemetry.metrics import duration
+from megatron.telemetry.figures import count, duration, seconds
 from megatron.telemetry.run_record import History, read_history
 from megatron.tools import report_facts
 from megatron.tools.report_page import Section, page

@@ -30,8 +30,7 @@ from megatron.settings.parse import parse
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
 from megatron.telemetry import figures
-from megatron.telemetry.figures import WIDE, WIDTH, count, sentence, several, shortened, since
-from megatron.telemetry.metrics import duration
+from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
