@@ -14,8 +14,11 @@ format:          ## let ruff repair format and imports
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-test:            ## set-up and all tests
+test:            ## set-up and the tests
 	bash scripts/test.sh
+
+test-full:       ## set-up and all tests, the slow ones too
+	bash scripts/test.sh --full
 
 test-gpu:        ## the tests that need a GPU
 	bash scripts/test.sh -m gpu tests
@@ -29,4 +32,4 @@ screenshots:     ## reports of runs/ and drawings of docs/ in a browser, into ru
 clean:           ## remove what running left behind, but not .venv
 	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help check format test test-gpu quickstart screenshots clean
+.PHONY: help check format test test-full test-gpu quickstart screenshots clean

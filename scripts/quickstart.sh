@@ -72,7 +72,7 @@ step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two 
 if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
     echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
 else
-    takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * 0.135 }")"
+    takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * 0.17 }")"
     OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 \

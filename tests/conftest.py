@@ -91,8 +91,15 @@ def most_allocated(tmp_path_factory):
     return measure
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="the tests marked `full`, too, which take long")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` are skipped where torch sees no GPU."""
+    """Tests marked `full` are skipped without --full, those marked `gpu` where torch sees no GPU."""
+    for item in items:
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-full"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -30,12 +30,13 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
 CASES = {  # name: flags, rank, ranks
-    "one process": ("", 0, 1),
-    "Llama, fp32": (f"{LLAMA} --precision fp32", 0, 1),
     "fp16": ("--precision fp16", 0, 1),
     "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
-    "masks": ("--reset-attention-mask --reset-position-ids --eod-mask-loss", 0, 1),
-    "accumulation": ("--gradient-accumulation-fusion --global-batch-size 4", 0, 1),
+    "masks, accumulation": (
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss --gradient-accumulation-fusion --global-batch-size 4",
+        0,
+        1,
+    ),
     "offload": ("--optimizer-cpu-offload", 0, 1),
     "Muon, dp2 zero2": ("--optimizer muon --sharding-stage 2", 1, 2),
     "Lion, z-loss, caps": (
@@ -44,12 +45,10 @@ CASES = {  # name: flags, rank, ranks
         0,
         1,
     ),
-    "recompute": (f"--recompute-granularity full {DROPOUT}", 0, 1),
     "dp4 zero1 overlap": ("--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather", 3, 4),
     "dp8 zero2 of 64": (f"{TP} {DROPOUT} --sharding-stage 2 --recompute-granularity selective", 37, 64),
     "dp8 zero3": (f"{LLAMA} --sharding-stage 3", 7, 8),
-    "tp4": (f"{DROPOUT} --tensor-model-parallel-size 4 --recompute-granularity full_attn", 2, 4),
-    "pp2 first": (PP + " --global-batch-size 8", 0, 2),
+    "tp4": (f"{DROPOUT} --tensor-model-parallel-size 4 --recompute-granularity full", 2, 4),
     "pp2 last, Llama, tp2 sp": (f"{PP} {TP} {LLAMA} --global-batch-size 8", 3, 4),
     "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),

@@ -154,6 +154,7 @@ def test_no_message_is_hidden_beside_less_work_than_it_takes():
     assert found.parts["data parallel"] > 0.9 * moving  # nothing much to hide behind
 
 
+@pytest.mark.full
 def test_a_search_for_175_billion_parameters_takes_seconds():
     started = time.process_time()
     job = Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 1536)
@@ -218,6 +219,7 @@ def test_the_layouts_of_the_later_paper_are_the_best(shape, pp, chunks, schedule
     assert found == (8, pp, 1, True, 1, chunks), best.short()
 
 
+@pytest.mark.full
 def test_alternatives_of_a_model_on_64_small_cards():
     """100 billion parameters on 64 cards of 31 GB: 32 x 2 and 64 x 1 are both told."""
     job = Job(GPTFacts(Model(80, 10240, 128, seq_length=1024), 51200), 64, "bf16")

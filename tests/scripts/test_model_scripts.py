@@ -79,7 +79,16 @@ def test_the_head_that_the_guide_shows():
     assert shown in SCRIPTS["pretrain_gpt_175B_tp8_pp16"].read_text()
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "pretrain_gpt_175B_mp8_pp16", "pretrain_gpt_345M"])
+SEARCHED = ("auto_gpt_1.3B_dp8", "pretrain_gpt_22B_auto")  # another search is long enough to see that it needs no torch
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in SEARCHED else name
+        for name in [*SCRIPTS, "pretrain_gpt_175B_mp8_pp16", "pretrain_gpt_345M"]
+    ],
+)
 def test_dry_run_without_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     done = bash(name, "--dry-run", PYTHONPATH=str(tmp_path))
@@ -108,7 +117,13 @@ def first_with():
     return find
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# The larger ones' shrunk jobs take longest: with `--full` alone. That of 175B is run as the guide has it.
+LARGE = ("pretrain_gpt_39B", "pretrain_gpt_76B", "pretrain_gpt_530B", "pretrain_gpt_1T", "pretrain_llama_70B")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
+)
 def test_preflight(name, first_with, monkeypatch):
     """With shrunk jobs in fp32; those in bf16 train below."""
     if f"bash scripts/{name}.sh --preflight" in GUIDE:
