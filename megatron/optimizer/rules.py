@@ -60,10 +60,8 @@ RULES = (
     ),
 )
 
-_USERS: dict[str, list[str]] = {}  # name of a setting -> optimizers that read it
-for kind in KINDS:
-    for name in KINDS[kind].settings:
-        _USERS.setdefault(name, []).append(kind)
+_NAMES = {name for kind in KINDS.values() for name in kind.settings}
+_USERS = {name: [kind for kind in KINDS if name in KINDS[kind].settings] for name in _NAMES}
 IDLE = {
     name: Needs(f"--optimizer {' or '.join(kinds)}", lambda s, kinds=kinds: s.settings.optimizer.rule in kinds)
     for name, kinds in _USERS.items()

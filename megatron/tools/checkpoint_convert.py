@@ -3,6 +3,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -101,17 +102,13 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
     """Import a GPT of Megatron-LM, weights alone: classic checkpoints, or distributed ones. Their pickles are not run."""
     from megatron.inference.convert import megatron_dist, megatron_lm
+    from megatron.inference.convert.imported import write_import
 
-    kind = megatron_dist if megatron_dist.is_distributed(path, which.ckpt_step) else megatron_lm
-    told = kind.convert(
-        path,
-        out,
-        fresh_state(),
-        step=which.ckpt_step,
-        vocab_size=how.vocab_size,
-        heads=how.num_attention_heads,
-        log=lambda text: print(text, file=sys.stderr),
-    )
+    distributed = megatron_dist.is_distributed(path, which.ckpt_step)
+    open_model = megatron_dist.open_distributed if distributed else megatron_lm.open_classic
+    log = lambda text: print(text, file=sys.stderr)
+    asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads)
+    told = write_import(partial(open_model, path, *asked, log), out, fresh_state())
     print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
 
 

@@ -25,6 +25,7 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.data.vocabulary import identity_of
 from megatron.inference.convert import huggingface, megatron_lm
+from megatron.inference.convert.imported import write_import
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
@@ -106,7 +107,8 @@ def of_megatron(folder: Path) -> list[Place]:
     theirs.parent.mkdir(parents=True)
     tracker = folder / "theirs" / TRACKER
     tracker.write_text("300")
-    convert = partial(megatron_lm.convert, folder / "theirs", folder / "out", {}, log=lambda text: None)
+    opened = partial(megatron_lm.open_classic, folder / "theirs", None, None, None, lambda text: None)
+    convert = partial(write_import, opened, folder / "out", {})
     return [Place(theirs, convert), Place(tracker, convert)]
 
 

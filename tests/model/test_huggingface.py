@@ -87,29 +87,30 @@ def test_gpt2(tiny, batch):
     assert_same_model(tiny(), theirs, gpt2_in_our_names, batch)
 
 
+LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=FFN,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+THEIR_LLAMA = dict(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=FFN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+)
+
+
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_llama(tiny, batch, groups):
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=groups,
-        max_position_embeddings=S,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    )
+    config = transformers.LlamaConfig(**THEIR_LLAMA, num_key_value_heads=groups, max_position_embeddings=S)
     theirs = transformers.LlamaForCausalLM(config).eval()
-    ours = tiny(
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        ffn_hidden_size=FFN,
-        disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
-        num_query_groups=groups,
-    )
+    ours = tiny(**LLAMA, num_query_groups=groups)
     assert_same_model(ours, theirs, lambda names: llama_in_our_names(names, groups), batch)
 
 
@@ -117,29 +118,10 @@ def test_llama(tiny, batch, groups):
 def test_mistral(tiny, batch, window):
     """A window of theirs counts a token's own key. Then a sequence that is longer than every block of our kernels."""
     config = transformers.MistralConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        head_dim=D,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        sliding_window=window,
+        **THEIR_LLAMA, num_key_value_heads=2, head_dim=D, max_position_embeddings=1024, sliding_window=window
     )
     theirs = transformers.MistralForCausalLM(config).eval()
-    ours = tiny(
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        ffn_hidden_size=FFN,
-        disable_bias_linear=True,
-        untie_embeddings_and_output_weights=True,
-        num_query_groups=2,
-        window_size=f"{window - 1},0",
-    )
+    ours = tiny(**LLAMA, num_query_groups=2, window_size=f"{window - 1},0")
     assert_same_model(ours, theirs, lambda names: llama_in_our_names(names, 2), batch)
     tokens = batch(600, 1).tokens
     want = theirs(tokens.t()).logits.transpose(0, 1)

@@ -39,11 +39,14 @@ def check_complete(source: Path, wanted: Collection[str], seen: set[str]) -> Non
         raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
 
-def write_import(found: ModelImport, out: Path, state: dict[str, Any]) -> list[str]:
+def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:
     """Write a model as a folder of checkpoints with one of iteration 0; returns what the user should hear.
 
-    state: what a run saves of its position. Nothing is left behind at a failure.
+    state: what a run saves of its position. Raises SettingsError before it opens the model where something is in `out`
+    already. Nothing is left behind at a failure.
     """
+    check_free(out)
+    found = open_model()
     model, new = found.model, not out.exists()
     content = imported_state(model, found.vocab_size, state, found.origin)
     try:

@@ -32,7 +32,7 @@ from megatron.checkpoint.boxes import Box, flat_to_boxes
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
-from megatron.inference.convert.imported import ModelImport, check_complete, check_free, write_import
+from megatron.inference.convert.imported import ModelImport, check_complete
 from megatron.inference.convert.megatron_lm import our_name, settings_of
 from megatron.inference.convert.megatron_pickle import Shell, extract, refused_in_child
 from megatron.model.gpt.facts import GPTFacts
@@ -82,21 +82,6 @@ def find_folder(source: Path, step: Optional[int]) -> Optional[Path]:
         return None
     folder = source / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
     return folder if (folder / METADATA).exists() or any(folder.glob("*.distcp")) else None
-
-
-def convert(
-    source: Path,
-    out: Path,
-    state: dict[str, Any],
-    *,
-    step: Optional[int] = None,
-    vocab_size: Optional[int] = None,
-    heads: Optional[int] = None,
-    log: Callable[[str], None] = print,
-) -> list[str]:
-    """As `megatron_lm.convert`, of a distributed checkpoint."""
-    check_free(out)
-    return write_import(open_distributed(source, step, vocab_size, heads, log), out, state)
 
 
 def open_distributed(

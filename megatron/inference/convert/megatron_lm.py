@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -22,7 +22,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.imported import ModelImport, check_complete, check_free, write_import
+from megatron.inference.convert.imported import ModelImport, check_complete
 from megatron.inference.convert.megatron_pickle import extract
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
@@ -85,29 +85,14 @@ class RankFile(NamedTuple):
     path: Path
 
 
-def convert(
-    source: Path,
-    out: Path,
-    state: dict[str, Any],
-    *,
-    step: Optional[int] = None,
-    vocab_size: Optional[int] = None,
-    heads: Optional[int] = None,
-    log: Callable[[str], None] = print,
-) -> list[str]:
-    """Write the weights of a checkpoint as a folder of checkpoints; returns what the user should hear.
-
-    state: what a run saves of its position. vocab_size: tokens without padding; heads: where the saved arguments lack it.
-    Raises CheckpointError when a file is refused or a tensor is missing; nothing is left behind then.
-    """
-    check_free(out)
-    return write_import(open_classic(source, step, vocab_size, heads, log), out, state)
-
-
 def open_classic(
     source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
 ) -> ModelImport:
-    """What a checkpoint holds, file by file. Raises CheckpointError as `convert` does."""
+    """What a checkpoint holds, file by file.
+
+    vocab_size: tokens without padding; heads: where the saved arguments lack it. Raises CheckpointError when a file is
+    refused or a tensor is missing.
+    """
     parts = find_parts(source, step)
     sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
     with _facts_and_tensors(parts[0]) as (facts, shapes, _):
