@@ -58,7 +58,9 @@ def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
     for capped in (None, 5.0):
         case = Case("cpu", torch.float32, 9000, 9000, causal=True, softcap=capped is not None, window=window)
         facts = GPTFacts(Model(**long, attn_logit_softcapping=capped), 50)
-        assert facts.attention_kernel(RankSetup(device="cpu"), window) == NAMES[choose_kernel("attention", case).name]
+        for backend in ("auto", "explicit", "sdpa"):
+            chosen = choose_kernel("attention", case, backend).name
+            assert facts.attention_kernel(RankSetup(device="cpu", backend=backend), window) == NAMES[chosen]
 
 
 def test_torchs_kernels_share_one_mask_of_a_window(tiny, batch):

@@ -108,7 +108,9 @@ class GPTFacts(Facts):
         if share.device == "cuda":
             return "block-causal" if share.backend == "explicit" and not scaled else "flash"
         reach = m.seq_length if window is None else min(m.seq_length, window + 1)
-        return "flash" if share.backend == "sdpa" or reach > 4096 else "block-causal"
+        if reach > 4096:
+            return "reference" if share.backend == "explicit" else "flash"
+        return "flash" if share.backend == "sdpa" else "block-causal"
 
 
 @lru_cache(maxsize=1024)
