@@ -57,6 +57,14 @@ run_tool() { # module, its flags
     run "$PYTHON" -m "$@"
 }
 
+run_tool_on_ranks() { # the same on NPROC ranks of this machine (default: one process)
+    [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
+    choose_ranks 1
+    [ "$NPROC" -gt 1 ] || run_tool "$@"
+    choose_threads
+    run "$PYTHON" -m megatron.tools.launch --standalone --nproc-per-node "$NPROC" -m "$@"
+}
+
 # ---- words of the command line ---------------------------------------------------------------------------------------
 
 given() { # is one of these flags among FLAGS? Only words up to an equals sign count, and _ is -
@@ -145,17 +153,20 @@ find_ranks() { # sets NNODES, NODE_RANK, NPROC, WORLD, and EACH where somebody h
     [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail 2 "which is the first of $NNODES nodes?" "set MASTER_ADDR"
     [ "$NODE_RANK" -lt "$NNODES" ] || fail 3 "NODE_RANK (or RANK) is $NODE_RANK, and there are nodes 0 to $((NNODES - 1))" \
         "number them from 0, and set NNODES (or WORLD_SIZE) to how many there are"
-    local nodes_devices
+    choose_ranks $((MADE_FOR / NNODES))
+    WORLD=$((NNODES * NPROC))
+}
+
+choose_ranks() { # sets NPROC, ranks of this node: what somebody said, or so many if it has devices for them
+    local devices
     case ${NPROC:-} in
     gpu | auto) NPROC=$(count_devices) ;; # torchrun's words
     0 | *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
     esac
-    if [ -z "${NPROC:-}" ]; then
-        nodes_devices=$(count_devices)
-        NPROC=$((MADE_FOR / NNODES))
-        [ "$NPROC" -ge 1 ] && [ "$NPROC" -le "$nodes_devices" ] || NPROC=$nodes_devices
-    fi
-    WORLD=$((NNODES * NPROC))
+    [ -z "${NPROC:-}" ] || return 0
+    devices=$(count_devices)
+    NPROC=$1
+    [ "$NPROC" -ge 1 ] && [ "$NPROC" -le "$devices" ] || NPROC=$devices
 }
 
 count_devices() { # that a process on this node may use: at least 1, the CPU
@@ -195,10 +206,7 @@ slurm_step() { # a task of srun: one for each node, or one for each rank
 train() {
     local command=("$PYTHON")
     [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
-    if [ -z "${OMP_NUM_THREADS:-}" ] && [ -z "${PRINT:-}" ]; then # or torchrun warns, and gives each rank one
-        OMP_NUM_THREADS=$("$PYTHON" -m megatron.mpu.cpu_threads "$NPROC")
-        export OMP_NUM_THREADS
-    fi
+    choose_threads
     if [ -z "$EACH" ] && { [ "$WORLD" -gt 1 ] || [ -n "${LOG_DIR:-}" ]; }; then
         command+=(-m megatron.tools.launch --nproc-per-node "$NPROC")
         if [ "$NNODES" -gt 1 ]; then
@@ -219,6 +227,13 @@ train() {
         command=("$PYTHON" "${command[@]}")
     fi
     run "${command[@]}"
+}
+
+choose_threads() { # or torchrun warns, and gives each rank one
+    if [ -z "${OMP_NUM_THREADS:-}" ] && [ -z "${PRINT:-}" ]; then
+        OMP_NUM_THREADS=$("$PYTHON" -m megatron.mpu.cpu_threads "$NPROC")
+        export OMP_NUM_THREADS
+    fi
 }
 
 run_python() { # a script of the project, or -m module, and its arguments
