@@ -196,7 +196,9 @@ def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
 
 def test_an_evaluation_is_shared_between_ranks():
     done = bash("evaluate_gpt_345M", "--data-path", "held_out", PRINT="1", NPROC="8")
-    assert done.stdout.startswith(f"{sys.executable} -m megatron.tools.launch --standalone --nproc-per-node 8 -m megatron.")
+    assert done.stdout.startswith(
+        f"{sys.executable} -m megatron.tools.launch --standalone --nproc-per-node 8 -m megatron."
+    )
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------
