@@ -5,7 +5,7 @@
 #
 #   bash scripts/quickstart.sh                     continue where the last call stopped
 #   bash scripts/quickstart.sh --fresh             start over
-#   bash scripts/quickstart.sh --train-iters 2000  any other flag goes to pretrain_gpt.py; more steps go on training
+#   bash scripts/quickstart.sh --train-iters 2000  go on to another number of steps; other flags go to pretrain_gpt.py
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -25,6 +25,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+given=(${flags[@]+"${flags[@]}"})
 
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
 # Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
@@ -68,11 +69,26 @@ done
 
 tracker=$RUN/checkpoints/latest_checkpointed_iteration.txt
 reached=$(cat "$tracker" 2>/dev/null || echo 0)
+made_for() { # steps of the training that the last checkpoint is of
+    python -m megatron.tools.checkpoint inspect "$RUN/checkpoints" --json |
+        python -c 'import json, sys; print(json.load(sys.stdin)["config"]["batch"]["train_iters"])'
+}
+others() { # what other programs take from it, in words; nothing on a quiet machine
+    python -c 'from megatron.mpu.cpu_threads import busy_cores, cores; busy = busy_cores()
+if busy > 0.3: print(f"  other programs use {busy:.1f} of {cores()} cores now, so it will take longer")'
+}
 step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two processes"
 if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
     echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
 else
     takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * 0.17 }")"
+    others
+    if [ "$reached" -gt 0 ] && [ "$(made_for)" -ne "$ITERATIONS" ]; then
+        echo "  from step $reached on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
+        flags+=(--override data-order --resume-schedule command)
+    fi
+    RESUME_COMMAND=$(printf '%q ' bash scripts/quickstart.sh --train-iters "$ITERATIONS" ${given[@]+"${given[@]}"})
+    export RESUME_COMMAND
     OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 \

@@ -291,7 +291,11 @@ def last_checkpoint(checkpoint: Checkpoint) -> Optional[str]:
 
 
 def that_goes_on(checkpoint: Checkpoint) -> str:
-    """The command that takes this job up from its last checkpoint: its own, with `--load` where it has none such."""
+    """The command that takes this job up from its last checkpoint: its own, with `--load` where it has none such. A script
+    that does more than to train says in RESUME_COMMAND how it is called itself.
+    """
+    if os.environ.get("RESUME_COMMAND"):
+        return os.environ["RESUME_COMMAND"].strip()
     words = of_this_job()
     resumes = checkpoint.load == checkpoint.save and not (checkpoint.ckpt_step or checkpoint.finetune)
     if not resumes and "megatron.tools.supervise" not in words:  # which finds the checkpoint itself

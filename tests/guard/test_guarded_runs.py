@@ -170,6 +170,12 @@ def test_ctrl_c_on_one_rank_saves_that_step_and_says_how_to_go_on(more, run_rank
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", 3, 3)
 
 
+def test_a_script_around_the_training_says_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESUME_COMMAND", "bash scripts/quickstart.sh --train-iters 9 ")
+    answer = _interrupted(0, f"--train-iters 9 --save {tmp_path}", 1)
+    assert answer[-1] == "to go on: bash scripts/quickstart.sh --train-iters 9"
+
+
 def test_ctrl_c_says_that_nothing_is_saved(tmp_path, capfd):
     answer = _interrupted(0, f"--train-iters 9 --metrics-file {tmp_path}/metrics.jsonl", 1)
     assert answer == ("stopped at iteration 3: interrupted by Ctrl-C", "nothing is saved: there is no --save", None)
