@@ -68,9 +68,11 @@ def main(argv: list[str]) -> None:
     settings = check(parsed["preprocess"])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
+    from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
     from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
 
+    find_sources(settings.input)  # what is not there is told before a vocabulary is read
     for name in settings.input:
         print(f"Opening {name}")
     print(f"> building {tokenizer_type(parsed['tokenizer'])} tokenizer ...")

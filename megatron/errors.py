@@ -14,12 +14,14 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Optional
 
 
 class Failure(Exception):
@@ -126,7 +128,7 @@ def explain(error: BaseException) -> Failure | None:
     if _is_out_of_memory(error):
         return Failure(
             "out of memory",
-            str(error).strip().splitlines()[0][:200] if str(error).strip() else None,
+            _wanted(str(error)),
             "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use more ranks",
         )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
@@ -135,6 +137,19 @@ def explain(error: BaseException) -> Failure | None:
             do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r requirements.txt",
         )
     return None
+
+
+def _wanted(text: str) -> Optional[str]:
+    """How much memory somebody asked for, in words, or the first line of what they say.
+
+    >>> _wanted("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    ...         "allocate 137438953472 bytes. Error code 12 (Cannot allocate memory)")
+    '137.4 GB were wanted at once'
+    """
+    asked = re.search(r"tried to allocate (\d+) bytes", text)
+    if asked:
+        return f"{int(asked[1]) / 1e9:.1f} GB were wanted at once"
+    return text.strip().splitlines()[0][:200] if text.strip() else None
 
 
 _REMEDIES = {

@@ -71,7 +71,8 @@ def preprocess(
         log(f"Time to startup: {time.perf_counter() - started}")
         with team:
             team.work(report)
-        log("Done! Now finalizing.")
+        if team.shared.totals[:, :, 0].any():
+            log("Done! Now finalizing.")
         written = Written(team.shared, partitions, workspace)
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 

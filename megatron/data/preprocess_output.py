@@ -16,6 +16,8 @@ from megatron.errors import DataError
 from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
 
+PLAIN_TEXT = """python -c 'import json, sys; print(json.dumps({"text": sys.stdin.read()}))' < x.txt > x.jsonl"""
+
 
 @dataclass
 class Totals:
@@ -48,6 +50,8 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
     if not shared.totals[:, :, 0].any():
         why = f"{lines} lines, {rejected} rejected{reason}"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
+        if rejected == lines and "not JSON" in reason:
+            do = f"a document is a line of JSON; for a file of plain text: {PLAIN_TEXT}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     level = "sentence" if settings.split_sentences else "document"
     outputs = {}

@@ -227,7 +227,7 @@ RULES = (
         lambda s: (
             "no vocabulary is given; "
             + (
-                "--vocab-size N is enough for data without files"
+                "--vocab-file vocab.json --merge-file merges.txt; for data without files --vocab-size N is enough"
                 if not s.settings.data.files
                 else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"

@@ -141,6 +141,10 @@ def storage_errors(path: Path, needed: Optional[int] = None):
         except OSError:
             free = f"free space of {at} unknown"
         space = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not os.path.isdir(at) and error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise StorageError(
+                f"{path}: cannot be written: {at} is a file, not a folder", do="give another path"
+            ) from error
         why = f"{needed:,} bytes needed, {free}" if needed is not None else free if space else None
         do = (
             "free some space, or lower --keep-last"

@@ -7,6 +7,7 @@ the merges: vocabularies trained by the `tokenizers` library sort their first 25
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def read_text(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{flag} {path}: no such file") from None
+        raise DataError(f"{flag} {path}: no such file", f"the working directory is {os.getcwd()}") from None
     except (IsADirectoryError, UnicodeDecodeError) as error:
         raise DataError(f"{flag} {path}: not a UTF-8 text file", str(error)) from None
 

@@ -335,7 +335,8 @@ def test_mistakes_are_one_message_and_an_exit_code(vocab, corpus, tmp_path, root
     command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, corpus, tmp_path / "out"), *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert words in done.stderr
+    assert words in done.stderr and "Done!" not in done.stdout
+    assert "no such file" not in words or "--input" not in more or not done.stdout  # the vocabulary is not read first
     assert not list(tmp_path.glob("*.bin"))
 
 

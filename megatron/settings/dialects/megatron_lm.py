@@ -174,8 +174,8 @@ say --profile: torch.profiler writes a trace, tables of operators, communication
     --pytorch-profiler-* --record-* --memory-snapshot-path --nvtx-ranges
 --exit-signal-handler catches SIGTERM and SIGUSR1
     --exit-signal*
-training ends by --train-iters or --train-samples
-    --train-epochs --iter-per-epoch
+training is as long as --train-iters or --train-samples say
+    --train-epochs --iter-per-epoch --epochs --num-epochs --num-train-epochs
 
 # Sharding and distribution by other means.
 use --sharding-stage 3
