@@ -12,11 +12,13 @@ A thread may log, too: checkpoints are written in the background.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Optional, TextIO
 
@@ -33,6 +35,7 @@ class Console:
         self.active, self.terminal = active, active and is_terminal(sys.stdout)
         self.short = form == "short" or (form == "auto" and self.terminal)
         self._wants_bar, self._bar = bar and self.terminal, None
+        self._out = _Terminal(sys.stdout, self._lost) if self.terminal else None  # None: whatever stdout is by then
         self._lock = threading.RLock()
         self._file: Optional[TextIO] = None
         self._unkept: Optional[list[str]] = []  # what was said before there was a file; None: there will be none
@@ -89,12 +92,17 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._bar is None:
-            print(text, flush=True)
+            print(text, file=self._out, flush=True)
         else:
             self._bar.clear()
             self._out.write(text + "\n")
             self._bar.refresh()
             self._out.flush()
+
+    def _lost(self) -> None:
+        """The terminal is gone, which is no reason to end a training run."""
+        self.terminal = False
+        self._keep("warning: the terminal is gone; the run goes on, and its log goes to this file alone")
 
     # -- the bar -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +114,6 @@ class Console:
 
         tqdm.monitor_interval = 0  # no thread that draws: a step draws
         tqdm.set_lock(self._lock)
-        self._out = sys.stdout
         layout = "{percentage:3.0f}% {bar} {n}/{total} [{elapsed} < {remaining}{postfix}]"
         self._bar = tqdm(
             total=total, initial=done, bar_format=layout, ncols=self._columns(), leave=False, file=self._out
@@ -152,6 +159,36 @@ class Console:
             if self._file is not None:
                 self._file.close()
             self._file = self._unkept = None
+
+
+class _Terminal:
+    """A terminal that may be closed at any moment: what is written afterwards, by anybody, goes nowhere."""
+
+    def __init__(self, stream: TextIO, lost: Callable[[], None]):
+        self._stream, self._lost = stream, lost
+        self._terminals = [other.fileno() for other in (stream, sys.__stderr__) if is_terminal(other)]
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in self._terminals:
+                os.dup2(nowhere, number)
+            os.close(nowhere)
+            self._lost()
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
 
 
 class _AboveTheBar:

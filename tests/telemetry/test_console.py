@@ -219,3 +219,42 @@ def test_a_full_disk_stops_the_file_and_not_the_run(capsys):
             metrics.record(StepMetrics(iteration, iteration, 1, {"lm loss": 1.0}, learning_rate=1e-3))
     out = capsys.readouterr().out
     assert out.count("/dev/full is no longer written") == 1 and out.count("lm loss") == 2
+
+
+CLOSED = """
+import os, sys, time
+from megatron.telemetry.console import Console
+console = Console()
+console.keep(__import__("pathlib").Path({path!r}))
+{bar}
+console.log("before")
+while os.path.exists({window!r}):
+    time.sleep(0.01)
+for number in range(3):
+    time.sleep(0.12)  # or the bar is not drawn
+    console.advance({{"loss": "7.2"}})
+    console.log(f"behind {{number}}")
+print("printed by others")
+console.log("the end")
+console.close()
+"""
+
+
+@pytest.mark.parametrize("bar", ["", "console.begin(9, 0)"])
+def test_a_run_outlives_its_terminal(bar, tmp_path):
+    """The window is closed (and the signal of that ignored, as nohup does): the log goes on in the file."""
+    window, path = tmp_path / "window", tmp_path / "train.log"
+    window.touch()
+    master, slave = pty.openpty()
+    code = CLOSED.format(path=str(path), window=str(window), bar=bar)
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, stdin=subprocess.DEVNULL)
+    os.close(slave)
+    shown = b""
+    while b"before" not in shown:
+        shown += os.read(master, 1000)
+    os.close(master)
+    window.unlink()
+    assert run.wait(60) == 0
+    lines = path.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "the end" and "behind 2" in lines
+    assert sum("the terminal is gone" in line for line in lines) == 1
