@@ -22,6 +22,7 @@ import pretrain_gpt
 from megatron import errors
 from megatron.data.indexed import write_index
 from megatron.errors import run_main
+from megatron.settings.parse import parse_pretrain
 from megatron.tools import (
     checkpoint,
     dump_samples,
@@ -33,6 +34,8 @@ from megatron.tools import (
     train_tokenizer,
     verify_layout,
 )
+from megatron.training.build import build_vocabulary
+from megatron.training.rules import resolve
 
 VOC = "--vocab-file vocab.json --merge-file merges.txt"
 NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 1000"
@@ -290,6 +293,18 @@ def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, 
     assert left.value.code == code
     assert is_one_message(said), said
     assert {path: found for path, found in contents(messy).items() if path in before} == before  # nothing is lost
+
+
+def test_rows_that_no_token_has_are_told(messy, monkeypatch, capsys):
+    """A script's --vocab-size beside a smaller vocabulary: by the run, and by its dry run."""
+    monkeypatch.chdir(messy)
+    run_main(COMMANDS["pretrain_gpt"], shlex.split(f"{REAL} --data-path tokens --vocab-size 5000 --dry-run"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: --vocab-size 5000 is larger than the vocabulary: 4700 rows of the embedding belong to none" in said
+    heard = []
+    config = resolve(parse_pretrain(shlex.split(f"{REAL} --data-path tokens --vocab-size 5000")), 1)
+    assert build_vocabulary(config, heard.append)[1] == 5000
+    assert sum("4700 rows" in line for line in heard) == 1
 
 
 def is_one_message(text: str) -> bool:

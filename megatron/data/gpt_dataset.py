@@ -121,6 +121,11 @@ class GPTDataset:
         own = np.ascontiguousarray(lengths[plan.first : plan.last])
         name = f"{Path(tokens.prefix).name}-{split}"
 
+        if plan.tokens < plan.seq_length:
+            config.log(
+                f"note: a sample of {plan.seq_length:,} tokens is longer than all of {name}, {plan.tokens:,} tokens"
+            )
+
         def build():
             config.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
             return build_index_maps(plan, lengths)._asdict()

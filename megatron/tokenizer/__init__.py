@@ -38,6 +38,19 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     return import_module(f"megatron.tokenizer.{module}").build(settings, notify)
 
 
+def unused_rows(asked: int | None, vocab_size: int) -> str:
+    """What to say of a --vocab-size that a vocabulary does not fill; "" where only padding is beyond it.
+
+    >>> unused_rows(50257, 8192)
+    '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
+    """
+    unused = (asked or 0) - vocab_size
+    if unused < 1024:
+        return ""
+    rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
+    return f"--vocab-size {asked} is larger than the vocabulary: {rows}"
+
+
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`.
 

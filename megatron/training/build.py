@@ -50,7 +50,7 @@ from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.timers import Timers
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import build_tokenizer, unused_rows
 from megatron.training.rules import idle, remarks
 from megatron.training.state import Run, State
 
@@ -178,6 +178,8 @@ def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
             f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
             do="leave --vocab-size out, or give at least the tokenizer's size",
         )
+    if remark := unused_rows(settings.vocab_size, tokenizer.vocab_size):
+        log(f"note: {remark}")
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 

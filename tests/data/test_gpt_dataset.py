@@ -153,6 +153,14 @@ def test_sample_is_the_stream_and_says_where_from(tmp_path):
         assert train[i].dtype == np.int64 and train[i].tolist() == tokens and len(tokens) == 6
 
 
+@pytest.mark.parametrize("length, told", [(54, 0), (55, 1)])
+def test_a_sample_longer_than_the_text_is_told(length, told, tmp_path):
+    heard = []
+    data = Data(data_path=[write_tokens(tmp_path / "a", [14, 40])], split="1,0,0")
+    build_datasets(data, length, (3, 0, 0), 1, log=heard.append)
+    assert sum("is longer than all of a-train, 54 tokens" in line for line in heard) == told
+
+
 def test_validation_order_does_not_depend_on_its_size(tmp_path):
     data = Data(
         data_path=["1", write_tokens(tmp_path / "a", [20] * 50), "3", write_tokens(tmp_path / "b", [9] * 90)],
