@@ -117,12 +117,13 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
 
 def sentence(found: list[Drift], chosen: Optional[str]) -> str:
     """One sentence for all of `drift`. chosen: --resume-schedule."""
-    words = "not as in the run that is gone on from: " + "; ".join(map(str, found))
+    words = "not as in the run that is gone on from: "
     if not any(one.of_schedule for one in found) or chosen:
-        return words
-    flags = "the flags in brackets go on as before, and so does" if any(one.flag for one in found) else "as before:"
+        return words + "; ".join(map(str, found))
+    flags = " ".join(one.flag for one in found if one.flag)
     return (
-        f"{words}; {flags} --resume-schedule checkpoint (--resume-schedule command goes on like this without a warning)"
+        f"{words}{'; '.join(one.what for one in found)}. This run does as the command says (meant so: --resume-schedule "
+        f"command). To go on as before: {flags + ', or ' if flags else ''}--resume-schedule checkpoint"
     )
 
 

@@ -42,29 +42,28 @@ def test_commands_run_as_written(bash, quickstart, block, said):
     assert [words for words in said if words not in out] == []
 
 
-def line_of_own_text(script: str) -> str:
-    """The README's command with one's own text that starts a script."""
+def line_of_own_text(command: str) -> str:
+    """The README's first command with one's own text that starts a script or a tool."""
     lines = BLOCKS[2].replace("\\\n", " ").splitlines()
-    return next(line for line in lines if f"{script}.py" in line)
+    return next(line for line in lines if command in line and not line.startswith("#"))
 
 
 def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstart):
     """What the README says of the command that it shows: with more --train-iters the bits are those of a longer run."""
-    tokens, train = (
-        line_of_own_text(name).replace("runs/own", "runs/longer") for name in ("preprocess_data", "pretrain_gpt")
-    )
+    commands = "train_tokenizer", "preprocess_data.py", "pretrain_gpt.py"
+    vocabulary, tokens, train = (line_of_own_text(name).replace("runs/own", "runs/longer") for name in commands)
     longer = train.replace("--train-iters 20", "--train-iters 40")
     once = longer.replace("runs/longer/checkpoints", "runs/longer/at_once")
     assert longer != train and once != longer and "--train-iters 40" in README
     diff = "python -m megatron.tools.checkpoint diff runs/longer/checkpoints runs/longer/at_once"
-    out = bash("-euc", "\n".join(["source .venv/bin/activate", tokens, train, longer, once, diff])).stdout
+    out = bash("-euc", "\n".join(["source .venv/bin/activate", vocabulary, tokens, train, longer, once, diff])).stdout
     assert "resuming at iteration 20" in out and "tensors are equal to the bit" in out
 
 
 def test_commands_for_gpus_are_possible_runs(bash, quickstart):
     """The README's commands that need GPUs: their settings can work on the ranks that they start."""
     block = re.search(r"```sh\n(.*?)```", README, re.S)[1].replace("\\\n", " ")
-    looked = ["source .venv/bin/activate", line_of_own_text("preprocess_data")]
+    looked = ["source .venv/bin/activate", line_of_own_text("train_tokenizer"), line_of_own_text("preprocess_data.py")]
     for line in block.splitlines():
         words = line.split()
         if "--nproc-per-node" in words:

@@ -55,9 +55,10 @@ def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, 
     assert again == []
     assert len(said) == (choice is None)
     if said:
-        assert "the learning rate falls over 20 steps, 10 in the checkpoint (--lr-decay-iters 10)" in said[0]
+        assert "the learning rate falls over 20 steps, 10 in the checkpoint" in said[0]
+        assert "To go on as before: --lr-decay-iters 10, or --resume-schedule checkpoint" in said[0]
         assert "the weight decay grows over 20 steps, 10 in the checkpoint" in said[0]
-        assert "--resume-schedule checkpoint" in said[0] and "--resume-schedule command" in said[0]
+        assert "(meant so: --resume-schedule command)" in said[0]
 
 
 def test_the_flag_of_the_warning_goes_on_as_before(tmp_path, capsys):
