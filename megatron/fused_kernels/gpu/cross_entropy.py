@@ -16,11 +16,10 @@ BLOCK, WARPS = 8192, 16
 
 @triton.jit
 def _capped(value, softcap, CAPPED: tl.constexpr):
-    """(softcap x tanh(value / softcap), its slope)"""
+    """softcap x tanh(value / softcap), whose slope is 1 - tanh^2"""
     if CAPPED:
-        tanh = 2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0
-        return tanh * softcap, 1.0 - tanh * tanh
-    return value, 1.0
+        value = (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0) * softcap
+    return value
 
 
 @triton.jit
@@ -55,11 +54,11 @@ def kernel(
     label = (tl.load(labels + row) - first).to(tl.int32)
     if STATISTICS:
         here = (label >= 0) & (label < real)
-        logit, _ = _capped(tl.load(source + tl.where(here, label, 0), here, 0.0).to(tl.float32), softcap, CAPPED)
+        logit = _capped(tl.load(source + tl.where(here, label, 0), here, 0.0).to(tl.float32), softcap, CAPPED)
         largest, total, everything = -float("inf"), 0.0, 0.0
         for start in range(0, real, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value, _ = _capped(tl.load(source + column, column < real, 0.0).to(tl.float32), softcap, CAPPED)
+            value = _capped(tl.load(source + column, column < real, 0.0).to(tl.float32), softcap, CAPPED)
             if SMOOTHED:
                 everything += tl.sum(tl.where(column < real, value, 0.0), 0)
             value = tl.where(column < real, value, -float("inf"))
@@ -75,10 +74,12 @@ def kernel(
         weight = tl.load(scale + row) if SCALED else 1.0
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value, slope = _capped(tl.load(source + column, column < real, 0.0).to(tl.float32), softcap, CAPPED)
-            value = tl.exp(value - log_sum) * factor - everywhere - tl.where(column == label, own, 0.0)
-            value = tl.where(column < real, value * slope * weight, 0.0)
-            tl.store(target + column, value.to(gradient.dtype.element_ty), column < columns)
+            value = _capped(tl.load(source + column, column < real, 0.0).to(tl.float32), softcap, CAPPED)
+            slope = tl.exp(value - log_sum) * factor - everywhere - tl.where(column == label, own, 0.0)
+            if CAPPED:
+                slope *= 1.0 - (value / softcap) * (value / softcap)
+            slope = tl.where(column < real, slope * weight, 0.0)
+            tl.store(target + column, slope.to(gradient.dtype.element_ty), column < columns)
 
 
 def _launch(logits, labels, part: VocabularyPart, scale, out, log_sum, target, statistics: bool) -> None:
