@@ -3,9 +3,9 @@
 
     python tests/fused_kernels/compile_kernels.py < cases.json      # a line of JSON for each kernel that a case launches
 
-A case is {arch: 90, dtype: "bfloat16", op: "rms_norm", shapes: [[8192, 1, 4096], ...]}. The code that launches runs on meta
-tensors, and each launch is a compilation of what Triton would have specialised on: formats, alignment of pointers, integers that
-are multiples of 16. The tools of the wheel then tell what became of it.
+A case is {arch: 90, dtype: "bfloat16", op: "rms_norm", shapes: [[8192, 1, 4096], ...]}. The code that launches runs on
+meta tensors, and each launch is a compilation of what Triton would have specialised on: formats, alignment of pointers,
+integers that are multiples of 16. The tools of the wheel then tell what became of it.
 """
 
 import json

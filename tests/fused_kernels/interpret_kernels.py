@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the Triton kernels in Triton's interpreter, on the CPU in fp32, against `reference.py` in fp64.
 
-    TRITON_INTERPRET=1 python tests/fused_kernels/interpret_kernels.py      # {case: [relative error of each tensor]} as JSON
+    TRITON_INTERPRET=1 python tests/fused_kernels/interpret_kernels.py      # {case: [relative errors of tensors]} as JSON
 
 A process of its own, because the variable is read when a kernel is decorated. The interpreter rounds bf16 its own way, and
 sees neither races nor reads out of bounds: formats are looked at on a GPU alone (tests/gpu).
@@ -193,7 +193,7 @@ CASES = {
     "cross_entropy of far rows": far_rows,
     "GPT": lambda: network(),
     "GPT without dropout": lambda: network(hidden_dropout=0.0),
-    "Llama": lambda: network(**LLAMA, num_query_groups=1, group_query_attention=True, qk_layernorm=True),
+    "Llama": lambda: network(**LLAMA),
 }
 
 
