@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is laid out over a device: rows of a program, threads, programs."""
+"""How a kernel is laid out over a device: what a program works on at a time, threads, programs."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
-ELEMENTS = 4096  # of a program's piece where rows are short
-EACH = 16  # elements of a piece that a thread has
+ELEMENTS = 4096  # of a tile, where rows are short
+EACH = 16  # elements of a tile that a thread has
 
 
-class Piece(NamedTuple):
-    """What a program works on at a time: `tile` rows, `block` columns (powers of 2), by `warps` of 32 threads."""
+class Tile(NamedTuple):
+    """What a program works on at a time: `rows` x `columns`, powers of 2, by `warps` of 32 threads."""
 
-    tile: int
-    block: int
+    rows: int
+    columns: int
     warps: int
 
     @classmethod
-    def of(cls, width: int, widest: int, elements: int = ELEMENTS) -> "Piece":
-        """Of rows of `width`, at most `widest` columns at a time.
+    def of(cls, width: int, widest: int) -> "Tile":
+        """For rows of `width`: whole ones if they are not wider than `widest`, else blocks of them.
 
-        >>> Piece.of(768, 8192), Piece.of(12288, 8192), Piece.of(64, 8192)
-        (Piece(tile=4, block=1024, warps=8), Piece(tile=1, block=4096, warps=8), Piece(tile=64, block=64, warps=8))
+        >>> Tile.of(768, 8192), Tile.of(64, 8192), Tile.of(12288, 8192)
+        (Tile(rows=4, columns=1024, warps=8), Tile(rows=64, columns=64, warps=8), Tile(rows=1, columns=4096, warps=8))
         """
-        block = triton.next_power_of_2(width)
-        if block > widest:
-            block = widest // 2  # sizes such as 12288 are multiples of it
-        tile = max(1, min(64, elements // block))
-        return cls(tile, block, max(1, min(16, tile * block // (32 * EACH))))
+        columns = 1 << (width - 1).bit_length()
+        if columns > widest:
+            columns = widest // 2  # widths such as 12288 are multiples of it
+        rows = max(1, min(64, ELEMENTS // columns))
+        return cls(rows, columns, max(1, min(16, rows * columns // (32 * EACH))))
 
 
 @lru_cache

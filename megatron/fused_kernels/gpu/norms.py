@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron.fused_kernels import reference
-from megatron.fused_kernels.gpu.launch import Piece, programs
+from megatron.fused_kernels.gpu.launch import Tile, programs
 
 WIDEST = 32768  # columns: the forward pass holds whole rows
 WHOLE = 8192  # up to here the backward pass does, too, and its sums for weight and bias; wider rows come in blocks
@@ -130,8 +130,8 @@ class _Norm(torch.autograd.Function):
         source, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = x if branch is None else torch.empty_like(y)
         mean, inverse = torch.empty((2, rows), dtype=torch.float32, device=x.device)
-        piece = Piece.of(h, WIDEST)
-        forward_kernel[triton.cdiv(rows, piece.tile),](
+        size = Tile.of(h, WIDEST)
+        forward_kernel[triton.cdiv(rows, size.rows),](
             source,
             source if branch is None else branch.contiguous(),
             weight,
@@ -143,11 +143,11 @@ class _Norm(torch.autograd.Function):
             rows,
             epsilon,
             H=h,
-            TILE=piece.tile,
-            BLOCK=piece.block,
+            TILE=size.rows,
+            BLOCK=size.columns,
             CENTRED=bias is not None,
             ADD=branch is not None,
-            num_warps=piece.warps,
+            num_warps=size.warps,
         )
         ctx.save_for_backward(total, weight, *((inverse,) if bias is None else (inverse, mean)))
         ctx.has_branch = branch is not None
@@ -157,8 +157,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, weight, inverse, *mean = ctx.saved_tensors
         h, rows = weight.numel(), x.numel() // weight.numel()
-        piece = Piece.of(h, WHOLE)
-        count = min(programs(x.device), triton.cdiv(rows, piece.tile))
+        size = Tile.of(h, WHOLE)
+        count = min(programs(x.device), triton.cdiv(rows, size.rows))
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sums = torch.empty((1 + len(mean), count, h), dtype=torch.float32, device=x.device)
         gradient = gradients[-1].contiguous()
@@ -174,11 +174,11 @@ class _Norm(torch.autograd.Function):
             sums[-1],
             rows,
             H=h,
-            TILE=piece.tile,
-            BLOCK=piece.block,
+            TILE=size.rows,
+            BLOCK=size.columns,
             CENTRED=bool(mean),
             ADD=ctx.has_branch,
-            num_warps=piece.warps,
+            num_warps=size.warps,
         )
         d_weight, *d_bias = sums.sum(1).to(weight.dtype)
         return d_x, d_x if ctx.has_branch else None, d_weight, d_bias[0] if d_bias else None, None
