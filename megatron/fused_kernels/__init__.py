@@ -11,12 +11,14 @@ the first one that this machine has and that covers the case at hand. `python -m
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Optional
 
 import torch
 
 from megatron.fused_kernels import attention, matmul, norms, reference
+from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
     scaled_softmax: scores that only fit fp16 when they are divided before and multiplied after
     softcap: scores are capped by a tanh
     window:  keys before its own that a query sees; None: all
+    unfused: by torch's ops one after the other, as a --no-*-fusion asks
     """
 
     device: str
@@ -42,6 +45,7 @@ class Case:
     scaled_softmax: bool = False
     softcap: bool = False
     window: Optional[int] = None
+    unfused: bool = False
 
     @property
     def reach(self) -> int:
@@ -56,14 +60,19 @@ class Case:
         else:
             order = "bidirectional" if self.queries == self.keys else "cross"
         extras = [
-            extra for extra in ("masked", "dropout", "grouped", "scaled_softmax", "softcap") if getattr(self, extra)
+            extra
+            for extra in ("masked", "dropout", "grouped", "scaled_softmax", "softcap", "unfused")
+            if getattr(self, extra)
         ]
         return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
 
 
 # Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them,
 # or no order, with as many queries as keys or not. Then what a case may have besides.
-EVERYTHING = frozenset("causal cached bidirectional cross masked dropout grouped scaled_softmax softcap window".split())
+EVERYTHING = frozenset(
+    "causal cached bidirectional cross masked dropout grouped scaled_softmax softcap window unfused".split()
+)
+FUSED = EVERYTHING - {"unfused"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Implementation:
     worth:    what it brings, for `doctor`
     suits:    whether it runs, and is worth running, on a device, in a format and at a size
     lacking:  why it cannot run on this machine ("" where it can)
+    probe:    the same, found out by running it: asked last, when all else fits
     backend:  the value of --attention-backend that asks for it
     covers:   what a case may ask for; results of others would be wrong
     """
@@ -85,10 +95,11 @@ class Implementation:
     lacking: str = ""
     backend: str = ""
     covers: frozenset[str] = EVERYTHING
+    probe: Callable[[], str] = lambda: ""
 
     def fits(self, case: Case) -> bool:
         """Whether `choose_kernel` may take it."""
-        return not self.lacking and case.asks <= self.covers and self.suits(case)
+        return not self.lacking and case.asks <= self.covers and self.suits(case) and not self.probe()
 
 
 def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
@@ -110,8 +121,39 @@ def _flash_attn() -> frozenset[str]:
         release = (0, 0)
     newer = {"window": (2, 3), "softcap": (2, 6)}
     return frozenset(
-        {"causal", "bidirectional", "cross", "grouped"} | {ask for ask, of in newer.items() if release >= of}
+        {"causal", "bidirectional", "cross", "grouped", "unfused"} | {ask for ask, of in newer.items() if release >= of}
     )
+
+
+def told(device: str, dtype: torch.dtype) -> list[str]:
+    """Which kernels of Triton a run will take, and why not others: a line for its log, none on a CPU."""
+    if device != "cuda":
+        return []
+    case, used, others = Case(device, dtype), [], {}
+    for op, entries in TABLE.items():
+        for entry in entries:
+            if entry.name == TRITON:
+                why = entry.lacking or ("" if entry.suits(case) else f"not for {dtype}") or entry.probe()
+                others.setdefault(why, []).append(op) if why else used.append(op)
+    words = [f"{', '.join(ops)} by torch, because {why}" for why, ops in others.items()]
+    return ["kernels: " + "; ".join([*([f"{', '.join(used)} in Triton"] if used else []), *words])]
+
+
+def _eager(case: Case) -> bool:
+    """On CUDA, where torch.compile does not make its own kernels, and no region like `Autocast` looks at torch's ops."""
+    formats = (torch.float32, torch.bfloat16, torch.float16)
+    if case.device != "cuda" or case.dtype not in formats or torch.compiler.is_compiling():
+        return False
+    return not torch._C._is_torch_function_mode_enabled()
+
+
+TRITON = "Triton"
+
+
+def _in_triton(op: str, worth: str) -> Implementation:
+    """The row of a kernel in `gpu/`. What it is worth is reckoned in passes over memory; no GPU has measured it yet."""
+    lacking = _package("triton", NO_CUDA)
+    return Implementation(TRITON, kernel(op), worth, _eager, lacking, covers=FUSED, probe=partial(probe, op))
 
 
 def _onednn() -> str:
@@ -153,7 +195,7 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS,
             "",
             "explicit",
-            frozenset({"causal", "masked", "dropout", "grouped", "softcap", "window"}),
+            frozenset({"causal", "masked", "dropout", "grouped", "softcap", "window"}),  # not "unfused"
         ),
         Implementation(  # for a few new tokens over cached keys the reference is as good
             "sdpa (CPU)",
@@ -179,6 +221,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.matmul, "cuBLAS on GPUs; on CPUs oneDNN in bf16, MKL in fp32"),
     ],
     "layer_norm": [
+        _in_triton("layer_norm", "statistics and result in one pass; the backward pass in one, with the weights' sums"),
         Implementation("apex", norms.apex_layer_norm, "a fused backward pass", _on("cuda"), _package("apex", NO_CUDA)),
         Implementation(
             "sums as products",
@@ -189,6 +232,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.layer_norm, "torch's own kernel"),
     ],
     "rms_norm": [
+        _in_triton("rms_norm", "statistics and result in one pass; the backward pass in one, with the weight's sum"),
         Implementation(
             "sums as products",
             norms.rms_norm,
@@ -196,5 +240,33 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
         ),
         Implementation("torch", reference.rms_norm, "torch's own kernel"),
+    ],
+    "add_layer_norm": [
+        _in_triton("add_layer_norm", "the sum is not read again; its gradients are added in the norm's backward pass"),
+        Implementation("torch", reference.add_layer_norm, "the addition, then the best layer_norm"),
+    ],
+    "add_rms_norm": [
+        _in_triton("add_rms_norm", "the sum is not read again; its gradients are added in the norm's backward pass"),
+        Implementation("torch", reference.add_rms_norm, "the addition, then the best rms_norm"),
+    ],
+    "dropout_add": [
+        _in_triton("dropout_add", "words, mask, scale and addition in one pass"),
+        Implementation("torch", reference.dropout_add, "a mask from the words, the product, the addition"),
+    ],
+    "bias_gelu": [
+        _in_triton("bias_gelu", "one pass; the bias's gradient comes with that of the input"),
+        Implementation("torch", reference.bias_gelu, "the product adds the bias by itself, then torch's GELU"),
+    ],
+    "swiglu": [
+        _in_triton("swiglu", "one pass, and a third less kept for the backward pass"),
+        Implementation("torch", reference.swiglu, "torch's SiLU, then the product with the values"),
+    ],
+    "rotate": [
+        _in_triton("rotate", "one pass, from where the product left queries and keys"),
+        Implementation("torch", reference.rotate, "halves, products and a sum, one after the other"),
+    ],
+    "cross_entropy": [
+        _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),
+        Implementation("torch", reference.cross_entropy, "torch's softmax, in fp32, a chunk of tokens at a time"),
     ],
 }

@@ -4,12 +4,13 @@
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
 """
 
-from typing import Optional
+from collections.abc import Callable
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.dropout import DropoutMask
+from megatron.fused_kernels.dropout import DropoutMask, drop
 
 
 def attention(
@@ -97,3 +98,120 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in fp32 inside."""
     return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    epsilon: float,
+    norm: Callable = layer_norm,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + branch, its LayerNorm): a branch joins the residual stream, the next one begins. norm: computes the second."""
+    total = x + branch
+    return total, norm(total, weight, bias, epsilon)
+
+
+def add_rms_norm(
+    x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, epsilon: float, norm: Callable = rms_norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + branch, its RMSNorm). norm: computes the second."""
+    total = x + branch
+    return total, norm(total, weight, epsilon)
+
+
+def dropout_add(x: torch.Tensor, keep: DropoutMask, residual: torch.Tensor) -> torch.Tensor:
+    """residual + x after dropout, [s, b, h]."""
+    return residual + drop(x, keep)
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form of x [..., f] + bias [f]."""
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) x value of x [..., 2 f], in which gates come first (arXiv:2002.05202) -> [..., f]."""
+    gate, value = x.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [s, b, g, q, d] with the pairs (i, i + n/2) of the first n channels of d turned by angles whose cos and sin are
+    [s, b or 1, 1, 1, n]; both halves of these are the same.
+    """
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cos + torch.cat((-second, first), -1) * sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+
+
+class VocabularyPart(NamedTuple):
+    """Which rows of the vocabulary logits belong to, and what a token's loss is.
+
+    first:      number of the first row
+    real:       how many rows are no padding; they come first
+    label:      share of the target that is the label's; everywhere: that of each real row of the vocabulary
+    softcap:    logits become softcap x tanh(logit / softcap)
+    z_loss:     weight of the square of log sum exp in what gradients are of
+    """
+
+    first: int
+    real: int
+    label: float = 1.0
+    everywhere: float = 0.0
+    softcap: Optional[float] = None
+    z_loss: float = 0.0
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart,
+    join: Optional[Callable] = None,
+    scale: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [c] and log sum exp [c] of logits [c, v/tp] of any format, which are lost, and int64 labels [c]. fp32 inside.
+
+    join:  (log sum exp of the part, mean of its logits under the target), [c, 1] each -> those of the whole vocabulary;
+           None: the part is the whole
+    scale: [c], what gradients are multiplied by
+    out:   [c, v/tp] for the gradients of losses and weighted z-losses: without these and caps (softmax - target) x scale;
+           None: not wanted
+    """
+    logits, slope = logits.float(), None
+    if part.softcap is not None:
+        tanh = logits.div_(part.softcap).tanh_()
+        slope = 1.0 - tanh.square() if out is not None else None
+        logits = tanh.mul_(part.softcap)
+    logits[:, part.real :] = float("-inf")
+    local = labels - part.first
+    elsewhere = (local < 0) | (local >= part.real)
+    local = local.masked_fill(elsewhere, 0).unsqueeze(1)
+    target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0).mul_(part.label)  # [c, 1]
+    if part.everywhere:
+        target += logits[:, : part.real].sum(1, keepdim=True) * part.everywhere
+    if out is None or join:
+        log_sum = torch.logsumexp(logits, 1, keepdim=True)
+        log_sum, target = join(log_sum, target) if join else (log_sum, target)
+    if out is None:
+        return (log_sum - target).squeeze(1), log_sum.squeeze(1)
+    if join:
+        probabilities = logits.sub_(log_sum).exp_()
+    else:  # one pass; the sum is read off the largest probability, which is far from underflow
+        largest = logits.amax(1, keepdim=True)
+        probabilities = torch.softmax(logits, 1)
+        log_sum = largest - probabilities.amax(1, keepdim=True).log()
+    if part.z_loss:
+        probabilities.mul_(1.0 + 2.0 * part.z_loss * log_sum)
+    if part.everywhere:
+        probabilities[:, : part.real] -= part.everywhere
+    probabilities.scatter_add_(1, local, (elsewhere.float().unsqueeze(1) - 1.0) * part.label)
+    if slope is not None:
+        probabilities.mul_(slope)
+    if scale is not None:
+        probabilities.mul_(scale.unsqueeze(1))
+    out.copy_(probabilities)
+    return (log_sum - target).squeeze(1), log_sum.squeeze(1)

@@ -98,16 +98,15 @@ class Attention(nn.Module):
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
         self.softcap, self.window = model.attn_logit_softcapping, model.window_of(layer)
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
+        self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
+        self.fuse_qkv = kernels.fuse_attn_qkv
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        qkv = self.qkv(x)
-        s, b = qkv.shape[:2]
-        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
-        query, key, value = qkv.split((self.queries, 1, 1), 3)
+        query, key, value = self._query_key_value(x)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if context.angles is not None:
-            query, key = rotate(query, context.angles), rotate(key, context.angles)
+            query, key = (rotate(part, context.angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
@@ -116,6 +115,15 @@ class Attention(nn.Module):
         else:
             attended = scaled_dot_product_attention(query, key, value, self, context)
         return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]
+
+    def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[s, b, h] -> [s, b, g/tp, n, d] of n = q queries, 1 key, 1 value; by one product, or three."""
+        if not self.fuse_qkv:
+            return self.qkv.parts(x, (self.queries, 1, 1))
+        qkv = self.qkv(x)
+        s, b = qkv.shape[:2]
+        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
+        return qkv.split((self.queries, 1, 1), 3)
 
 
 @op
@@ -136,6 +144,7 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
         scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
         softcap=layer.softcap is not None,
         window=window,
+        unfused=layer.plain_softmax,
     )
     dropout = None
     if case.dropout:

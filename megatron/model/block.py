@@ -61,8 +61,12 @@ class Block(nn.Module):
             attended = recompute(self._attention_half, x, context, inside=context.region)
         else:
             attended = self._attention_half(x, context)
-        x = x + self.attention_dropout(attended, context.samples)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), context.samples)
+        if self.attention_dropout.idle:
+            x, normal = self.mlp_norm(x, attended)
+        else:
+            x = self.attention_dropout.add(x, attended, context.samples)
+            normal = self.mlp_norm(x)
+        return self.mlp_dropout.add(x, self.mlp(normal), context.samples)
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.attention(self.attention_norm(x), context)

@@ -33,7 +33,8 @@ class RankSetup:
     """How a rank works on the model: its part of each layer, the samples of a pass, number format, kernels.
 
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
-    is for comparisons: attention whose scores are whole, as other suites have it.
+    is for comparisons: attention whose scores are whole, as other suites have it. plain_softmax:
+    --no-masked-softmax-fusion.
     """
 
     tp: int = 1
@@ -44,6 +45,7 @@ class RankSetup:
     element: int = 2
     backend: str = "auto"
     chunk: Optional[int] = None
+    plain_softmax: bool = False
 
 
 class CoreAttention(NamedTuple):

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.facts import Facts
+from megatron.model.fusions import choose_fusions
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -103,6 +104,7 @@ class LanguageModel(nn.Module):
                 if self.sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region
             )
+        choose_fusions(self, self.kernels)
 
     # ---- what a model says -------------------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class LanguageModel(nn.Module):
                 z_loss=self.z_loss,
                 chunk=self.kernels.cross_entropy_chunk,
                 deferred=self.weight_grad_store,
+                unfused=not self.kernels.cross_entropy_loss_fusion,
             )
         return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
 
@@ -161,6 +164,7 @@ class LanguageModel(nn.Module):
                 tp=self.tp,
                 softcap=self.softcap,
                 chunk=self.kernels.cross_entropy_chunk,
+                unfused=not self.kernels.cross_entropy_loss_fusion,
             )
         return losses.view(batch.labels.shape)
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
@@ -14,8 +15,10 @@ from megatron.settings.schema import Model
 class MLP(nn.Module):
     """[s, b, h] -> [s, b, h] through a width of `ffn_size`, divided over tp.
 
-    weights: `model.weights.mlp(...)`
+    weights: `model.weights.mlp(...)`. unfused: activations by torch's ops (--no-bias-swiglu-fusion).
     """
+
+    fusion, unfused = "bias_swiglu_fusion", False
 
     def __init__(self, model: Model, tp: Axis, weights: Table, **common):
         super().__init__()
@@ -25,10 +28,17 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.up(x)  # [s, b, ffn/tp] or [s, b, 2 ffn/tp]
+        return self.down(self._activated(x))
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] -> [s, b, ffn/tp]."""
         if self.gated:
-            gate, value = x.chunk(2, -1)
-            return self.down(F.silu(gate) * value)
+            x = self.up(x)  # [s, b, 2 ffn/tp]
+            return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
         if self.squared:
-            return self.down(F.relu(x).square())
-        return self.down(F.gelu(x, approximate=self.approximate))
+            return F.relu(self.up(x)).square()
+        if self.approximate == "tanh" and self.up.bias is not None:
+            kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
+            if kernel is not reference.bias_gelu:  # for that one the product adds the bias, at no cost
+                return kernel(self.up(x, add_bias=False), self.up.bias)
+        return F.gelu(self.up(x), approximate=self.approximate)

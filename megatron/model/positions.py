@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.weights import Table
 from megatron.mpu.layers import create_parameters
 from megatron.settings.schema import Model
@@ -79,10 +80,6 @@ def _yarn_ramp(half: int, model: Model) -> torch.Tensor:
     return ((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
-def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [s, b, g, any, d] with the first `width` channels of d rotated."""
-    cos, sin = angles
-    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turning.chunk(2, -1)
-    turned = turning * cos + torch.cat((-second, first), -1) * sin
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], unfused: bool = False) -> torch.Tensor:
+    """x [s, b, g, any, d] with the first `width` channels of d rotated, by the best kernel for `reference.rotate`."""
+    return choose_kernel("rotate", Case(x.device.type, x.dtype, unfused=unfused)).run(x, *angles)

@@ -28,7 +28,9 @@ from typing import Optional
 
 import torch
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
+from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.layers import matmul
@@ -52,6 +54,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: Optional[int] = None,
     deferred: Optional[WeightGradStore] = None,
+    unfused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
     fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
@@ -62,11 +65,14 @@ def linear_cross_entropy(
     labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
-    deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`.
+    deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`;
+    unfused: softmax and gradients by torch's ops.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    vocabulary = _Vocabulary(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
-    losses, log_sums, gradients = _chunks(hidden.detach(), weight.detach(), labels, mask, vocabulary, chunk, wanted)
+    part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
+    losses, log_sums, gradients = _chunks(
+        hidden.detach(), weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused
+    )
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
         return loss, z
@@ -77,11 +83,19 @@ def linear_cross_entropy(
 @op
 @torch.no_grad()
 def token_losses(
-    hidden, weight, labels, *, vocab_size: int, tp: Axis, softcap: Optional[float] = None, chunk: Optional[int] = None
+    hidden,
+    weight,
+    labels,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    softcap: Optional[float] = None,
+    chunk: Optional[int] = None,
+    unfused: bool = False,
 ) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
-    vocabulary = _Vocabulary(weight, vocab_size, tp, 0.0, softcap, 0.0)
-    return _chunks(hidden, weight, labels, None, vocabulary, chunk, False)[0]
+    part = _part(weight, vocab_size, tp, softcap=softcap)
+    return _chunks(hidden, weight, labels, None, part, _join(tp), chunk, False, unfused)[0]
 
 
 class _Precomputed(torch.autograd.Function):
@@ -113,27 +127,15 @@ def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tens
     return gradient
 
 
-class _Vocabulary:
-    """Which rows of the vocabulary this rank holds, how many of those are real, what a real row and a label's own row
-    have as target, the cap of the logits and the weight of the z-loss.
-    """
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        vocab_size: int,
-        tp: Axis,
-        label_smoothing: float,
-        softcap: Optional[float],
-        z_loss: float,
-    ):
-        self.tp, self.rows, self.softcap, self.z_loss = tp, weight.shape[0], softcap, z_loss
-        self.everywhere, self.label = label_smoothing / vocab_size, 1.0 - label_smoothing
-        self.first = tp.rank * self.rows
-        self.real = max(0, min(self.rows, vocab_size - self.first))
+def _part(weight, vocab_size: int, tp: Axis, label_smoothing=0.0, softcap=None, z_loss=0.0) -> VocabularyPart:
+    """Of the vocabulary what this rank holds; what a real row and a label's own row have as target."""
+    rows = weight.shape[0]
+    first = tp.rank * rows
+    real = max(0, min(rows, vocab_size - first))
+    return VocabularyPart(first, real, 1.0 - label_smoothing, label_smoothing / vocab_size, softcap, z_loss)
 
 
-def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted: bool):
+def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wanted: bool, unfused: bool):
     """Losses [n] and log sum exp of each token's logits [n]; with `wanted` also what gives the gradients of their masked
     sum (with z-losses) to hidden [n, h] and weight [v/tp, h], each with the factor that it is multiplied by.
 
@@ -143,35 +145,39 @@ def _chunks(hidden, weight, labels, mask, vocabulary: _Vocabulary, chunk, wanted
     """
     n, product = hidden.shape[0], matmul(hidden)
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    chunk, block = LossChunks.of(vocabulary.rows, weight.element_size(), device, chunk)
+    softmax_loss = choose_kernel("cross_entropy", Case(hidden.device.type, hidden.dtype, unfused=unfused)).run
+    chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     if not wanted:
         for rows in _slices(0, n, chunk):
-            found = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, False)
-            losses[rows], log_sums[rows], _ = found
+            losses[rows], log_sums[rows] = softmax_loss(product(hidden[rows], weight), labels[rows], part, join)
         return losses, log_sums, None
     half = hidden.dtype == torch.float16
     up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
     hidden_gradient, total = torch.empty_like(hidden), None
-    waiting = torch.empty((min(n, block), vocabulary.rows), dtype=hidden.dtype, device=hidden.device)
+    scale = mask
+    if half:
+        scale = torch.full_like(losses, up) if mask is None else mask * up
+    waiting = torch.empty((min(n, block), len(weight)), dtype=hidden.dtype, device=hidden.device)
     for whole in _slices(0, n, block):
         for rows in _slices(whole.start, whole.stop, chunk):
-            found = _softmax_loss(product(hidden[rows], weight), labels[rows], vocabulary, True)
-            losses[rows], log_sums[rows], gradient = found
-            if mask is not None:
-                gradient.mul_(mask[rows].unsqueeze(1))
-            if half:
-                gradient.mul_(up)
-            waiting[rows.start - whole.start : rows.stop - whole.start] = gradient
+            losses[rows], log_sums[rows] = softmax_loss(
+                product(hidden[rows], weight),
+                labels[rows],
+                part,
+                join,
+                None if scale is None else scale[rows],
+                waiting[rows.start - whole.start : rows.stop - whole.start],
+            )
         gradient, inputs = waiting[: whole.stop - whole.start], hidden[whole]
         hidden_gradient[whole] = product(gradient, weight.t())
-        part = partial(_weight_gradient, product, gradient, inputs, down)
+        give = partial(_weight_gradient, product, gradient, inputs, down)
         if n > block:  # blocks are summed in fp32: in bf16 each addition would round away what the next one brings
-            total = part() if total is None else total.float().add_(part())
+            total = give() if total is None else total.float().add_(give())
     if total is not None:
         total = total.to(weight.dtype)
-        part = lambda: total
-    return losses, log_sums, ((lambda: hidden_gradient, up), (part, up * down))
+        give = lambda: total
+    return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down))
 
 
 def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:
@@ -183,46 +189,13 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-def _softmax_loss(logits: torch.Tensor, labels: torch.Tensor, vocabulary: _Vocabulary, wanted: bool):
-    """Losses [c], log sum exp [c] and, with `wanted`, the gradients [c, v/tp] of losses and weighted z-losses: without
-    these and caps softmax - target. In fp32, from logits [c, v/tp] of any format.
-    """
-    logits, slope = logits.float(), None
-    if vocabulary.softcap is not None:
-        tanh = logits.div_(vocabulary.softcap).tanh_()
-        slope = 1.0 - tanh.square() if wanted else None
-        logits = tanh.mul_(vocabulary.softcap)
-    logits[:, vocabulary.real :] = float("-inf")
-    local = labels - vocabulary.first
-    elsewhere = (local < 0) | (local >= vocabulary.real)
-    local = local.masked_fill(elsewhere, 0).unsqueeze(1)
-    target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0).mul_(vocabulary.label)  # [c, 1]
-    if vocabulary.everywhere:
-        target += logits[:, : vocabulary.real].sum(1, keepdim=True) * vocabulary.everywhere
-    if not wanted or vocabulary.tp.size > 1:
-        log_sum = _log_sum_exp(logits, vocabulary.tp)
-        target = collectives.all_reduce(target, vocabulary.tp)
-    if not wanted:
-        return (log_sum - target).squeeze(1), log_sum.squeeze(1), None
-    if vocabulary.tp.size > 1:
-        probabilities = logits.sub_(log_sum).exp_()
-    else:  # one pass; the sum is read off the largest probability, which is far from underflow
-        largest = logits.amax(1, keepdim=True)
-        probabilities = torch.softmax(logits, 1)
-        log_sum = largest - probabilities.amax(1, keepdim=True).log()
-    if vocabulary.z_loss:
-        probabilities.mul_(1.0 + 2.0 * vocabulary.z_loss * log_sum)
-    if vocabulary.everywhere:
-        probabilities[:, : vocabulary.real] -= vocabulary.everywhere
-    probabilities.scatter_add_(1, local, (elsewhere.float().unsqueeze(1) - 1.0) * vocabulary.label)
-    if slope is not None:
-        probabilities.mul_(slope)
-    return (log_sum - target).squeeze(1), log_sum.squeeze(1), probabilities
-
-
-def _log_sum_exp(logits: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """log sum exp over the whole vocabulary, [c, 1], from this rank's part of the logits [c, v/tp]."""
-    local = torch.logsumexp(logits, 1, keepdim=True)
+def _join(tp: Axis) -> Optional[Callable]:
+    """What makes statistics of the whole vocabulary, [c, 1] each, from those of the ranks' parts; None on one rank."""
     if tp.size == 1:
-        return local
-    return torch.logsumexp(collectives.all_gather(local.unsqueeze(0), tp), 0)
+        return None
+
+    def joined(log_sum, target):
+        log_sum = torch.logsumexp(collectives.all_gather(log_sum.unsqueeze(0), tp), 0)
+        return log_sum, collectives.all_reduce(target, tp)
+
+    return joined

@@ -202,18 +202,36 @@ class ColumnParallelLinear(nn.Module):
     # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
     # casts x on its way into the product: the gradient is reduced in the format of x.
     overlap = True
+    fusion, unfused = "fused_linear", False  # unfused: the bias is added behind the product, not by it
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
         self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, add_bias: bool = True) -> torch.Tensor:
+        """add_bias: False where a kernel behind this layer adds it."""
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
         options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate)
-        return linear(x, self.weight, self.bias, options)
+        bias = self.bias if add_bias else None
+        if bias is not None and self.unfused:
+            return linear(x, self.weight, None, options) + bias.flatten()
+        return linear(x, self.weight, bias, options)
+
+    def parts(self, x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """As `forward`, by a product for each part of the second dim of the weight's rows: [..., rows, size, ...] each.
+
+        Their gradients are parts of one parameter's, which autograd puts together: no product is deferred or adds to
+        the optimizer's gradients by itself.
+        """
+        if self.tp.size > 1 and not self.gather:
+            x = mappings.copy_to_tensor_model_parallel_region(x, self.tp)
+        options = LinearOptions(self.gather)
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes, 1)
+        products = [linear(x, w, b, options) for w, b in zip(self.weight.split(sizes, 1), biases)]
+        return tuple(y.view(*y.shape[:-1], -1, size, *self.weight.shape[2:-1]) for y, size in zip(products, sizes))
 
 
 class RowParallelLinear(nn.Module):
@@ -224,6 +242,7 @@ class RowParallelLinear(nn.Module):
 
     weight_grad_store: WeightGradStore | None = None
     accumulate: Callable | None = None
+    fusion, unfused = "fused_linear", False
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
@@ -237,7 +256,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         options = LinearOptions(deferred=self.weight_grad_store, accumulate=self.accumulate)
-        if self.tp.size == 1:
+        if self.tp.size == 1 and not self.unfused:
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
         return x if self.bias is None else x + self.bias  # once, after the sum

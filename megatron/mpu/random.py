@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Placement
@@ -72,7 +73,10 @@ class Dropout(torch.nn.Module):
 
     x is [s, b, ...] with the batch at `batch_dim`. When an axis cuts dim `cut` of the per-sample tensor (the sequence
     under sequence parallelism, the heads in attention), every rank draws the words of the whole and takes its piece.
+    unfused: dropout and an addition behind it by torch's ops (--no-bias-dropout-fusion).
     """
+
+    fusion, unfused = "bias_dropout_fusion", False
 
     def __init__(
         self, p: float, site: str, layer: int, seed: int, *, batch_dim: int = 1, cut: int = 0, axis: Axis = None
@@ -85,9 +89,21 @@ class Dropout(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         """`samples`: [b] numbers of the samples in training order, on the CPU. Identity in evaluation or at p = 0."""
-        if not self.training or self.p == 0.0:
+        if self.idle:
             return x
         return drop(x, self.keep(x.shape, samples, x.device))
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """residual + x after dropout, both [s, b, h]."""
+        if self.idle:
+            return residual + x
+        run = choose_kernel("dropout_add", Case(x.device.type, x.dtype, unfused=self.unfused)).run
+        return run(x, self.keep(x.shape, samples, x.device), residual)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is dropped: in evaluation, or at p = 0."""
+        return not self.training or self.p == 0.0
 
     def keep(self, shape: tuple[int, ...], samples: torch.Tensor, device: torch.device) -> DropoutMask:
         """What to keep of a tensor of this (local) shape, which has the batch at `batch_dim`."""

@@ -32,6 +32,7 @@ class Job:
     device:   "cuda" or "cpu": which kernels run, and what they keep
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
+    plain_softmax: --no-masked-softmax-fusion
     moments:  numbers that the optimizer keeps of each weight, beside it
     matrix_moments: and of a matrix of a linear layer, if it treats those by themselves
     ns_steps: steps of the iteration by which it orthogonalises them
@@ -48,6 +49,7 @@ class Job:
     moments: int = 2
     matrix_moments: Optional[int] = None
     ns_steps: int = 0
+    plain_softmax: bool = False
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -64,6 +66,7 @@ class Job:
             config.kernels.cross_entropy_chunk,
             len(state_of(config.optimizer)),
             *_of_matrices(config.optimizer),
+            plain_softmax=not config.kernels.masked_softmax_fusion,
         )
 
     @property
@@ -73,7 +76,8 @@ class Job:
 
     def rank_setup(self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1) -> RankSetup:
         """How a rank works on the model in a layout."""
-        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, self.backend, self.chunk)
+        kernels = (self.backend, self.chunk, self.plain_softmax)
+        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, *kernels)
 
 
 def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:

@@ -56,6 +56,8 @@ OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_ope
 PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
 
+CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
+
 EFFECTS: dict[str, Needs] = {
     # how ranks share the work
     "sequence_parallel": Needs("--tensor-model-parallel-size above 1", lambda s: s.tp > 1),
@@ -117,6 +119,18 @@ EFFECTS: dict[str, Needs] = {
     "min_loss_scale": DYNAMIC_SCALE,
     "loss_scale_window": DYNAMIC_SCALE,
     "hysteresis": DYNAMIC_SCALE,
+    # kernels
+    "bias_dropout_fusion": Needs(
+        "a CUDA device, and --hidden-dropout above 0", lambda s: s.device != "cpu" and s.hidden_dropout
+    ),
+    "persist_layer_norm": CUDA,
+    "cross_entropy_loss_fusion": CUDA,
+    "bias_swiglu_fusion": Needs("a CUDA device, and --swiglu", lambda s: s.device != "cpu" and s.swiglu),
+    "rope_fusion": Needs(
+        "a CUDA device, and --position-embedding-type rope",
+        lambda s: s.device != "cpu" and s.position_embedding_type == "rope",
+    ),
+    "fused_linear": Needs("biases (no --disable-bias-linear)", lambda s: not s.disable_bias_linear),
     # checkpoints
     "mean_time_to_interruption": Needs("--save-interval auto", lambda s: s.save_interval == AUTO),
     "save_retries": SAVE,

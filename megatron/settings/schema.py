@@ -402,6 +402,15 @@ class Kernels:
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+    # Choices of speed: off, torch's ops come one after the other. On CPUs most have no fused form.
+    masked_softmax_fusion: bool = setting("explicit attention in blocks; off: all its scores at once", True)
+    bias_dropout_fusion: bool = setting("dropout and the addition behind it in one kernel", True)
+    bias_swiglu_fusion: bool = setting("the gated activation of --swiglu in one kernel", True)
+    rope_fusion: bool = setting("rotary positions in one kernel", True, "--apply-rope-fusion~=true")
+    persist_layer_norm: bool = setting("norms in the suite's own kernels; off: apex's or torch's", True)
+    cross_entropy_loss_fusion: bool = setting("softmax, loss and its gradient in one kernel", True)
+    fused_linear: bool = setting("products add their bias themselves", True)
+    fuse_attn_qkv: bool = setting("queries, keys and values by one product", True)
     manual_gc_interval: int = setting(
         "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
     )

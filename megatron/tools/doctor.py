@@ -244,7 +244,7 @@ def _kernels() -> dict[str, list[dict[str, str]]]:
     from megatron.fused_kernels import TABLE
 
     return {
-        op: [dict(name=entry.name, lacking=entry.lacking, worth=entry.worth) for entry in entries]
+        op: [dict(name=entry.name, lacking=entry.lacking or entry.probe(), worth=entry.worth) for entry in entries]
         for op, entries in TABLE.items()
     }
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from megatron import __version__
+from megatron import __version__, fused_kernels
 from megatron.checkpoint.folder import checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.traces import may_begin, same_place
@@ -113,6 +113,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         log(resumed(config, record, state, lengths, context.mesh.sizes))
         if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
             notices.append(f"training ends at iteration {end}: nothing is left to train")
+    notices += fused_kernels.told(context.device.type, dtype)
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")
     for warning in [*idle(config, context.mesh.world_size).values(), *warnings]:

@@ -294,9 +294,10 @@ def spoil(trap: Trap) -> None:
     def forward_hook(module, inputs, output):
         if not (torch.is_grad_enabled() and trap.due()):
             return output
+        *others, last = output if isinstance(output, tuple) else (output,)  # a norm may give a sum before its result
         if kind != "<":
-            return spoiled(output)
-        output.register_hook(spoiled)
+            return (*others, spoiled(last)) if others else spoiled(last)
+        last.register_hook(spoiled)
         return output
 
     def weight_hook(module, inputs):

@@ -29,6 +29,7 @@ ALWAYS = """
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples eval_iters exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend cross_entropy_chunk manual_gc_interval
+    masked_softmax_fusion fuse_attn_qkv
     recompute_granularity recompute_method recompute_num_layers
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
@@ -76,6 +77,12 @@ CASES = {
     "lion_beta1": ("--lion-beta1 0.8", "--optimizer sgd", "--optimizer lion"),
     "lion_beta2": ("--lion-beta2 0.8", "", "--optimizer lion"),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", "--swiglu", ""),
+    "bias_dropout_fusion": ("--no-bias-dropout-fusion", "--device cpu", "--device cuda"),
+    "bias_swiglu_fusion": ("--no-bias-swiglu-fusion", "--device cuda", "--device cuda --swiglu"),
+    "rope_fusion": ("--no-rope-fusion", f"--device cpu {ROPE}", f"--device cuda {ROPE}"),
+    "persist_layer_norm": ("--no-persist-layer-norm", "--device cpu", "--device cuda"),
+    "cross_entropy_loss_fusion": ("--no-cross-entropy-loss-fusion", "--device cpu", "--device cuda"),
+    "fused_linear": ("--no-fused-linear", "--disable-bias-linear", ""),
     "attention_softmax_in_fp32": ("--attention-softmax-in-fp32", "", "--bf16"),
     "reset_position_ids": ("--reset-position-ids", "--position-embedding-type none", ROPE),
     "sequence_parallel": ("--sequence-parallel", "2:", "2: --tp 2"),

@@ -22,7 +22,7 @@ UPDATE = f"{STEP}::test_updates_are_those_of_torchs_adamw"
 RULES = "test_optimizers"
 MUON = f"{RULES}::test_muon_is_its_description"
 WHERE = f"{STEP}::test_state_on_the_host_or_in_files_changes_nothing_else"
-ARITHMETIC, LAYOUT = "test_arithmetic_settings", "test_layout_settings"
+ARITHMETIC, LAYOUT, FUSIONS = "test_arithmetic_settings", "test_layout_settings", "test_fusion_settings"
 SCALE = f"{ARITHMETIC}::test_loss_scales_of_fp16"
 FORMAT = f"{ARITHMETIC}::test_formats"
 AGAIN = f"{ARITHMETIC}::test_what_is_computed_again"
@@ -201,6 +201,14 @@ CHECKS = dict(
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
+        **{
+            name: f"{FUSIONS}::test_a_fused_kernel_is_used_unless_its_flag_says_no"
+            for name in "bias_dropout_fusion bias_swiglu_fusion rope_fusion persist_layer_norm "
+            "cross_entropy_loss_fusion".split()
+        },
+        masked_softmax_fusion=f"{FUSIONS}::test_plain_softmax_makes_all_scores_at_once",
+        fused_linear=f"{FUSIONS}::test_products_without_biases",
+        fuse_attn_qkv=f"{FUSIONS}::test_three_products_for_queries_keys_and_values",
         manual_gc_interval="test_garbage::test_a_run_collects_at_its_interval",
     ),
     checkpoint=dict(

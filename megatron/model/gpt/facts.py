@@ -95,7 +95,7 @@ class GPTFacts(Facts):
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         """The kernel that `fused_kernels.choose_kernel` will take."""
         m = self.settings
-        if share.backend == "stored":
+        if share.backend == "stored" or share.plain_softmax and share.backend == "explicit":
             return "reference"
         drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
         capped = m.attn_logit_softcapping is not None
@@ -104,11 +104,11 @@ class GPTFacts(Facts):
         if capped and share.device == "cuda" and share.backend == "flash":
             return "flash"  # of the package flash-attn; torch has no caps
         if drops or capped:
-            return "block-causal"
+            return "reference" if share.plain_softmax else "block-causal"
         if share.device == "cuda":
             return "block-causal" if share.backend == "explicit" and not scaled else "flash"
         reach = m.seq_length if window is None else min(m.seq_length, window + 1)
-        if reach > 4096:
+        if share.plain_softmax or reach > 4096:
             return "reference" if share.backend == "explicit" else "flash"
         return "flash" if share.backend == "sdpa" else "block-causal"
 

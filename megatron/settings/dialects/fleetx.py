@@ -64,6 +64,9 @@ Model.sequence_parallel --sequence-parallel
 Model.virtual_pp_degree --virtual-pp-degree
 Model.scale_qk_by_layer_num --apply-query-key-layer-scaling
 Model.use_flash_attn --use-flash-attn
+Model.fused_linear --fused-linear
+Model.fuse_attn_qkv --fuse-attn-qkv
+Model.fused_softmax_with_triangular --masked-softmax-fusion
 Data.Train.dataset.split --split
 Data.Train.dataset.max_seq_len --seq-length
 Data.Train.loader.num_workers --num-workers
@@ -119,8 +122,8 @@ IDLE = {
     "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "a GPT has no token types": "Model.type_vocab_size",
     "training is counted in steps, not in epochs": "Engine.save_load.save_epoch",
-    "kernels are chosen by what is installed; fused or not, the result is the same": """Model.fused_linear
-        Model.fuse_attn_qkv Model.fused_softmax_with_triangular Fused.* FusedPasses.* Optimizer.tensor_fusion""",
+    "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.* FusedPasses.*
+        Optimizer.tensor_fusion""",
 }
 
 # sentence: keys that are refused, unless their value asks for nothing

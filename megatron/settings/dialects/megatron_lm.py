@@ -52,19 +52,17 @@ IGNORED = """
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
-    --masked-softmax-fusion --bias-dropout-fusion --muon-use-syrk
-    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion
-    --no-persist-layer-norm --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
+    --muon-use-syrk --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
     --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
     --use-kitchen-attention --kitchen-attention-backend --flash-attention-version --use-flash-attn-triton
-    --fused-linear --fuse-attn-qkv --no-fuse-attn-qkv --tensor-fusion --gdp-cutedsl-kernel
+    --tensor-fusion --gdp-cutedsl-kernel
     --disable-symmetric-registration
 gradients are always accumulated and reduced in fp32
     --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
     --no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation
     --ddp-param-name-patterns-for-fp32-local-accumulation --disable-bf16-reduced-precision-matmul
 the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)
-    --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fp16-lm-cross-entropy
+    --cross-entropy-fusion-impl --fp16-lm-cross-entropy
 CUDA graphs would only save launch time; see --torch-compile
     --enable-cuda-graph --cuda-graph-* --external-cuda-graph --optimizer-cuda-graph
 when and how ranks exchange data changes the speed, not the result; this suite arranges it by itself

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a kernel is laid out over a device: what a program works on at a time, threads, programs."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+ELEMENTS = 4096  # of a tile, where rows are short
+EACH = 16  # elements of a tile that a thread has
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time: `rows` x `columns`, powers of 2, by `warps` of 32 threads."""
+
+    rows: int
+    columns: int
+    warps: int
+
+    @classmethod
+    def of(cls, width: int, widest: int) -> "Tile":
+        """For rows of `width`: whole ones if they are not wider than `widest`, else blocks of them.
+
+        >>> Tile.of(768, 8192), Tile.of(64, 8192), Tile.of(12288, 8192)
+        (Tile(rows=4, columns=1024, warps=8), Tile(rows=64, columns=64, warps=8), Tile(rows=1, columns=4096, warps=8))
+        """
+        columns = 1 << (width - 1).bit_length()
+        if columns > widest:
+            columns = widest // 2  # widths such as 12288 are multiples of it
+        rows = max(1, min(64, ELEMENTS // columns))
+        return cls(rows, columns, max(1, min(16, rows * columns // (32 * EACH))))
+
+
+@lru_cache
+def programs(device: torch.device) -> int:
+    """Programs that a device has work for, of kernels whose programs go through many rows."""
+    if device.type != "cuda":
+        return 4  # in Triton's interpreter: few, so that each has several rows
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this machine's triton and device give what `reference.py` defines: a small case of each op, forward and backward.
+
+A probe runs when its op is first wanted on CUDA, once in a process: it compiles the kernel, which takes about a second (or
+none, where Triton's cache on the disk has it). What comes of it decides whether the kernel is used, and is what `doctor`
+and the first lines of a run say.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from megatron.fused_kernels import reference
+from megatron.fused_kernels.dropout import DropoutMask
+
+MODULES = dict(
+    layer_norm="norms",
+    rms_norm="norms",
+    add_layer_norm="norms",
+    add_rms_norm="norms",
+    bias_gelu="activations",
+    swiglu="activations",
+    rotate="rotary",
+    dropout_add="dropout",
+    cross_entropy="cross_entropy",
+)
+TOLERANCE = 2e-2  # of the norm of a tensor: both sides round to bf16
+NO_VALUES = "tensors have no values here"
+
+
+def kernel(op: str) -> Callable:
+    """The Triton kernel of an op; its module, and triton with it, is imported when it is first called."""
+
+    def run(*args, **kwargs):
+        return getattr(import_module(f"megatron.fused_kernels.gpu.{MODULES[op]}"), op)(*args, **kwargs)
+
+    return run
+
+
+def probe(op: str) -> str:
+    """Why the Triton kernel of an op cannot be used on the CUDA device; "" where it can."""
+    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+        return NO_VALUES  # in the dry runs of a model; not remembered
+    return _probe(op)
+
+
+@cache
+def _probe(op: str) -> str:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            wrong = compare(op, kernel(op), "cuda", torch.bfloat16)
+    except Exception as error:  # of the compiler, the driver or the device: whatever it is, torch's ops remain
+        return f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"the probe found {wrong}" if wrong else ""
+
+
+def compare(op: str, run: Callable, device: str, dtype: torch.dtype, tolerance: float = TOLERANCE) -> str:
+    """What of `run` differs from the reference in fp32 on a small case, values and gradients; "" where nothing does."""
+    inputs, call = CASES[op](device, dtype)
+    mine = [x.detach().clone().requires_grad_() for x in inputs]
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    got, want = call(run, *mine), call(getattr(reference, op), *exact)
+    upstream = [_drawn(x.shape, device, dtype, 90 + n) for n, x in enumerate(want)]
+    if want[0].requires_grad:
+        got = (*got, *torch.autograd.grad(got, mine, [x.to(y.dtype) for x, y in zip(upstream, got)]))
+        want = (*want, *torch.autograd.grad(want, exact, [x.float() for x in upstream]))
+    errors = [((x.float() - y).norm() / y.norm()).item() for x, y in zip(got, want)]
+    return "" if all(error <= tolerance for error in errors) else f"relative errors {[f'{e:.1e}' for e in errors]}"
+
+
+def _drawn(shape, device: str, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _tuple(function: Callable) -> Callable:
+    return lambda run, *inputs: (function(run, *inputs),)
+
+
+def _norm_case(branches: int, parameters: int) -> Callable:
+    def case(device, dtype):
+        shapes = [(6, 5, 96)] * (1 + branches) + [(96,)] * parameters
+        call = lambda run, *inputs: run(*inputs, 1e-5)
+        return [_drawn(x, device, dtype, n) for n, x in enumerate(shapes)], call if branches else _tuple(call)
+
+    return case
+
+
+def _rotate_case(device, dtype):
+    angles = torch.arange(6.0, device=device).view(6, 1, 1, 1, 1) * torch.rand(8, device=device)
+    angles = torch.cat((angles, angles), -1)
+    call = lambda run, x: run(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    return [_drawn((6, 2, 3, 2, 20), device, dtype, 0)], _tuple(call)
+
+
+def _dropout_case(device, dtype):
+    words = torch.arange(-32768, 32768, 109).short().to(device)[:600].view(2, 3, 100).movedim(0, 1)
+    call = lambda run, x, residual: run(x, DropoutMask(words, -20000, 1.25), residual)
+    return [_drawn((3, 2, 100), device, dtype, n) for n in range(2)], _tuple(call)
+
+
+def _cross_entropy_case(device, dtype):
+    part, labels = reference.VocabularyPart(100, 290, 0.9, 1e-3, 30.0, 1e-3), torch.arange(95, 400, 61, device=device)
+
+    def call(run, logits):
+        gradient = torch.empty_like(logits)
+        found = run(logits.detach().clone(), labels, part, None, torch.ones(len(labels), device=device), gradient)
+        return *found, gradient
+
+    return [_drawn((len(labels), 300), device, dtype, 0)], call
+
+
+CASES = dict(
+    layer_norm=_norm_case(0, 2),
+    rms_norm=_norm_case(0, 1),
+    add_layer_norm=_norm_case(1, 2),
+    add_rms_norm=_norm_case(1, 1),
+    bias_gelu=lambda device, dtype: (
+        [_drawn((7, 3, 100), device, dtype, 0), _drawn((100,), device, dtype, 1)],
+        _tuple(lambda run, x, bias: run(x, bias)),
+    ),
+    swiglu=lambda device, dtype: ([_drawn((7, 3, 200), device, dtype, 0)], _tuple(lambda run, x: run(x))),
+    rotate=_rotate_case,
+    dropout_add=_dropout_case,
+    cross_entropy=_cross_entropy_case,
+)

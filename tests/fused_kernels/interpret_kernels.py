@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the Triton kernels in Triton's interpreter, on the CPU in fp32, against `reference.py` in fp64.
+
+    TRITON_INTERPRET=1 python tests/fused_kernels/interpret_kernels.py      # {case: [relative errors of tensors]} as JSON
+
+A process of its own, because the variable is read when a kernel is decorated. The interpreter rounds bf16 its own way, and
+sees neither races nor reads out of bounds: formats are looked at on a GPU alone (tests/gpu).
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from megatron.data.loader import MicroBatch
+from megatron.fused_kernels import TABLE, TRITON, reference
+from megatron.fused_kernels.dropout import DropoutMask
+from megatron.fused_kernels.gpu import probe
+from megatron.fused_kernels.reference import VocabularyPart
+from megatron.model.gpt.module import GPT
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import placements
+from megatron.mpu.random import init_parameter
+from megatron.settings.schema import Model
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def errors(found, wanted) -> list[float]:
+    """Relative errors in the norm over a tensor; where all is 0, that of the other."""
+    pairs = [(x.double(), y.double()) for x, y in zip(found, wanted, strict=True)]
+    assert all(x.shape == y.shape and y.isfinite().all() for x, y in pairs)
+    return [((x - y).norm() / (y.norm() or 1.0)).item() for x, y in pairs]
+
+
+def compared(op: str, inputs: list[torch.Tensor], call: Callable = lambda run, *x: run(*x)) -> list[float]:
+    """Errors of values and of all gradients."""
+    mine, exact = [x.detach().requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
+    got, want = call(probe.kernel(op), *mine), call(getattr(reference, op), *exact)
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    upstream = [drawn(*x.shape, seed=70 + n) for n, x in enumerate(want)]
+    found = [*got, *torch.autograd.grad(got, mine, upstream)]
+    return errors(found, [*want, *torch.autograd.grad(want, exact, [x.double() for x in upstream])])
+
+
+def norm(op: str, *shape: int, size: float = 1.0, mean: float = 0.5, epsilon: float = 1e-5) -> list[float]:
+    rows = [(drawn(*shape, seed=n) + mean) * size for n in range(1 + op.startswith("add"))]
+    weights = [drawn(shape[-1], seed=5 + n) * 0.2 + 1.0 for n in range(1 + op.endswith("layer_norm"))]
+    return compared(op, rows + weights, lambda run, *x: run(*x, epsilon))
+
+
+def parts_of_rows() -> list[float]:
+    """Heads cut out of a fused tensor, as the norms of queries and keys get them."""
+    x = drawn(5, 2, 3, 4, 24)[..., 8:16]
+    return compared("rms_norm", [x, drawn(8, seed=1)], lambda run, *x: run(*x, 1e-5))
+
+
+def rotate(d: int, width: int, b: int = 2, own: bool = False) -> list[float]:
+    """Queries of a fused tensor, and angles for all samples or for each."""
+    x = drawn(5, b, 3, 6, d)[:, :, :, :4]
+    angles = drawn(5, b if own else 1, 1, 1, width // 2, seed=1)
+    angles = torch.cat((angles, angles), -1)
+    return compared("rotate", [x], lambda run, x: run(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)))
+
+
+def dropout_add(h: int, threshold: int) -> list[float]:
+    words = torch.randint(-32768, 32768, (3, 10, h), generator=torch.Generator().manual_seed(2), dtype=torch.int16)
+    words = words.chunk(2, 1)[1].movedim(0, 1)  # the second half of a sequence
+    factor = 65536 / (32768 - threshold)
+    call = lambda run, x, residual: run(x, DropoutMask(words, threshold, factor), residual)
+    return compared("dropout_add", [drawn(5, 3, h), drawn(5, 3, h, seed=1)], call)
+
+
+def cross_entropy(rows: int, v: int, shards: int, real: int, in_place: bool = False, **more) -> list[float]:
+    """A vocabulary of `real` rows padded to v, cut into shards, each of which sees its logits alone; against the whole."""
+    logits, scale = drawn(rows, v) * 3.0, drawn(rows, seed=2).abs()
+    labels = torch.randint(0, real, (rows,), generator=torch.Generator().manual_seed(3))
+    labels[:2] = torch.tensor([0, real - 1])
+    want_gradient = torch.empty(rows, v, dtype=torch.float64)
+    whole = VocabularyPart(0, real, **more)
+    want = _exactly(logits, labels, whole, scale, want_gradient)
+    run, width = probe.kernel("cross_entropy"), v // shards
+    pieces = [logits[:, n * width : (n + 1) * width].clone() for n in range(shards)]
+    parts = [whole._replace(first=n * width, real=max(0, min(width, real - n * width))) for n in range(shards)]
+    told = []  # statistics of the shards, as messages bring them
+    for piece, part in zip(pieces, parts, strict=True):
+        run(piece, labels, part, lambda *own: told.append(own) or own)
+    log_sum = torch.logsumexp(torch.stack([own[0] for own in told]), 0)
+    joined = (log_sum, torch.stack([own[1] for own in told]).sum(0))
+    join = (lambda *own: joined) if shards > 1 else None
+    gradient = torch.empty(rows, v)
+    for n, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+        out = piece if in_place else gradient[:, n * width : (n + 1) * width]
+        found = run(piece, labels, part, join, scale, out)
+        gradient[:, n * width : (n + 1) * width] = out
+    return errors([*found, gradient], [*want, want_gradient])
+
+
+def _exactly(logits, labels, part: VocabularyPart, scale, out) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and log sum exp in fp64 from the formula, and by autograd the gradient of loss and z-loss."""
+    logits = logits.double().requires_grad_()
+    real = logits[:, : part.real]
+    real = real if part.softcap is None else part.softcap * (real / part.softcap).tanh()
+    log_sum = real.logsumexp(1)
+    loss = log_sum - part.label * real.gather(1, labels[:, None])[:, 0] - part.everywhere * real.sum(1)
+    ((loss + part.z_loss * log_sum.square()) * scale).sum().backward()
+    out.copy_(logits.grad)
+    return loss.detach(), log_sum.detach()
+
+
+def far_rows() -> list[float]:
+    """Rows that begin 2^31 elements behind the first one. Memory that nobody touches costs nothing; [] where there are
+    not even addresses.
+    """
+    step, v = 2**30, 50
+    try:
+        logits = torch.empty(2 * step + 64, dtype=torch.float16).as_strided((3, v), (step, 1))
+    except RuntimeError:
+        return []
+    values = drawn(3, v).half()
+    logits.copy_(values)
+    labels, part, out = torch.tensor([1, 2, 3]), VocabularyPart(0, v), torch.empty(3, v, dtype=torch.float32)
+    found = probe.kernel("cross_entropy")(logits, labels, part, None, None, out)
+    gradient = torch.empty(3, v, dtype=torch.float64)
+    want = _exactly(values, labels, part, torch.ones(3), gradient)
+    return errors([*found, out], [*want, gradient])
+
+
+def network(**settings) -> list[float]:
+    """Loss and all gradients of a network: by the kernels, and by the reference."""
+    sizes = dict(num_layers=2, hidden_size=24, num_attention_heads=2, seq_length=10, hidden_dropout=0.2)
+    tokens = torch.randint(0, 60, (11, 2), generator=torch.Generator().manual_seed(4))
+    batch = MicroBatch(tokens[:-1], tokens[1:].contiguous(), torch.arange(2))
+    model = GPT(Model(**{**sizes, "attention_dropout": 0.0, **settings}), Mesh(), 60)
+    for name, (parameter, placement) in placements(model).items():
+        init_parameter(name, parameter, placement, Mesh().coordinates, seed=1)
+        with torch.no_grad():  # no bias is 0
+            parameter.add_(0.05 * drawn(*parameter.shape, seed=len(name)))
+    found = []
+    for lacking in ("left out", ""):
+        used = {op: [*entries] for op, entries in TABLE.items()}
+        for op, entries in TABLE.items():
+            if entries[0].name == TRITON:
+                here = replace(entries[0], lacking=lacking, suits=lambda case: True, probe=lambda: "", run=noted(op))
+                TABLE[op] = [here, *entries[1:]]
+        loss = model(None, batch)[1]["lm loss"]
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+        TABLE.update(used)
+    return errors(found[1], found[0])
+
+
+USED: set[str] = set()
+
+
+def noted(op: str) -> Callable:
+    run = probe.kernel(op)
+    return lambda *args, **kwargs: USED.add(op) or run(*args, **kwargs)
+
+
+LLAMA = dict(
+    hidden_dropout=0.0, swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True
+)
+CASES = {
+    **{f"{op} {h}": lambda op=op, h=h: norm(op, 5, 3, h) for op in ("layer_norm", "rms_norm") for h in (64, 100)},
+    **{f"{op} of wide rows": lambda op=op: norm(op, 7, 1, 8200) for op in ("add_layer_norm", "add_rms_norm")},
+    **{f"{op} 33": lambda op=op: norm(op, 70, 2, 33) for op in ("add_layer_norm", "add_rms_norm")},
+    "layer_norm, epsilon as large as the variance": lambda: norm("layer_norm", 6, 40, size=0.1, epsilon=1e-2),
+    "rms_norm, epsilon as large as the mean": lambda: norm("rms_norm", 6, 40, size=0.1, epsilon=1e-2),
+    "rms_norm of parts of rows": parts_of_rows,
+    "bias_gelu": lambda: compared("bias_gelu", [drawn(23, 3, 1100) * 2, drawn(1100, seed=1)]),
+    "swiglu": lambda: compared("swiglu", [drawn(7, 3, 2 * 1030) * 2]),
+    "rotate all channels": lambda: rotate(24, 24),
+    "rotate some channels": lambda: rotate(20, 6, b=3),
+    "rotate by positions of each sample": lambda: rotate(16, 8, own=True),
+    "dropout_add": lambda: dropout_add(100, -20000),
+    "dropout_add of wide rows": lambda: dropout_add(4500, 20000),
+    "cross_entropy": lambda: cross_entropy(5, 50, 1, 50),
+    "cross_entropy of a padded vocabulary": lambda: cross_entropy(5, 50, 1, 33),
+    "cross_entropy of wide rows, in place": lambda: cross_entropy(3, 20000, 1, 16500, in_place=True),
+    "cross_entropy in 2 shards": lambda: cross_entropy(5, 64, 2, 60, in_place=True),
+    "cross_entropy in 4 shards, one of them padding": lambda: cross_entropy(5, 64, 4, 45),
+    "cross_entropy, smoothed, capped, with z-loss, in 4 shards": lambda: cross_entropy(
+        5, 64, 4, 45, label=0.9, everywhere=0.1 / 45, softcap=4.0, z_loss=0.1
+    ),
+    "cross_entropy of far rows": far_rows,
+    "GPT": lambda: network(),
+    "GPT without dropout": lambda: network(hidden_dropout=0.0),
+    "Llama": lambda: network(**LLAMA),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {name: case() for name, case in CASES.items()}
+    found = {name: [x if math.isfinite(x) else 1e9 for x in told] for name, told in found.items()}
+    print(json.dumps(dict(errors=found, used=sorted(USED))))
+
+
+if __name__ == "__main__":
+    main()
