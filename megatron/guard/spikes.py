@@ -55,6 +55,10 @@ class Recent:
                 return Spike(what, value, middle, score, len(values))
         return None
 
+    def measures(self) -> list[tuple[float, float]]:
+        """(median, deviation) of losses and of norms: for whoever computes scores himself. Too few: no score is large."""
+        return [usual(values) if len(values) >= ENOUGH else (0.0, math.inf) for values in (self.losses, self.norms)]
+
     def after(self, loss: float, norm: float, window: int) -> "Recent":
         """With one more step, of which only what is finite is kept."""
         return replace(self, losses=_appended(self.losses, loss, window), norms=_appended(self.norms, norm, window))
@@ -66,10 +70,16 @@ class Recent:
 
 
 def robust_score(value: float, values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, deviations that `value` lies above it). 1.4826 x MAD is the standard deviation of normal values."""
+    """(median, deviations that `value` lies above it)."""
+    middle, deviation = usual(values)
+    return middle, (value - middle) / deviation
+
+
+def usual(values: tuple[float, ...]) -> tuple[float, float]:
+    """(median, deviation): how far values usually are from it. 1.4826 x MAD is the standard deviation of normal values."""
     middle = median(values)
     spread = 1.4826 * median(abs(other - middle) for other in values)
-    return middle, (value - middle) / max(spread, FLOOR * abs(middle), 1e-12)
+    return middle, max(spread, FLOOR * abs(middle), 1e-12)
 
 
 def _appended(values: tuple[float, ...], value: float, window: int) -> tuple[float, ...]:

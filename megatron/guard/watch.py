@@ -2,8 +2,11 @@
 """The guards of the training loop: votes to stop, the ledger of samples, and whether a step's update is made.
 
 totals = all_reduce(watch.with_votes(sums, batches))
-*losses, tokens = watch.count(totals)                        # takes note of the votes and of the ledger
+*losses, tokens = watch.count(totals.tolist())               # takes note of the votes and of the ledger
 verdict = watch.judge(iteration, recent, loss, norm, cause)  # UPDATE, SKIP, or ROLLBACK; or it raises
+
+Where the host is not to wait for these numbers, the device decides by `watch.refuses` whether the update is made, and the
+rest is done a step later: `judge` comes to the same verdict then.
 """
 
 import enum
@@ -74,11 +77,11 @@ class Watch:
         halves = ledger.sum_hashes(batch.hash for batch in batches) if self.counts else (0, 0)
         return torch.cat([sums, to_device([*halves, *self.requests.votes()], sums.dtype, sums.device)])
 
-    def count(self, totals: torch.Tensor) -> list[float]:
+    def count(self, totals: list[float]) -> list[float]:
         """Take note of what all ranks have said; returns the totals that `with_votes` was given."""
-        *values, first, second = totals[:-VOTES].tolist()
+        *values, first, second = totals[:-VOTES]
         self.ledger = ledger.to_hex((first, second))
-        self.stop = self.requests.agreed(totals[-VOTES:].tolist())
+        self.stop = self.requests.agreed(totals[-VOTES:])
         return values
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -119,6 +122,15 @@ class Watch:
                 "lower --lr, or look at the data that was left out",
             )
         return StepVerdict.ROLLBACK
+
+    def refuses(self, recent: Recent, figures: torch.Tensor) -> torch.Tensor:
+        """A flag on the device: up where `judge` will say anything but UPDATE. figures: fp64 [loss, norm] there."""
+        refused = ~torch.isfinite(figures).all()
+        if self.settings.on_spike != "continue":
+            measures = [*zip(*recent.measures(), strict=True)]
+            medians, deviations = to_device(sum(measures, ()), figures.dtype, figures.device).view(2, 2)
+            refused |= ((figures - medians) / deviations > self.settings.spike_threshold).any()
+        return refused
 
     def _not_finite(self, step: int, loss: float, norm: float, where: str) -> StepVerdict:
         what = f"iteration {step}: loss {loss}, gradient norm {norm}: not finite"

@@ -46,14 +46,54 @@ class Rates(NamedTuple):
         return self.decoupled_lr if own else self.lr, self.weight_decay if group.decay else 0.0
 
 
+def choose(flag: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+    """`yes` where a flag on the device is up, else `no`, both finite: an fp64 scalar there.
+
+    Not torch.where, which copies numbers of the host to the device, and waits for that.
+    """
+    up = flag.double()
+    return up * yes + (1.0 - up) * no
+
+
+class Gate:
+    """Whether the update that a rule is asked for is made. The host may not know yet: then a flag on the device says so.
+
+    skip: bool scalar on the device; None: the update is made
+    """
+
+    def __init__(self, skip: Optional[torch.Tensor] = None):
+        self.skip = skip
+        self.found_inf = None if skip is None else skip.float()  # as torch's fused optimizers want it
+
+    def factor(self, value: float, idle: float) -> float | torch.Tensor:
+        """What to multiply with: `value`, or in a step that is skipped `idle`, which changes nothing."""
+        return value if self.skip is None else choose(self.skip, idle, value).float()
+
+    def clean(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient, in place zero in a step that is skipped: it may be infinite there, or NaN."""
+        return gradient if self.skip is None else gradient.masked_fill_(self.skip, 0.0)
+
+
+def add(target: torch.Tensor, other: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """target += factor * other."""
+    if isinstance(factor, torch.Tensor):
+        return target.addcmul_(other, factor)
+    return target.add_(other, alpha=factor)
+
+
 class UpdateRule:
     """One step of an optimizer, element by element, so that any stretch of weights can be updated by itself.
 
     state: names of all its state tensors (`kinds.py`), which start from zero
+    gate:  whether the updates of this step are made
+    gated: this rule looks at `gate`. One that does not is asked for updates that are made, and no others: on a GPU the
+           host then waits in each step until it knows
     """
 
+    gated = False
+
     def __init__(self, settings: Optimizer):
-        self.settings = settings
+        self.settings, self.gate = settings, Gate()
         self.state = tuple(dict.fromkeys(name for matrix in (False, True) for name in state_of(settings, matrix)))
 
     def state_of(self, group: Group) -> tuple[str, ...]:
@@ -87,36 +127,44 @@ class UpdateRule:
 class AdamW(UpdateRule):
     """arXiv:1711.05101, fused."""
 
+    gated = True
+
     def update(self, weights, gradients, states, step, lr, decay):
         s = self.settings
         steps = [torch.full((), float(step), device=weight.device) for weight in weights]
         betas = dict(beta1=s.adam_beta1, beta2=s.adam_beta2, eps=s.adam_eps)
         common = dict(fused=True, amsgrad=False, maximize=False, lr=lr, weight_decay=decay)
-        adamw(weights, gradients, *states, [], steps, **common, **betas)
+        adamw(weights, gradients, *states, [], steps, **common, **betas, found_inf=self.gate.found_inf)
 
 
 class SGD(UpdateRule):
     """With momentum, as torch.optim.SGD: weight decay is added to the gradient. Without momentum it keeps no state."""
 
+    gated = True
+
     def update(self, weights, gradients, states, step, lr, decay):
-        momenta = states[0] if states else [None] * len(weights)
-        for weight, gradient, momentum in zip(weights, gradients, momenta):
+        gate, momenta = self.gate, states[0] if states else [None] * len(weights)
+        kept, pull, rate = gate.factor(self.settings.sgd_momentum, 1.0), gate.factor(decay, 0.0), gate.factor(-lr, 0.0)
+        for weight, gradient, momentum in zip(weights, map(gate.clean, gradients), momenta):
             if decay:
-                gradient.add_(weight, alpha=decay)
+                add(gradient, weight, pull)
             if momentum is not None:
-                gradient = momentum.mul_(self.settings.sgd_momentum).add_(gradient)
-            weight.add_(gradient, alpha=-lr)
+                gradient = momentum.mul_(kept).add_(gradient)
+            add(weight, gradient, rate)
 
 
 class Lion(UpdateRule):
     """arXiv:2302.06675: the sign of a mean of gradients, with decoupled weight decay."""
 
+    gated = True
+
     def update(self, weights, gradients, states, step, lr, decay):
-        beta1, beta2 = self.settings.lion_beta1, self.settings.lion_beta2
-        for weight, gradient, mean in zip(weights, gradients, states[0]):
+        gate, beta1, beta2 = self.gate, self.settings.lion_beta1, self.settings.lion_beta2
+        kept, shrink, rate = gate.factor(beta2, 1.0), gate.factor(1 - lr * decay, 1.0), gate.factor(-lr, 0.0)
+        for weight, gradient, mean in zip(weights, map(gate.clean, gradients), states[0]):
             direction = mean.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
-            weight.mul_(1 - lr * decay).add_(direction, alpha=-lr)
-            mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
+            add(weight.mul_(shrink), direction, rate)
+            mean.mul_(kept).add_(gradient, alpha=1 - beta2)
 
 
 class Muon(AdamW):
@@ -135,14 +183,16 @@ class Muon(AdamW):
     def _take_momentum(self, state, gradients: torch.Tensor) -> None:
         """Gradients of matrices become their momentum."""
         share, name = self.settings.muon_momentum, "momentum_buffer"
+        new = self.gate.factor(1 - share, 0.0)
         for stretch in (stretch for group, found in state.ranges.items() if group.matrix for stretch in found):
-            gradient, momentum = gradients[stretch], state.moments[name][state.where(name, stretch)]
-            momentum.lerp_(gradient, 1 - share)
+            gradient, momentum = self.gate.clean(gradients[stretch]), state.moments[name][state.where(name, stretch)]
+            momentum.lerp_(gradient, new)
             gradient.copy_(gradient.lerp(momentum, share) if self.settings.muon_nesterov else momentum)
 
     def update_matrices(self, weights, gradients, states, step, lr, decay):
+        shrink, rate = self.gate.factor(1 - lr * decay, 1.0), self.gate.factor(-lr, 0.0)
         for weight, direction in zip(weights, gradients):
-            weight.mul_(1 - lr * decay).add_(direction, alpha=-lr)
+            add(weight.mul_(shrink), direction, rate)
 
 
 RULES = dict(adam=AdamW, sgd=SGD, lion=Lion, muon=Muon)

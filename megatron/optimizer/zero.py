@@ -11,7 +11,7 @@
 Stage 0 is the stage whose shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py`
 gathers and `gradients.py` reduces. A step is
 
-    set_num_microbatches -> passes, whose hooks gather parameters and collect gradients -> `finalize_grads` -> `step`
+    set_num_microbatches -> passes, whose hooks gather parameters and collect gradients -> `reduce_grads` -> `step`
 
 Gradients are *sums* of token losses over the global batch times the scale that the caller put on the loss; the caller
 says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
@@ -43,7 +43,7 @@ from megatron.optimizer.units import (
     owned_ranges,
     pieces_of,
 )
-from megatron.optimizer.update import Rates, rule_of
+from megatron.optimizer.update import Gate, Rates, rule_of
 from megatron.optimizer.weights import ParameterBuffers
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
@@ -213,12 +213,18 @@ class DistributedOptimizer:
         self.gradients.zero_grad()
         self.weights.end_step()
 
-    @torch.no_grad()
     def finalize_grads(self, sums: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """`reduce_grads`, and what it gives read by the host, which waits for it: (totals, norm)."""
+        norm, *totals = self.reduce_grads(sums).tolist()
+        return torch.tensor(totals, dtype=torch.float64), norm
+
+    @torch.no_grad()
+    def reduce_grads(self, sums: torch.Tensor) -> torch.Tensor:
         """Reduce gradients over data parallel ranks; then, in one small reduction, `sums` and the gradient norm.
 
-        sums: fp64 vector of this rank's loss and token counts. Returns (their totals over all ranks, norm of the
-        summed gradients). A value that is not finite anywhere makes the norm not finite everywhere.
+        sums: fp64 vector of this rank's loss and token counts. Returns, on the device, [norm of the summed gradients,
+        totals of `sums` over all ranks ...], fp64: the host waits for nothing. A value that is not finite anywhere
+        makes the norm not finite everywhere.
         """
         self.gradients.finish()
         self.weights.end_step()
@@ -227,8 +233,9 @@ class DistributedOptimizer:
         with phase("norm"):
             square = self._square()
             vector = torch.cat([square.reshape(1), sums.to(square)])
-            vector = collectives.all_reduce(vector, self.mesh.world).cpu()
-        return vector[1:], vector[0].sqrt().item()
+            vector = collectives.all_reduce(vector, self.mesh.world)
+            vector[0].sqrt_()
+        return vector
 
     def _sum_partial(self, name: str) -> None:
         """Sum gradients that are partial sums over an axis, in one message: over tp those of norms that saw a part of the
@@ -259,14 +266,24 @@ class DistributedOptimizer:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, scale: float, decoupled_lr: Optional[float] = None) -> None:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        scale: float | torch.Tensor,
+        decoupled_lr: Optional[float] = None,
+        skip: Optional[torch.Tensor] = None,
+    ) -> None:
         """The rule's update from gradients times `scale`; new weights go to every rank that uses them.
 
+        scale: or an fp32 scalar on the device
         decoupled_lr: of input and output embeddings, if they have another one
+        skip: a flag on the device: where it is up, nothing changes. Whoever gives one checks `skips_on_device` before,
+            and says `take_back_step` once it is known to have been up.
         """
-        rates = Rates(lr, weight_decay, decoupled_lr)
+        rates, self.rule.gate = Rates(lr, weight_decay, decoupled_lr), Gate(skip)
         with phase("scale"):
-            if scale != 1.0:
+            if isinstance(scale, torch.Tensor) or scale != 1.0:
                 self.reduced.mul_(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
         with (
@@ -278,6 +295,16 @@ class DistributedOptimizer:
                 state.step(self.reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
         self.copy_main_params_to_model_params(read=False)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes a flag: the rule looks at it, and no state is updated by the host, which has to wait."""
+        settings = self.settings
+        return self.rule.gated and settings.host_share == settings.nvme_offload_fraction == 0.0
+
+    def take_back_step(self) -> None:
+        """The last step was none, for its flag was up: it does not count."""
+        self.step_count -= 1
 
     def copy_main_params_to_model_params(self, read: bool = True) -> None:
         """Main weights -> weights of the model. `read`: also those that a step has brought there already."""

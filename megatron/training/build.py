@@ -138,7 +138,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         recorder=recorder_of(config, context, pipeline, state.iteration, log),
         profiler=Profiler(config, context.mesh.rank, context.device, log),
         origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
+        reads_late=reads_late(config, context, optimizer),
     )
+
+
+def reads_late(config: schema.Config, context: RankContext, optimizer: DistributedOptimizer) -> bool:
+    """Whether the host need not wait for the device once a step: there is one, and nothing else makes it wait."""
+    return context.device.type == "cuda" and optimizer.skips_on_device and config.logging.timing_log_level == 0
 
 
 def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, log) -> Watch:

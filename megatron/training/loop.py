@@ -21,6 +21,7 @@ from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
+from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
@@ -29,8 +30,9 @@ from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import Listening, phase
 from megatron.training.build import build_run
 from megatron.training.garbage import GarbageCollection
+from megatron.training.outcome import Figures, Outcome
 from megatron.training.recovery import interrupted, interruptible, rollback, skip_batch, stop_early
-from megatron.training.state import Run, State
+from megatron.training.state import Run
 
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
@@ -56,18 +58,21 @@ def train(run: Run) -> None:
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         while run.state.iteration < run.train_iters:
-            run.profiler.before(run.state.iteration + 1)
+            before = run.state.iteration
+            run.profiler.before(before + 1)
             step = train_step(run)
             garbage.after_step()
             if run.profiler.ends(run.state.iteration):
                 with run.metrics.paused():
                     run.profiler.end(run.state.iteration)
-            if step is None:  # a spike: the run is back at an earlier step
-                continue
             record_step(run, step)
-            if due(run.config.guard.check_replicas_interval, run.state):
+            if (
+                run.state.iteration <= before
+            ):  # a spike: the run is back at an earlier step, or this one is to be repeated
+                continue
+            if due(run.config.guard.check_replicas_interval, run.state.iteration):
                 check_replicas(run.optimizer, run.state.iteration)
-            if run.valid_loader and due(batch.eval_interval, run.state):
+            if run.valid_loader and due(batch.eval_interval, run.state.iteration):
                 with run.metrics.paused("evaluating"):
                     evaluate(run, run.valid_loader, "validation")
                     garbage.collect()
@@ -86,60 +91,131 @@ def train(run: Run) -> None:
             evaluate(run, batches, split, final=True)
 
 
-def record_step(run: Run, step: StepMetrics) -> None:
+def record_step(run: Run, step: Optional[StepMetrics]) -> None:
     """The log and the files take in a step that was done."""
+    if step is None:
+        return
     run.metrics.record(step)
-    if due(run.config.logging.log_interval, run.state):
-        run.metrics.note("memory", run.state.iteration, bytes=peak_bytes(run.context.device.type))
+    if due(run.config.logging.log_interval, step.iteration):
+        run.metrics.note("memory", step.iteration, bytes=peak_bytes(run.context.device.type))
 
 
 def train_step(run: Run) -> Optional[StepMetrics]:
-    """One optimizer step over one global batch. Advances `run.state` and says what happened; None where it went back."""
-    state, config, watch = run.state, run.config, run.watch
-    size, num_microbatches = batch_size(config.batch, run.dp, state.consumed_samples)
-    if state.iteration + 1 in state.left_out:
-        return skip_batch(run, size)
-    loss_func, unscale = make_loss_func(config, run.sums, state.scaler.scale, size, num_microbatches * run.dp)
-    with run.phase("data", step=state.iteration + 1):
-        batches = micro_batches(run, run.train_loader, state.consumed_samples, num_microbatches)
+    """One optimizer step over one global batch. Advances `run.state` and says what happened.
+
+    None where that is not read yet (`reads_late`), but for the step before, which is recorded; and where the run went
+    back, or has to repeat this step: `run.state.iteration` has not become greater then.
+    """
+    config, watch = run.config, run.watch
+    consumed, iteration = run.state.consumed_samples, run.state.iteration + 1
+    size, num_microbatches = batch_size(config.batch, run.dp, consumed)
+    if iteration in run.state.left_out:
+        return skip_batch(run, size) if take_in_unread(run) else None
+    loss_func, unscale = make_loss_func(config, run.sums, loss_scale(run), size, num_microbatches * run.dp)
+    with run.phase("data", step=iteration):
+        batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
     with phase("passes"):
         sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch)
     with run.phase("reduce"):
-        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
-    *values, tokens = watch.count(totals)
-    factor = unscale(tokens)
-    means, norm = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, norm * factor
-    loss = next(iter(means.values()))
-    verdict = watch.judge(
-        state.iteration + 1,
-        state.recent,
-        loss,
-        norm,
-        partial(find_cause, run, batches, loss_func),
-        scaling=state.scaler.dynamic,
-        rollbacks=state.rollbacks,
+        totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
+    if not take_in_unread(run):
+        return None
+    state, late = run.state, not reads_at_once(run, iteration)
+    figures = Figures(totals, len(run.names), unscale, config.optimizer.clip_grad)
+    outcome = Outcome(
+        iteration,
+        consumed + size,
+        size,
+        batches,
+        loss_func,
+        learning_rate(config.optimizer, run.lengths, state.scheduled_samples),
+        decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples),
+        figures,
+        skip=watch.refuses(state.recent, figures.judged) if late else None,
     )
+    verdict = None if late else judge(run, outcome)
     if verdict is StepVerdict.ROLLBACK:
-        return rollback(run)
-    rate = learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
-    decoupled = decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples)
-    if verdict is StepVerdict.UPDATE:
+        return rollback(run, iteration)
+    if verdict is not StepVerdict.SKIP:
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
-            run.optimizer.step(rate, decay, factor * clip_coefficient(norm, config.optimizer.clip_grad), decoupled)
-    run.state = state.after(size, verdict, loss, norm, window=config.guard.spike_window)
+            run.optimizer.step(outcome.rate, decay, outcome.scale, outcome.decoupled, outcome.skip)
+    run.state = state.behind(size)
+    if late:
+        run.unread = outcome
+        return None
+    return take_in(run, outcome, verdict)
+
+
+def reads_at_once(run: Run, iteration: int) -> bool:
+    """Whether the host waits for the numbers of a step before its update: always where that costs nothing, else where
+    something that comes behind the step needs to know, or was asked for by somebody.
+    """
+    if not run.reads_late or iteration >= run.train_iters or run.watch.stop:
+        return True
+    batch, manager = run.config.batch, run.checkpoint_manager
+    intervals = [run.config.guard.check_replicas_interval, batch.exit_interval]
+    intervals += [batch.eval_interval] if run.valid_loader else []
+    return any(due(interval, iteration) for interval in intervals) or bool(manager and manager.due(iteration))
+
+
+def loss_scale(run: Run) -> float | torch.Tensor:
+    """The loss scale of the next step; on the device, an fp64 scalar, where that alone knows if the last one overflowed."""
+    scaler, last = run.state.scaler, run.unread
+    if last is None:
+        return scaler.scale
+    good, bad = scaler.update(False).scale, scaler.update(True).scale
+    return good if good == bad else choose(last.overflow, bad, good)
+
+
+def judge(run: Run, outcome: Outcome) -> StepVerdict:
+    """What the guards say of a step, whose numbers are read for that."""
+    outcome.read(run.sums, run.watch.count)
+    return run.watch.judge(
+        outcome.iteration,
+        run.state.recent,
+        next(iter(outcome.means.values())),
+        outcome.norm,
+        partial(find_cause, run, outcome),
+        scaling=run.state.scaler.dynamic,
+        rollbacks=run.state.rollbacks,
+    )
+
+
+def take_in_unread(run: Run) -> bool:
+    """Read what came of the step before, if that was put off, and record it. False where the step at hand ends here:
+    the run has gone back, or the gradients of this step are lost.
+    """
+    outcome = run.unread
+    if outcome is None:
+        return True
+    verdict, run.unread = judge(run, outcome), None
+    assert outcome.made == (verdict is StepVerdict.UPDATE), f"the device and the host disagree: {verdict}"
+    if verdict is StepVerdict.ROLLBACK:
+        rollback(run, outcome.iteration)
+        return False
+    if verdict is StepVerdict.SKIP:
+        run.optimizer.take_back_step()
+    record_step(run, take_in(run, outcome, verdict))
+    return not outcome.repeated
+
+
+def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
+    """Bring `run.state` up to date with what came of the last step, and say it."""
+    loss, spike = next(iter(outcome.means.values())), run.watch.spike
+    run.state = run.state.judged(outcome.size, verdict, loss, outcome.norm, window=run.config.guard.spike_window)
     return StepMetrics(
-        run.state.iteration,
-        run.state.consumed_samples,
-        size,
-        means,
-        learning_rate=rate,
-        grad_norm=norm,
+        outcome.iteration,
+        outcome.consumed,
+        outcome.size,
+        outcome.means,
+        learning_rate=outcome.rate,
+        grad_norm=outcome.norm,
         loss_scale=run.state.scaler.scale,
         skipped=verdict is StepVerdict.SKIP,
-        ledger=watch.ledger,
-        extra=({"spike": watch.spike.score} if watch.spike else {})
-        | ({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
+        ledger=run.watch.ledger,
+        extra=({"spike": spike.score} if spike else {})
+        | ({} if outcome.decoupled is None else {"decoupled_learning_rate": outcome.decoupled}),
     )
 
 
@@ -154,14 +230,15 @@ def forward_backward(run: Run, batches: Sequence[MicroBatch], loss_func, on_op) 
     return sums
 
 
-def find_cause(run: Run, batches: Sequence[MicroBatch], loss_func) -> str:
-    """Where the first value of this step that is not finite was made, in words; all ranks together."""
+def find_cause(run: Run, outcome: Outcome) -> str:
+    """Where the first value of a step that is not finite was made, in words; all ranks together."""
 
     def replay(on_op):
-        return run.optimizer.finalize_grads(forward_backward(run, batches, loss_func, on_op))
+        return run.optimizer.finalize_grads(forward_backward(run, outcome.batches, outcome.loss_func, on_op))
 
+    outcome.repeated = True
     with run.optimizer.gathered_parameters():
-        return run.watch.find_culprit(run.stages, batches, replay, run.train_loader.describe)
+        return run.watch.find_culprit(run.stages, outcome.batches, replay, run.train_loader.describe)
 
 
 def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microbatches: int) -> list[MicroBatch]:
@@ -175,12 +252,17 @@ def zero_unless_first_tp_rank(run: Run, sums: torch.Tensor) -> torch.Tensor:
 
 
 def make_loss_func(
-    config: schema.Config, weights: Mapping[str, float], loss_scale: float, size: int, num_microbatches: int
+    config: schema.Config,
+    weights: Mapping[str, float],
+    loss_scale: float | torch.Tensor,
+    size: int,
+    num_microbatches: int,
 ):
-    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens) -> factor that takes
-    the loss scale and the averaging out of gradients.
+    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens, fp64) -> factor that takes
+    the loss scale and the averaging out of gradients, fp64.
 
     weights: name of a sum -> its weight; the scalar is None where a stage has none of weight.
+    loss_scale: or an fp64 scalar on the device.
 
     `--loss-averaging token`: the mean over the unmasked tokens of the global batch. Their number is known only at the
     end of the step, so the loss is divided by the number without masks and corrected with the gradients; without masks
@@ -198,20 +280,28 @@ def make_loss_func(
     def scaled(factor_of):
         def loss_func(sums, batch):
             whole = total(sums)
-            return None if whole is None else whole * factor_of(batch)
+            return None if whole is None else whole * like(factor_of(batch), whole)
 
         return loss_func
 
     if config.optimizer.loss_averaging == "micro-batch":
         scale = loss_scale / num_microbatches
-        return scaled(lambda batch: scale / torch.clamp(batch.num_tokens, min=1)), lambda tokens: 1.0 / loss_scale
+
+        def of_batch(batch):
+            tokens = torch.clamp(batch.num_tokens, min=1)
+            return like(scale, tokens) / tokens
+
+        return scaled(of_batch), lambda tokens: torch.ones_like(tokens) / loss_scale
     nominal = size * config.model.seq_length
-    return scaled(lambda batch: loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
+    return (
+        scaled(lambda batch: loss_scale / nominal),
+        lambda tokens: torch.full_like(tokens, nominal) / tokens.clamp(min=1.0) / loss_scale,
+    )
 
 
-def clip_coefficient(norm: float, limit: float) -> float:
-    """What gradients are multiplied by so that their norm is at most `limit` (0: no limit), as in Megatron-LM."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+def like(factor: float | torch.Tensor, x: torch.Tensor) -> float | torch.Tensor:
+    """A factor that a product with the scalar `x` leaves in the format of `x`."""
+    return factor.to(x.dtype) if isinstance(factor, torch.Tensor) else factor
 
 
 @torch.no_grad()
@@ -249,12 +339,12 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     return means
 
 
-def due(interval: Optional[int], state: State) -> bool:
-    """Whether something that happens every `interval` steps happens now."""
-    return bool(interval) and state.iteration % interval == 0
+def due(interval: Optional[int], iteration: int) -> bool:
+    """Whether something that happens every `interval` steps happens behind this one."""
+    return bool(interval) and iteration % interval == 0
 
 
 def reason_to_stop(run: Run) -> Optional[Stop]:
     """Why training ends before its last iteration; all ranks agree."""
     interval = run.config.batch.exit_interval
-    return Stop(f"--exit-interval {interval}", False) if due(interval, run.state) else run.watch.stop
+    return Stop(f"--exit-interval {interval}", False) if due(interval, run.state.iteration) else run.watch.stop

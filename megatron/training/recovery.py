@@ -25,7 +25,7 @@ def skip_batch(run: Run, size: int) -> StepMetrics:
         f"{state.consumed_samples + size - 1}"
     )
     # Nothing was computed, so for the loss scale it is neither a good step nor an overflow.
-    run.state = replace(state.after(size, StepVerdict.SKIP), scaler=state.scaler)
+    run.state = replace(state.behind(size).judged(size, StepVerdict.SKIP), scaler=state.scaler)
     rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
     return StepMetrics(
         run.state.iteration,
@@ -38,10 +38,10 @@ def skip_batch(run: Run, size: int) -> StepMetrics:
     )
 
 
-def rollback(run: Run) -> None:
-    """Go back to a checkpoint from well before a spike, and leave out the steps that led to the spike."""
+def rollback(run: Run, spike: int) -> None:
+    """Go back to a checkpoint from well before the step `spike`, and leave out the steps that led to it."""
     state, guard = run.state, run.config.guard
-    spike, first = state.iteration + 1, max(1, state.iteration + 2 - guard.spike_skip_steps)
+    first = max(1, spike + 1 - guard.spike_skip_steps)
     run.checkpoint_manager.wait()
     target = run.watch.all_gather_object(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
     checkpoint = replace(
@@ -85,7 +85,7 @@ def stop_early(run: Run, stop: Stop) -> None:
 
 def interrupted(run: Run) -> Interrupted:
     """What is said of a run that Ctrl-C has ended at once."""
-    done = f"interrupted behind iteration {run.state.iteration} of {run.train_iters}"
+    done = f"interrupted behind iteration {run.done} of {run.train_iters}"
     return Interrupted(done, *_what_remains(run))
 
 

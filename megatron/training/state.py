@@ -27,6 +27,7 @@ from megatron.settings.batch import total_iterations
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
+from megatron.training.outcome import Outcome
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
@@ -45,17 +46,19 @@ class State:
     left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
     rollbacks: int = 0
 
-    def after(
+    def behind(self, samples: int) -> "State":
+        """The state behind a step of this many samples; what came of it is for `judged` to say."""
+        return replace(self, iteration=self.iteration + 1, consumed_samples=self.consumed_samples + samples)
+
+    def judged(
         self, samples: int, verdict: StepVerdict, loss: float = 0.0, norm: float = 0.0, window: int = 0
     ) -> "State":
-        """The state after a step of this many samples, which was trained on or skipped."""
+        """The state once it is known that the last step's samples were trained on, or skipped."""
         skipped = verdict is StepVerdict.SKIP
         return replace(
             self,
             scaler=self.scaler.update(not math.isfinite(norm)),
             recent=self.recent if skipped else self.recent.after(loss, norm, window),
-            iteration=self.iteration + 1,
-            consumed_samples=self.consumed_samples + samples,
             scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
             skipped_iterations=self.skipped_iterations + skipped,
         )
@@ -103,6 +106,8 @@ class Run:
     recorder: Optional[Recorder]
     profiler: Profiler
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+    reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
+    unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,6 +121,11 @@ class Run:
     @property
     def train_iters(self) -> int:
         return total_iterations(self.config.batch, self.dp)
+
+    @property
+    def done(self) -> int:
+        """Steps of which it is known what came of them."""
+        return self.state.iteration - (self.unread is not None)
 
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
         """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
@@ -131,6 +141,7 @@ class Run:
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
 
     def _save(self) -> None:
+        assert self.unread is None, "whether the last step's update was made is not known"
         moments = not self.config.checkpoint.no_save_optim
         record = dict(
             state=self.state.record(),
@@ -163,7 +174,7 @@ class Run:
                 batches.close()
         stop = self.watch.stop.why if self.watch.stop else ""
         why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
-        self.metrics.end(self.state.iteration, 0 if error is None else exit_code(error), why)
+        self.metrics.end(self.done, 0 if error is None else exit_code(error), why)
         self.metrics.close()
         self.watch.close()
         if orderly:

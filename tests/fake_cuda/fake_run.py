@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.guard.stopping import StopRequests
 from megatron.model.recipe import named_recipe
 from megatron.mpu import collectives, random
 from megatron.settings.parse import parse_pretrain
@@ -91,6 +92,23 @@ def _place() -> str:
     return f"{os.path.relpath(frames[-1].filename, ROOT)}: {frames[-1].name}"
 
 
+class Event:
+    """Of a step's numbers on their way to the host: to wait for one of an earlier step does not make the device idle."""
+
+    step = 0  # under way
+    found: list[str] = []
+    late = 0  # waits for an earlier step's
+
+    def record(self) -> None:
+        self.recorded = Event.step
+
+    def synchronize(self) -> None:
+        if self.recorded == Event.step:
+            self.found.append(f"wait for an event of this step in {_place()}")
+        else:
+            Event.late += 1
+
+
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that says of itself that its memory is page-locked."""
     tensor = tensor.clone()
@@ -104,11 +122,12 @@ def a_device():
     same = dict(is_available=lambda: True, device_count=lambda: 8, set_device=lambda device: None)
     more = dict(get_device_name=lambda device=None: "NVIDIA H100 80GB HBM3", synchronize=lambda device=None: None)
     with ExitStack() as stack:
-        for name, value in {**same, **more}.items():
+        for name, value in {**same, **more, "Event": Event}.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self: getattr(self, "pinned", False)))
         stack.enter_context(mock.patch.object(random, "random_words", words_of_no_generator))
+        stack.enter_context(mock.patch.object(StopRequests, "agreed", lambda requests, sums: None))  # sums are made up
         yield
 
 
@@ -128,8 +147,10 @@ def a_job(rank: int, world: int):
     dist.destroy_process_group()
 
 
-def run(flags: str, rank: int = 0, world: int = 1, steps: int = 1, mistake: str = "") -> dict:
-    """Build a run and train some steps; {"waits": where the host waited for the device in the last of them}."""
+def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str = "") -> dict:
+    """Build a run and train some steps; {"waits": where the host waits for the device in the last of them, "late": how
+    often it asked for what came of an earlier step}.
+    """
     recipe = named_recipe("GPT")
     if mistake:
         getattr(mistakes, mistake)()
@@ -138,7 +159,8 @@ def run(flags: str, rank: int = 0, world: int = 1, steps: int = 1, mistake: str 
         config = resolve(config, world_size=world)
         with FakeTensorMode(allow_non_fake_inputs=True), Copies(reads):
             run = build.build_run(config, recipe)
-            for _ in range(steps):
+            Event.found = reads
+            for Event.step in range(steps):
                 reads.clear()
                 loop.train_step(run)
-    return dict(waits=reads)
+    return dict(waits=reads, late=Event.late)

@@ -45,7 +45,12 @@ CASES = {  # name: flags, rank, ranks
         0,
         1,
     ),
-    "dp4 zero1 overlap": ("--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather", 3, 4),
+    "dp4 zero1 overlap, spikes": (
+        "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather --on-spike skip --check-replicas-interval 3",
+        3,
+        4,
+    ),
+    "SGD, mean of micro-batches": ("--optimizer sgd --precision fp16 --loss-averaging micro-batch", 0, 1),
     "dp8 zero2 of 64": (f"{TP} {DROPOUT} --sharding-stage 2 --recompute-granularity selective", 37, 64),
     "dp8 zero3": (f"{LLAMA} --sharding-stage 3", 7, 8),
     "tp4": (f"{DROPOUT} --tensor-model-parallel-size 4 --recompute-granularity full", 2, 4),
@@ -55,6 +60,7 @@ CASES = {  # name: flags, rank, ranks
     "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),
 }
 OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
+    "wait for an event of this step in megatron/mpu/transfer.py: read",
     "copy that waits in megatron/optimizer/state.py: step",
     "copy that waits in megatron/mpu/collectives.py: start_all_gather",
 }
@@ -92,15 +98,15 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_runs_and_the_host_reads_one_thing(found, name):
-    """The sums of the step and the norm, in one message: what the guards judge before the update."""
-    waits = found[name].get("waits") or pytest.fail(str(found[name]))
-    assert waits[0] == "cpu in megatron/optimizer/zero.py: finalize_grads"
-    assert set(waits[1:]) == OFFLOAD_WAITS if name == "offload" else len(waits) == 1
+def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
+    """Not even for what the guards judge: that is read in the next step."""
+    assert "waits" in found[name], found[name]
+    late = name != "offload"
+    assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_with_its_place(found, name):
     said = found[name]
     assert MISTAKES[name][1] in str(said.get("where", said.get("waits"))), said
-    assert "error" in said or len(said["waits"]) > 1
+    assert "error" in said or said["waits"]

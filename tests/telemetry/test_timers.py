@@ -204,7 +204,7 @@ def test_parts_of_a_pipeline_on_all_ranks(run_ranks, tmp_path, capfd):
 def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
     def body(rank):
         there = tmp_path / "there"  # stands while the first rank is where gradients are reduced
-        passes, totals, late = loop.forward_backward, DistributedOptimizer.finalize_grads, [0.0]
+        passes, totals, late = loop.forward_backward, DistributedOptimizer.reduce_grads, [0.0]
 
         def slow(*given):
             while not there.exists():
@@ -218,7 +218,7 @@ def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
             loop.forward_backward = slow
             timers.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
         else:
-            DistributedOptimizer.finalize_grads = lambda *given: there.touch() or totals(*given)
+            DistributedOptimizer.reduce_grads = lambda *given: there.touch() or totals(*given)
         flags = f"{TINY} --sharding-stage 1 --timing-log-level 1 --no-barrier-with-level-1-timing --save {tmp_path}"
         pretrain_gpt.main(flags.split())
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the passes of a step have come to: a few numbers, made on the device, by which its update is made or not.
+
+The host reads a copy of them. It does so before the update where that costs nothing (on a CPU), or where something needs
+them at once; else in the middle of the next step, when the device has long gone on. The update then follows the device's
+own numbers: the factor of the gradients, and a flag that says whether anything is to change.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
+from typing import Optional
+
+import torch
+
+from megatron.data.loader import MicroBatch
+from megatron.mpu.transfer import Arriving
+
+
+class Figures:
+    """The numbers of a step on its device, fp64.
+
+    totals:    [gradient norm, sums of all ranks ..., tokens, what guards have sent ...], as reduced: with the loss scale
+    num_sums:  how many sums there are, tokens among them
+    unscale:   tokens -> what gradients are multiplied with to be those of the mean
+    limit:     of the norm, above which gradients are clipped; 0: none
+    """
+
+    def __init__(self, totals: torch.Tensor, num_sums: int, unscale: Callable, limit: float):
+        tokens = totals[num_sums]
+        factor = unscale(tokens)
+        self.norm = totals[0] * factor
+        self.means = totals[1:num_sums] / tokens.clamp(min=1.0)
+        self.scale = (
+            clip_coefficient(self.norm, limit) * factor
+        )  # of the gradients: averaged, without loss scale, clipped
+        self.sent = totals[1 + num_sums :]
+
+    @property
+    def judged(self) -> torch.Tensor:
+        """[loss, norm], by which guards go."""
+        return torch.stack([self.means[0], self.norm])
+
+
+def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients are multiplied by so that their norm is at most `limit` (0: no limit), as in Megatron-LM."""
+    if limit <= 0:
+        return torch.ones_like(norm)
+    return (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+
+
+@dataclass
+class Outcome:
+    """A step whose passes are done, and whose numbers are on their way to the host.
+
+    skip:   a flag on the device that the update goes by; None where the host reads first, and decides
+    scale:  of the gradients: an fp32 scalar on the device, once it is read a number
+    """
+
+    iteration: int
+    consumed: int  # samples, those of this step included
+    size: int  # samples of this step
+    batches: Sequence[MicroBatch]
+    loss_func: Callable
+    rate: float
+    decoupled: Optional[float]
+    figures: InitVar[Figures]
+    skip: Optional[torch.Tensor] = None
+    repeated: bool = False  # the passes were made once more, to find a cause: gradients of a later step are lost
+
+    def __post_init__(self, figures: Figures):
+        norm = figures.norm
+        made = torch.ones_like(norm) if self.skip is None else (~self.skip).to(norm.dtype)
+        self.scale = figures.scale.float()
+        self.overflow = ~torch.isfinite(norm)  # a flag on the device, by which the loss scale changes
+        self._arriving = Arriving(torch.cat([torch.stack([norm, figures.scale, made]), figures.means, figures.sent]))
+
+    def read(self, names: Iterable[str], count: Callable[[list[float]], list[float]]) -> None:
+        """Have on the host: `norm`, `scale`, `means` of the losses `names`, and whether the device `made` the update.
+
+        count: takes note of what guards have sent, and gives the rest back (`Watch.count`)
+        """
+        self.norm, self.scale, made, *rest = self._arriving.read()
+        self.made, self.means = made > 0.5, dict(zip(names, count(rest), strict=True))
