@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from megatron.errors import SettingsError
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
@@ -109,8 +110,8 @@ class LanguageModel(nn.Module):
     # ---- what a model says -------------------------------------------------------------------------------------------
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> nn.Module:
-        """Layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
-        granularity: of recomputation.
+        """Layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}). It keeps the
+        shape of x. granularity: of recomputation.
         """
         raise NotImplementedError
 
@@ -194,16 +195,28 @@ class LanguageModel(nn.Module):
 
     def _layers(self, layers, x: torch.Tensor, sums: Sums, context) -> tuple[torch.Tensor, Sums]:
         for n in layers:
-            x = self.blocks[str(n)](x, context)
+            shape, x = x.shape, self.blocks[str(n)](x, context)
             if isinstance(x, tuple):
                 x, own = x
                 sums = sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
+            if getattr(x, "shape", None) != shape:
+                raise _other_shape(n, x, shape)
         return x, sums
 
     @property
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
         return self.embedding.word.weight if self.output is None else self.output.weight
+
+
+def _other_shape(layer: int, found: Any, shape: torch.Size) -> SettingsError:
+    """The error for a layer that returned `found` where it was given x of a shape: fewer tokens would be trained on."""
+    told = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    return SettingsError(
+        f"blocks.{layer} returned {told} for {list(shape)}",
+        "a layer keeps the shape of x: each token has its place in it, and so has its label",
+        "return x of the shape that came, or (x, {name: sum}): docs/extending.md#a-model",
+    )
 
 
 class Embedding(nn.Module):

@@ -18,41 +18,66 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe
-from megatron.mpu.placement import Constant, Normal, Placement, placements
+from megatron.mpu.layers import map_buffers
+from megatron.mpu.placement import Constant, Normal, Own, Placement, placements
+from megatron.settings.effects import Needs
 from megatron.settings.schema import Config
 
+MODULE, SUITE = INITS = ("module", "suite")  # whose initial values a plain module has
 NEEDS = "give its layers placements and the model facts (docs/extending.md), or leave the flag out"
 
 
-def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, **more) -> Recipe:
+def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, *, init: str = MODULE, **more) -> Recipe:
     """The recipe of a plain module.
 
     model_type: the name of the module with a function `recipe()` that returns this
     build:      (config, vocab_size) -> torch.nn.Module
+    init:       "module": initial values are those that `build` gives, after torch.manual_seed(--seed), on every rank; each
+                has the whole module in the memory of its CPU until they are read.
+                "suite": `build` runs on the meta device, and values are drawn as `as_stage` says, a unit at a time
     more:       further fields of the `Recipe`: groups, defaults, sums
 
     Sizes that all models have (--num-layers ...) are 1 by default: the module may read them from `config.model`.
     """
 
-    def facts(config: Config, vocab_size: int) -> PlainFacts:
+    if init not in INITS:
+        raise SettingsError(f"plain_recipe(init={init!r}): there are {' and '.join(map(repr, INITS))}")
+
+    def make(config: Config, vocab_size: int) -> torch.nn.Module:
         refuse_split(config)
-        module = build_stage(lambda: build(config, vocab_size), "meta", config.model.init_method_std)
+        made = lambda: build(config, vocab_size)
+        return build_stage(made, config.model.init_method_std, init=init, seed=config.logging.seed)
+
+    def facts(config: Config, vocab_size: int) -> PlainFacts:
+        module = make(config, vocab_size)
         table = {name: placement for name, (_, placement) in placements(module).items()}
         return PlainFacts(config.model, vocab_size, table)
 
     def build_model(config: Config, mesh, vocab_size: int, *, layers=None, first=True, last=True, dtype, device):
-        refuse_split(config)
-        return build_stage(lambda: build(config, vocab_size), device, config.model.init_method_std).to(dtype)
+        module = make(config, vocab_size)
+        map_buffers(module, lambda buffer: buffer.to(dtype) if buffer.is_floating_point() else buffer)
+        return module
 
     made = Recipe(model_type, facts, build_model, build_datasets, **more)
-    return replace(made, defaults=dict(num_layers=1, hidden_size=1, num_attention_heads=1) | dict(made.defaults))
+    idle = (
+        {} if init == SUITE else {"init_method_std": Needs('plain_recipe(..., init="suite")', lambda settings: False)}
+    )
+    defaults = dict(num_layers=1, hidden_size=1, num_attention_heads=1)
+    return replace(made, defaults=defaults | dict(made.defaults), idle=idle | dict(made.idle))
 
 
-def build_stage(build: Callable[[], torch.nn.Module], device, init_std: float) -> torch.nn.Module:
-    """What `build` makes, on a device, with a placement for each parameter. Raises SettingsError for buffers that it makes
-    on the meta device: nobody knows their values any more.
+def build_stage(
+    build: Callable[[], torch.nn.Module], init_std: float, *, init: str = SUITE, seed: int = 1234
+) -> torch.nn.Module:
+    """What `build` makes, with a placement for each parameter: on the CPU, with values that it draws from torch's
+    generator as `seed` sets it ("module"), or on the meta device ("suite"). Raises SettingsError for buffers that it
+    makes there: nobody knows their values any more.
     """
-    with torch.device(device):
+    if init == MODULE:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            return as_stage(build(), init_std, init)
+    with torch.device("meta"):
         module = build()
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if lost:
@@ -64,10 +89,10 @@ def build_stage(build: Callable[[], torch.nn.Module], device, init_std: float) -
     return as_stage(module, init_std)
 
 
-def as_stage(module: torch.nn.Module, init_std: float = 0.02) -> torch.nn.Module:
+def as_stage(module: torch.nn.Module, init_std: float = 0.02, init: str = SUITE) -> torch.nn.Module:
     """The module, with `placements` in each of its parts that lists none: parameters that nothing cuts, whose matrices are
-    drawn from N(0, init_std) and decayed; of the others biases are 0 and weights 1. Matrices to optimizers that know such
-    are the weights of linear layers in `blocks`.
+    decayed. They keep their own values ("module"), or matrices are drawn from N(0, init_std), of the others biases are 0
+    and weights 1 ("suite"). Matrices to optimizers that know such are the weights of linear layers in `blocks`.
     """
     layers = getattr(module, "blocks", None)
     within = set(layers.modules()) if isinstance(layers, torch.nn.Module) else set()
@@ -75,7 +100,8 @@ def as_stage(module: torch.nn.Module, init_std: float = 0.02) -> torch.nn.Module
         if not hasattr(part, "placements"):
             own = part.named_parameters(recurse=False)
             inner = part in within and isinstance(part, torch.nn.Linear)
-            part.placements = {name: _placement(name, parameter, init_std, inner) for name, parameter in own}
+            placed = {name: _placement(name, parameter, init_std, inner) for name, parameter in own}
+            part.placements = {n: replace(p, init=Own()) for n, p in placed.items()} if init == MODULE else placed
     return module
 
 

@@ -28,6 +28,7 @@ from typing import Optional
 
 import torch
 
+from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.reference import VocabularyPart
@@ -66,7 +67,7 @@ def linear_cross_entropy(
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
     deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`;
-    unfused: softmax and gradients by torch's ops.
+    unfused: softmax and gradients by torch's ops. Raises SettingsError where hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
@@ -144,6 +145,12 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     micro-batches need one large product and no sum over blocks. Then the weight's is not made before it is asked for.
     """
     n, product = hidden.shape[0], matmul(hidden)
+    if n != labels.shape[0]:
+        raise SettingsError(
+            f"{n} tokens have come to the output layer, and there are {labels.shape[0]} labels",
+            "the loss is a sum over labels, each with the hidden state of its token",
+            "keep every token on its way through the model: docs/extending.md#a-model",
+        )
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
     softmax_loss = choose_kernel("cross_entropy", Case(hidden.device.type, hidden.dtype, unfused=unfused)).run
     chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)

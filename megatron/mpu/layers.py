@@ -187,6 +187,16 @@ def create_parameters(module: nn.Module, weights: Mapping[str, Placement], tp: A
     module.placements = dict(weights)
 
 
+def map_buffers(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every buffer of a module tree by function(buffer); what is one buffer in two places stays one."""
+    found: dict[int, tuple] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in found:
+                found[id(buffer)] = buffer, function(buffer)
+            setattr(module, name, found[id(buffer)][1])
+
+
 class ColumnParallelLinear(nn.Module):
     """[s, b, h] -> [s, b, rows/tp]: each rank computes its part of the outputs from all inputs.
 

@@ -32,6 +32,10 @@ class Constant(NamedTuple):
     value: float
 
 
+class Own(NamedTuple):
+    """What the module's code has filled it with, on every rank alike: of tensors that nothing cuts, made on the CPU."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the local piece of a logical tensor lies.
@@ -53,7 +57,7 @@ class Placement:
     """
 
     shape: tuple[int, ...]
-    init: Union[Normal, Constant]
+    init: Union[Normal, Constant, Own]
     cut: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     decay: bool = True

@@ -28,14 +28,18 @@ def sharded_init(
     device="cpu",
     seed: int = 1234,
     init_std: float = 0.02,
+    init: str = "suite",
 ) -> tuple[torch.nn.Module, DistributedOptimizer]:
     """A model whose parameters, gradients and optimizer state are divided among the ranks of `mesh.shard`.
 
-    build:     makes the model; it runs with the meta device as default, so that its parameters take no memory
+    build:     makes the model; it runs with the meta device as default, so that its parameters take no memory, and the
+               values that it gives them are lost
     parallel:  the ZeRO stage and what overlaps; stage 3 without it
     dtype:     of the parameters as the model uses them; main weights and moments are fp32
     seed:      initial values are a function of it and of a parameter's name, the same on any number of ranks
     init_std:  matrices are drawn from N(0, init_std); other biases are 0, other weights 1
+    init:      "module": the values that `build` gives are kept instead. It runs on the CPU of every rank, after
+               torch.manual_seed(seed), and the whole model is there until its shards are filled
 
     A module that lists `placements` (`mpu.placement`) has its own initial values, weight decay and tensor parallel cuts;
     of others matrices are decayed, and nothing is cut but for ZeRO. What stage 3 gathers and frees one at a time are the
@@ -44,7 +48,7 @@ def sharded_init(
 
     Raises SettingsError for buffers that `build` made on the meta device: nobody knows their values any more.
     """
-    model = build_stage(build, "meta", init_std)
+    model = build_stage(build, init_std, init=init, seed=seed)
     parallel = parallel or schema.Parallel(sharding_stage=3)
     settings = settings or schema.Optimizer()
     return model, DistributedOptimizer(model, mesh, settings, parallel, dtype=dtype, device=device, seed=seed)

@@ -19,7 +19,7 @@ import torch
 
 from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Placement, placements
+from megatron.mpu.placement import Own, Placement, placements
 from megatron.mpu.random import init_parameter
 from megatron.optimizer.flat import aligned, unit_size
 
@@ -41,6 +41,9 @@ class Slot:
     stop: int = 0
     owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)  # the model chunks that use it: each gives it a gradient
+    values: Optional[torch.Tensor] = (
+        None  # of a parameter that keeps its own initial values: these, until they are read
+    )
 
 
 @dataclass
@@ -182,6 +185,7 @@ def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
         modules = dict(chunk.named_modules())
         for name, (parameter, placement) in placements(chunk).items():
             slot = found.setdefault(id(parameter), Slot(name, parameter, placement))
+            slot.values = parameter.detach() if isinstance(slot.placement.init, Own) else None
             owner, _, attribute = name.rpartition(".")
             slot.owners.append((modules[owner], attribute))
             slot.chunks.append(number)
@@ -205,9 +209,13 @@ def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
 
 @torch.no_grad()
 def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
-    """Initial values of every parameter of a unit, from (seed, name) alone, into the unit's memory `flat`."""
+    """Initial values of every parameter of a unit, its own or from (seed, name) alone, into the unit's memory `flat`."""
     for slot in unit.slots:
         view = flat[slot.start : slot.stop].view(slot.parameter.shape)
+        if isinstance(slot.placement.init, Own):
+            view.copy_(slot.values)
+            slot.values = None
+            continue
         init_parameter(slot.name, view, slot.placement, place, seed)
 
 

@@ -8,14 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
 from megatron.data.mock import MockDataset
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
+from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import seed_of
+from megatron.optimizer.sharded import sharded_init
+from megatron.settings.schema import Parallel
+from megatron.tools.pretrain import start
 from tests.models import plain_module
 
 FLAGS = (
@@ -29,11 +35,14 @@ def batch_of(samples: np.ndarray) -> MicroBatch:
     return MicroBatch(tokens, labels, torch.arange(len(samples)), loss_mask=(tokens != 100).float())
 
 
-def plain_loop():
-    """(losses, gradient norms, final weights) by torch alone."""
-    model, data, seen = plain_module.PlainModule(24, 101), MockDataset(1 << 20, 16, 101, 100, 1234, 0), []
+def plain_loop(init="module"):
+    """(losses, gradient norms, final weights) by torch alone, from the module's own initial values or from the suite's."""
+    data, seen = MockDataset(1 << 20, 16, 101, 100, 1234, 0), []
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        model = plain_module.PlainModule(24, 101)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters() if init == "suite" else ():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed_of(1234, name, 0)))
             else:
@@ -53,17 +62,29 @@ def plain_loop():
     return seen, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def main(rank: int, words: str) -> None:
-    plain_module.main(words.split())
+def main(rank: int, words: str, init: str = "module") -> None:
+    recipe = plain_recipe(plain_module.__name__, plain_module.build, pretrain_gpt.build_datasets, init=init)
+    start(words.split(), recipe if init == "suite" else plain_module.recipe())
 
 
-@pytest.mark.parametrize("world, flags", [(1, ""), (2, ""), (2, "--sharding-stage 1"), (2, "--sharding-stage 3")])
-def test_trains_as_a_plain_loop_does(tmp_path, world, flags):
+@pytest.mark.parametrize(
+    "world, flags, init",
+    [
+        (1, "", "module"),
+        (2, "", "suite"),
+        (2, "", "module"),
+        (2, "--sharding-stage 1", "module"),
+        (2, "--sharding-stage 2", "module"),
+        (2, "--sharding-stage 3", "module"),
+        (2, "--sharding-stage 3", "suite"),
+    ],
+)
+def test_trains_as_a_plain_loop_does(tmp_path, world, flags, init):
     words = f"{FLAGS} {flags} --save {tmp_path}"
-    main(0, words) if world == 1 else run_ranks(world, main, words)
+    main(0, words, init) if world == 1 else run_ranks(world, main, words, init)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [(record["lm loss"], record["grad_norm"]) for record in records if record["kind"] == "step"]
-    wanted, weights = plain_loop()
+    wanted, weights = plain_loop(init)
     assert np.array(found) == pytest.approx(np.array(wanted), rel=2e-5)
     with Reader(tmp_path / "iter_0000004") as reader:
         assert {name for name in reader.tensors if not name.startswith("optimizer.")} == set(weights)
@@ -123,3 +144,53 @@ def test_a_parameter_without_placement_is_told():
     module.placements = dict(weight=None, other=None)
     with pytest.raises(SettingsError, match="not the same: other"):
         placements(module)
+
+
+# ---- initial values --------------------------------------------------------------------------------------------------
+
+
+class Odd(torch.nn.Module):
+    """Initial values that no rule of the suite would give, made in ways that the meta device cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.zero, self.seven = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.tensor([7.0]))
+        self.eye = torch.nn.Parameter(torch.eye(5))
+        self.rates = torch.nn.ParameterList(torch.tensor([x.item()]) for x in torch.linspace(0, 1, 3))
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
+        self.blocks[1].weight = self.blocks[0].weight
+        torch.nn.init.orthogonal_(self.blocks[0].weight)
+
+
+@pytest.mark.parametrize(
+    "stage, dtype", [(0, torch.float32), (0, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16)]
+)
+def test_a_module_keeps_its_own_initial_values(stage, dtype):
+    """In fp32 in the optimizer, whatever the format of the model, and on all ranks alike."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        wanted = dict(Odd().named_parameters())
+
+    def body(rank):
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        mesh = Mesh(rank, **{"shard" if stage else "replicate": 2})
+        model, optimizer = sharded_init(
+            Odd, mesh, parallel=Parallel(sharding_stage=stage), dtype=dtype, seed=5, init="module"
+        )
+        assert torch.equal(before, torch.get_rng_state())
+        with optimizer.gathered_parameters():
+            used = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        kept = [(piece.name, tuple(piece.box), piece.tensor.clone()) for piece in optimizer.pieces(moments=False)]
+        return used, kept
+
+    for used, kept in run_ranks(2, body):
+        assert used.keys() == wanted.keys() and all(torch.equal(x, wanted[name].to(dtype)) for name, x in used.items())
+        for name, (offset, extent), values in kept:
+            box = tuple(slice(at, at + n) for at, n in zip(offset, extent, strict=True))
+            assert torch.equal(values, wanted[name][box])
+
+
+def test_another_word_for_whose_initial_values_is_refused():
+    with pytest.raises(SettingsError, match="init='torch'.*'module' and 'suite'"):
+        plain_recipe("mine", plain_module.build, pretrain_gpt.build_datasets, init="torch")

@@ -25,7 +25,9 @@ from torch import nn
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
+from megatron.errors import Failure
 from megatron.model.facts import Facts, RankSetup
+from megatron.model.recipe import MODEL_TYPES
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, ranks_along, sizes_of
@@ -39,6 +41,7 @@ from megatron.planner.preflight.verdict import Check
 from megatron.settings import schema
 
 OURS = "this is a mistake of this program: please report it with the command line"
+THEIRS = "mend the model: docs/extending.md#a-model"
 
 
 @dataclass(frozen=True)
@@ -230,24 +233,32 @@ def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
 
 
 def check_shapes(design: Design) -> Check:
-    """A micro-batch forward and back through each kind of stage, on the first and the last tensor parallel rank."""
+    """A micro-batch forward and back through each kind of stage, on the first and the last tensor parallel rank; of a
+    model that is not the suite's, through every layer of every stage.
+    """
     started, kinds, wrong = time.perf_counter(), set(), []
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
     pipeline = design.pipeline
-    pipeline = replace(
-        pipeline, layers=tuple(sample_layers(layers, recompute, design.facts.layer_kind) for layers in pipeline.layers)
-    )
+    known = design.config.model.model_type in MODEL_TYPES
+    if known:
+        kind_of = design.facts.layer_kind
+        pipeline = replace(
+            pipeline, layers=tuple(sample_layers(layers, recompute, kind_of) for layers in pipeline.layers)
+        )
     with _fake_process_group(last + 1):
         for mesh in design.distinct:
             if mesh.tp.rank not in (0, last):
                 continue
-            kind = (mesh.tp.rank, *_kind(design, pipeline, mesh.pp.rank))
+            alike = _kind(design, pipeline, mesh.pp.rank) if known else (mesh.pp.rank,)
+            kind = (mesh.tp.rank, *alike)
             if kind in kinds:
                 continue
             kinds.add(kind)
             for stage in design.stages(mesh, pipeline):
                 try:
                     faults = _check_stage_shapes(design, mesh, stage)
+                except Failure as failure:
+                    faults = [f"{failure.what} ({failure.why})"]
                 except (RuntimeError, AssertionError, TypeError) as error:
                     faults = [" ".join(str(error).split())[:200]]
                 wrong += [f"rank {mesh.rank}: {fault}" for fault in faults]
@@ -256,7 +267,7 @@ def check_shapes(design: Design) -> Check:
     told = (
         f"[s={model.seq_length}, b={micro}, h={model.hidden_size}] forward and back through {len(kinds)} kinds of ranks"
     )
-    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS)
+    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS if known else THEIRS)
 
 
 def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
