@@ -26,7 +26,7 @@ SAID = {
         r"iteration +2/.*learning rate: 5.625000E-01",
         r"iteration +4/.*learning rate: 6.250000E-02",
     ],
-    "An optimizer": [r"iteration +3/ +3", r"optimizer state: none"],
+    "An optimizer": [r"iteration +3/ +3", r"optimizer state: sum"],
     "A kernel": [r"the formula", r"iteration +1/ +1"],
     "A dataset": [r"iteration +4/ +4"],
 }
