@@ -6,6 +6,7 @@ MODEL_TYPES, or a module with a function `recipe()`.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -41,8 +42,8 @@ class Recipe:
     schedules:      name of a learning-rate schedule of its own, for --lr-decay-style -> function of the share of the decay
                     that is done (0 to 1) to what is left of the rate (1: all, 0: --min-lr)
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
-    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
-                    Those that settings add: `sums_of`
+    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
+                    or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
     """
 
     model_type: str
@@ -56,7 +57,9 @@ class Recipe:
     idle: Mapping[str, Needs] = field(default_factory=dict)
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
-    sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
+    sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
+        default_factory=lambda: {"lm loss": 1.0}
+    )
 
     @property
     def setting_groups(self) -> dict[str, type]:
@@ -109,9 +112,18 @@ def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({})
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
-    """Name of a sum that the stages of a run return -> its weight in what is minimised."""
+    """Name of a sum that the stages of a run return -> its weight in what is minimised. Raises SettingsError for a weight
+    that is no number.
+    """
+    own = recipe.sums(config) if callable(recipe.sums) else recipe.sums
+    for name, weight in own.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise SettingsError(
+                f"Recipe.sums of {recipe.model_type}: the weight of {name!r} is {weight!r}",
+                do="give a finite number; 0 for a sum that is only logged",
+            )
     z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
-    return {**recipe.sums, **z_loss}
+    return {**own, **z_loss}
 
 
 def facts_of(config: Config, vocab_size: int) -> Facts:
