@@ -20,6 +20,7 @@ SAID = {
         r"activity: \d",
         r"saved checkpoint at iteration +4",
     ],
+    "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],
     "A flag": [r"--embedding-scale X +what embeddings are multiplied with", r"iteration +1/ +1"],
     "A learning-rate schedule": [
