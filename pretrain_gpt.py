@@ -9,6 +9,8 @@
     python pretrain_gpt.py --dry-run --world-size 128 ...    (or --preflight)
 """
 
+from dataclasses import replace
+
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.rules import IDLE, RULES
@@ -26,31 +28,30 @@ def recipe() -> Recipe:
     return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE)
 
 
+def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:
+    """The recipe of a variant of GPT (docs/extending.md).
+
+    module: a subclass of `megatron.model.gpt.module.GPT`; facts: the class of its facts
+    more:   further fields of the `Recipe`: groups, sums, ...
+    """
+
+    def build_model(config, mesh, vocab_size, **stage):
+        return module.of(config, mesh, facts.of(config, vocab_size), **stage)
+
+    return replace(recipe(), model_type=model_type, facts=facts.of, build_model=build_model, **more)
+
+
 def facts(config, vocab_size) -> GPTFacts:
     """What a GPT says of itself: weights, arithmetic, memory."""
-    return GPTFacts(config.model, vocab_size)
+    return GPTFacts.of(config, vocab_size)
 
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):
     """A GPT, or what a rank of the mesh holds of it: the layers of a pipeline stage (default: all)."""
-    from megatron.fused_kernels.autocast import autocast_of
     from megatron.model.gpt.module import GPT
 
-    return GPT(
-        config.model,
-        mesh,
-        vocab_size,
-        layers=layers,
-        first=first,
-        last=last,
-        sequence_parallel=config.parallel.sequence_parallel,
-        kernels=config.kernels,
-        recompute=config.recompute,
-        autocast=autocast_of(config.precision),
-        seed=config.logging.seed,
-        dtype=dtype,
-        device=device,
-    )
+    stage = dict(layers=layers, first=first, last=last, dtype=dtype, device=device)
+    return GPT.of(config, mesh, facts(config, vocab_size), **stage)
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, log):

@@ -9,7 +9,7 @@ of a group, d channels of a head, tp ranks that divide the groups.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from megatron.settings.schema import Kernels, Model
 class ForwardContext:
     """What all blocks of one forward pass share.
 
+    batch     the `MicroBatch`; None in inference
     samples   [b] places in the order of training, for dropout; None in inference
     angles    cos and sin of RoPE, or None
     allowed   [b, s, t] bool: query may see key; None for plain causal attention
@@ -43,6 +44,17 @@ class ForwardContext:
     allowed: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
     region: Callable = nullcontext
+    batch: Any = None
+
+    @property
+    def loss_mask(self) -> Optional[torch.Tensor]:
+        """[s, b] float32; None where every position counts, and in inference."""
+        return None if self.batch is None else self.batch.loss_mask
+
+    @property
+    def num_tokens(self) -> Optional[torch.Tensor]:
+        """Tokens of the micro-batch that count, an fp32 scalar; None in inference."""
+        return None if self.batch is None else self.batch.num_tokens
 
 
 def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
@@ -114,7 +126,11 @@ class Attention(nn.Module):
             attended = recompute(scaled_dot_product_attention, query, key, value, self, context, inside=context.region)
         else:
             attended = scaled_dot_product_attention(query, key, value, self, context)
-        return self.output(attended)  # [s, b, g/tp q d] -> [s, b, h]
+        return self.project(attended, x)
+
+    def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What the heads found, [s, b, g/tp q d], as what the layer adds, [s, b, h]. x: the layer's input."""
+        return self.output(attended)
 
     def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[s, b, h] -> [s, b, g/tp, n, d] of n = q queries, 1 key, 1 value; by one product, or three."""

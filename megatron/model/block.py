@@ -15,11 +15,15 @@ from megatron.settings.schema import Kernels, Model
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
+    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out. A variant of it is a subclass
+    that puts other classes in their place, or adds up differently (docs/extending.md).
 
     layer: its place in the whole network, from 0. weights: `layer_weights(...)`. recompute: what is computed again in the
     backward pass; "full" is up to the caller.
     """
+
+    attention_class: type[Attention] = Attention
+    mlp_class: type[MLP] = MLP
 
     def __init__(
         self,
@@ -36,12 +40,13 @@ class Block(nn.Module):
         device,
     ):
         super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
         self.recompute_attention = recompute == "full_attn"
         factory_kwargs = dict(dtype=dtype, device=device)
         common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
         norm, axis = NORMS[model.normalization], tp if sequence_parallel else None
         self.attention_norm = norm(take_prefix(weights, "attention_norm"), model.norm_epsilon, **factory_kwargs)
-        self.attention = Attention(
+        self.attention = self.attention_class(
             model,
             layer,
             tp,
@@ -53,20 +58,30 @@ class Block(nn.Module):
         )
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis)
         self.mlp_norm = norm(take_prefix(weights, "mlp_norm"), model.norm_epsilon, **factory_kwargs)
-        self.mlp = MLP(model, tp, take_prefix(weights, "mlp"), **common)
+        self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if self.recompute_attention:
-            attended = recompute(self._attention_half, x, context, inside=context.region)
-        else:
-            attended = self._attention_half(x, context)
+        attended = self._attended(x, context)
         if self.attention_dropout.idle:
             x, normal = self.mlp_norm(x, attended)
         else:
             x = self.attention_dropout.add(x, attended, context.samples)
             normal = self.mlp_norm(x)
         return self.mlp_dropout.add(x, self.mlp(normal), context.samples)
+
+    def attention_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """dropout(attention(norm(x))), for variants that add up differently"""
+        return self.attention_dropout(self._attended(x, context), context.samples)
+
+    def mlp_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """dropout(mlp(norm(x))), for variants"""
+        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), context.samples)
+
+    def _attended(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if self.recompute_attention:
+            return recompute(self._attention_half, x, context, inside=context.region)
+        return self._attention_half(x, context)
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.attention(self.attention_norm(x), context)

@@ -34,6 +34,19 @@ LOSS, TOKENS = "lm loss", "tokens"  # what the sums of a last stage are called
 Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
 
 
+def sum_over_tokens(values: torch.Tensor, loss_mask: Optional[torch.Tensor], part: nn.Module) -> torch.Tensor:
+    """The sum over the tokens that count of what a layer has for each, for the sums that it returns beside x.
+
+    values:    [s, b], or [s/tp, b] under sequence parallelism; equal on all tp ranks otherwise
+    loss_mask: [s, b], or None where every token counts (`ForwardContext.loss_mask`)
+    part:      the layer, whose `tp` and `sequence_parallel` say which it is
+    """
+    values, cut = values.float(), part.sequence_parallel and part.tp.size > 1
+    if loss_mask is not None:
+        values = values * (loss_mask.chunk(part.tp.size)[part.tp.rank] if cut else loss_mask)
+    return mappings.reduce_from_tensor_model_parallel_region(values.sum(), part.tp) if cut else values.sum()
+
+
 class LanguageModel(nn.Module):
     """The layers `layers` (default: all) of a model, with the embedding if `first` and norm, output and loss if `last`.
 

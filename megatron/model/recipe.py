@@ -6,6 +6,7 @@ MODEL_TYPES, or a module with a function `recipe()`.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
 from megatron.settings.effects import Needs
+from megatron.settings.own_choices import optimizer_group
 from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
@@ -37,8 +39,11 @@ class Recipe:
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
-    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
-                    Those that settings add: `sums_of`
+    schedules:      name of a learning-rate schedule of its own, for --lr-decay-style -> function of the share of the decay
+                    that is done (0 to 1) to what is left of the rate (1: all, 0: --min-lr)
+    optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
+    sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
+                    or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
     """
 
     model_type: str
@@ -50,7 +55,16 @@ class Recipe:
     defaults: Mapping[str, object] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
-    sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
+    schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
+    optimizers: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
+        default_factory=lambda: {"lm loss": 1.0}
+    )
+
+    @property
+    def setting_groups(self) -> dict[str, type]:
+        """Groups of settings that this recipe has beside the suite's, or in the place of one of them."""
+        return {**self.groups, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -74,7 +88,7 @@ def named_recipe(model_type: str) -> Recipe:
 def config_of(record: Mapping) -> Config:
     """The settings that a checkpoint or the log of a run holds, those of its recipe's own groups with them."""
     model_type = record.get("model", {}).get("model_type", "GPT")
-    return from_record(record, named_recipe(model_type).groups)
+    return from_record(record, named_recipe(model_type).setting_groups)
 
 
 def command_of(model_type: str) -> str:
@@ -94,13 +108,22 @@ def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({})
     model_type = given(argv, "model_type")
     recipe = named_recipe("GPT" if model_type is None else model_type)
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return parse_pretrain(argv, {**recipe.groups, **groups}, description, defaults)
+    return parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
-    """Name of a sum that the stages of a run return -> its weight in what is minimised."""
+    """Name of a sum that the stages of a run return -> its weight in what is minimised. Raises SettingsError for a weight
+    that is no number.
+    """
+    own = recipe.sums(config) if callable(recipe.sums) else recipe.sums
+    for name, weight in own.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise SettingsError(
+                f"Recipe.sums of {recipe.model_type}: the weight of {name!r} is {weight!r}",
+                do="give a finite number; 0 for a sum that is only logged",
+            )
     z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
-    return {**recipe.sums, **z_loss}
+    return {**own, **z_loss}
 
 
 def facts_of(config: Config, vocab_size: int) -> Facts:

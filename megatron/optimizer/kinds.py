@@ -5,7 +5,8 @@ What each computes is in `update.py`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Optional
+from dataclasses import fields
+from typing import Any, NamedTuple, Optional
 
 from megatron.settings.schema import Optimizer
 
@@ -17,11 +18,20 @@ class Kind(NamedTuple):
     settings: those of its own
     matrices: names of the state tensors of linear layers' matrices, which it treats as such (`Placement.matrices`);
               None: to it all weights are alike
+    update:   settings -> `update.UpdateRule`, such as a subclass of it; the suite's own are in `update.py`
+    group:    of one that is not the suite's: a frozen dataclass of settings that it adds to `schema.Optimizer`
     """
 
     state: Callable[[Optimizer], tuple[str, ...]]
     settings: tuple[str, ...] = ()
     matrices: Optional[tuple[str, ...]] = None
+    update: Optional[Callable[[Optimizer], Any]] = None
+    group: Optional[type] = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Settings that it reads, and others do not."""
+        return (*self.settings, *(field.name for field in fields(self.group))) if self.group else self.settings
 
 
 _ADAM = Kind(lambda s: ("exp_avg", "exp_avg_sq"), ("adam_beta1", "adam_beta2", "adam_eps"))
@@ -63,16 +73,21 @@ COEFFICIENTS = {
 }
 
 
+def kinds_of(settings: Optimizer) -> dict[str, Kind]:
+    """All that `--optimizer` may name, those of the recipe with them (`Recipe.optimizers`)."""
+    return {**KINDS, **settings.own_optimizers}
+
+
 def state_of(settings: Optimizer, matrix: bool = False) -> tuple[str, ...]:
     """Names of the state tensors that an optimizer keeps of weights, or of linear layers' matrices.
 
     >>> state_of(Optimizer(optimizer="lion")), state_of(Optimizer(optimizer="muon"), matrix=True)
     (('exp_avg',), ('momentum_buffer',))
     """
-    kind = KINDS[settings.rule]
+    kind = kinds_of(settings)[settings.rule]
     return kind.matrices if matrix and kind.matrices is not None else kind.state(settings)
 
 
 def knows_matrices(settings: Optimizer) -> bool:
     """Whether an optimizer treats the matrices of linear layers as such."""
-    return KINDS[settings.rule].matrices is not None
+    return kinds_of(settings)[settings.rule].matrices is not None

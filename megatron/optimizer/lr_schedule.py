@@ -12,11 +12,14 @@ rate at 0 samples, the second with the rate at one batch, and so on.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Optional, TypeAlias
 
 from megatron.settings.batch import full_size
 from megatron.settings.schema import Batch, Optimizer
+
+Curve: TypeAlias = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
     if settings.lr_decay_style == "inverse-square-root":
         return max(lowest, highest * max(lengths.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
     if settings.lr_decay_style == "WSD":
-        share = _annealed_share(settings.lr_wsd_decay_style, lengths, samples)
+        share = _annealed_share(curves_of(settings)[settings.lr_wsd_decay_style], lengths, samples)
     else:
         done = (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
-        share = CURVES[settings.lr_decay_style](done)
+        share = curves_of(settings)[settings.lr_decay_style](done)
     return lowest + share * (highest - lowest)
 
 
@@ -74,19 +77,24 @@ def decoupled_learning_rate(settings: Optimizer, lengths: Lengths, samples: int)
     return learning_rate(replace(settings, lr=settings.decoupled_lr, min_lr=lowest), lengths, samples)
 
 
-def _annealed_share(style: str, lengths: Lengths, samples: int) -> float:
+def _annealed_share(curve: Curve, lengths: Lengths, samples: int) -> float:
     """Warm-up, Stable, Decay (arXiv:2404.06395, section 4): flat until the annealing starts."""
     into = samples - (lengths.decay - lengths.anneal)
-    return 1.0 if into <= 0 else CURVES[style](into / lengths.anneal)
+    return 1.0 if into <= 0 else curve(into / lengths.anneal)
 
 
 # What is left of (highest - lowest) when a share x of the decay is done: from 1 at x = 0 to 0 at x = 1.
-CURVES = {
+CURVES: dict[str, Curve] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
     "exponential": lambda x: 2.0 * 0.5**x - 1.0,
     "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
 }
+
+
+def curves_of(settings: Optimizer) -> dict[str, Curve]:
+    """All curves that settings may name, those of the recipe with them (`Recipe.schedules`)."""
+    return {**CURVES, **settings.own_schedules}
 
 
 BY_THEMSELVES = ("constant", "inverse-square-root", "WSD")  # --lr-decay-style: what `learning_rate` computes otherwise
@@ -134,11 +142,28 @@ def _curve_problems(settings: Optimizer) -> list[str]:
         "--lr-wsd-decay-style": (settings.lr_wsd_decay_style, ()),
         "--weight-decay-incr-style": (settings.weight_decay_incr_style, ("constant",)),
     }
-    return [
+    curves = curves_of(settings)
+    missing = [
         f"{flag} {name} has no curve: CURVES in megatron/optimizer/lr_schedule.py has {', '.join(CURVES)}"
         for flag, (name, others) in named.items()
-        if name not in (*CURVES, *others)
+        if name not in (*curves, *others)
     ]
+    own = {name for name, _ in named.values()} & set(settings.own_schedules)
+    return missing + [words for name in sorted(own) for words in _own_problems(name, settings.own_schedules[name])]
+
+
+def _own_problems(name: str, curve: Curve) -> list[str]:
+    """What is wrong with a schedule of the recipe, where it begins, in the middle and where it ends."""
+    for done in (0.0, 0.5, 1.0):
+        try:
+            share = float(curve(done))
+        except Exception as error:
+            return [f"Recipe.schedules[{name!r}]({done:g}) raised {type(error).__name__}: {error}"]
+        if not (math.isfinite(share) and share >= 0):
+            return [
+                f"Recipe.schedules[{name!r}]({done:g}) is {share}: it must be a number from 0 on, what is left of the rate"
+            ]
+    return []
 
 
 def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:

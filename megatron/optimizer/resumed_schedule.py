@@ -51,7 +51,7 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
         return config, now
     then, saved = lengths_of(record), _saved(record, "optimizer")
     own = {name: saved[name] for name in SCHEDULE if name in saved}
-    kinds = {setting.name: setting for setting in settings_of({"optimizer": Optimizer})}
+    kinds = {setting.name: setting for setting in settings_of({"optimizer": type(config.optimizer)})}
     if then is None or own.get("lr") is None or not all(_is_value(kinds[name], value) for name, value in own.items()):
         raise SettingsError(
             "--resume-schedule checkpoint: the checkpoint tells of no schedule",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of the optimizer work together (`settings.rules`)."""
 
-from megatron.optimizer.kinds import COEFFICIENTS, KINDS, knows_matrices, state_of
+from megatron.optimizer.kinds import COEFFICIENTS, kinds_of, knows_matrices, state_of
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
+from megatron.settings.schema import Optimizer
 
 RULES = (
     Rule(
@@ -60,9 +61,17 @@ RULES = (
     ),
 )
 
-_NAMES = {name for kind in KINDS.values() for name in kind.settings}
-_USERS = {name: [kind for kind in KINDS if name in KINDS[kind].settings] for name in _NAMES}
-IDLE = {
-    name: Needs(f"--optimizer {' or '.join(kinds)}", lambda s, kinds=kinds: s.settings.optimizer.rule in kinds)
-    for name, kinds in _USERS.items()
-}
+
+def idle_of(settings: Optimizer) -> dict[str, Needs]:
+    """Setting that some optimizers read -> what it needs for an effect: one of those."""
+    kinds = kinds_of(settings)
+    users = {
+        name: [kind for kind in kinds if name in kinds[kind].names] for one in kinds.values() for name in one.names
+    }
+    return {
+        name: Needs(f"--optimizer {' or '.join(those)}", lambda s, those=those: s.settings.optimizer.rule in those)
+        for name, those in users.items()
+    }
+
+
+IDLE = idle_of(Optimizer())  # of the suite's own

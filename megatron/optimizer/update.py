@@ -3,7 +3,7 @@
 
 ZeRO, offload, clipping, the loss scale and checkpoints know a rule through `UpdateRule` alone; settings and the planner
 through its row of `kinds.KINDS`. A new one is a class here and a row in either table; its name and its settings are
-fields of `settings.schema.Optimizer`.
+fields of `settings.schema.Optimizer`. A recipe's own needs none of these: `Recipe.optimizers`.
 """
 
 from collections.abc import Sequence
@@ -199,5 +199,6 @@ RULES = dict(adam=AdamW, sgd=SGD, lion=Lion, muon=Muon)
 
 
 def rule_of(settings: Optimizer) -> UpdateRule:
-    """The update rule of `--optimizer`."""
-    return RULES[settings.rule](settings)
+    """The update rule of `--optimizer`: the suite's, or the recipe's own."""
+    own = settings.own_optimizers.get(settings.rule)
+    return (own.update if own else RULES[settings.rule])(settings)

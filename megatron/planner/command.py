@@ -17,7 +17,7 @@ from megatron.telemetry.figures import WIDTH, seconds, size
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
     """The flags of every setting that is not at its default, apart from those of the planner."""
     words, recipe, own = [], recipe_of(config), config.groups
-    groups = schema.GROUPS | dict(recipe.groups)
+    groups = schema.GROUPS | recipe.setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
         value = getattr(own[setting.group], setting.name)
         default = recipe.defaults.get(setting.name, setting.default)

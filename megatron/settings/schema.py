@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 # What happens when a run goes on from a checkpoint that had another value: it is another model, whose weights do not fit
 # (refused with --finetune, too); refused unless --override names it, because the run would go on as a different one
@@ -558,6 +558,10 @@ class Guard:
 class Optimizer:
     """The update rule, its learning rate and its weight decay."""
 
+    # Of a recipe: name of a choice -> what it stands for (`own_choices.optimizer_group`).
+    own_schedules: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    own_optimizers: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
     optimizer: Literal["adam", "cpu_adam", "sgd", "lion", "muon"] = setting(
         "adam is AdamW, as in Megatron-LM, for each part of the state where that lies; cpu_adam: with "
         "--optimizer-cpu-offload; docs/optimizers.md has the others",
@@ -781,6 +785,6 @@ def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType(
 
     extra = record.get("extra", {})
     return Config(
-        **{name: made(group, record.get(name, {})) for name, group in GROUPS.items()},
-        extra={name: made(group, extra.get(name, {})) for name, group in own_groups.items()},
+        **{name: made(own_groups.get(name, group), record.get(name, {})) for name, group in GROUPS.items()},
+        extra={name: made(group, extra.get(name, {})) for name, group in own_groups.items() if name not in GROUPS},
     )

@@ -43,7 +43,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
     rank_env.adopt_slurm()
     rank_env.ranks()  # numbers of ranks that are none are told first
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    config = parse_pretrain(argv, recipe.groups, f"Pretrain a model of type {recipe.model_type}.", defaults)
+    config = parse_pretrain(argv, recipe.setting_groups, f"Pretrain a model of type {recipe.model_type}.", defaults)
     if config.model.model_type != recipe.model_type:
         raise UsageError(
             f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",

@@ -60,7 +60,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 
 def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
     """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten."""
-    table = {**EFFECTS, **megatron.optimizer.rules.IDLE, **recipe_of(settings).idle}
+    table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **recipe_of(settings).idle}
     return without_effect(rules.record(settings, world_size), table)
 
 

@@ -26,18 +26,19 @@ def run(folder, *words):
     return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-def test_a_model_in_the_root(root, tree):
-    """The page's dataset as a file of one's own, without a licence line or a docstring."""
-    assert "`tests/models/own_dataset.py`" in (root / "docs" / "extending.md").read_text()
-    text = (root / "tests" / "models" / "own_dataset.py").read_text()
-    text = re.sub(r'\A# SPDX[^\n]*\n""".*?"""\n\n', "", text, flags=re.S)
-    text = text.replace("tests.models.own_dataset", "pretrain_mine")
-    assert text.startswith("from dataclasses")
-    (tree / "pretrain_mine.py").write_text(text)
+def test_models_in_the_root(root, tree):
+    """Files of the page as files of one's own, without a licence line or a docstring."""
+    for name in ("own_dataset", "gpt_variant", "own_update"):
+        assert f"`tests/models/{name}.py`" in (root / "docs" / "extending.md").read_text()
+        text = (root / "tests" / "models" / f"{name}.py").read_text()
+        text = re.sub(r'\A# SPDX[^\n]*\n""".*?"""\n\n', "", text, flags=re.S)
+        text = text.replace(f"tests.models.{name}", f"mine_{name}")
+        assert text.startswith("from dataclasses")
+        (tree / f"mine_{name}.py").write_text(text)
     for words in (["check"], ["format", "--check"]):
-        done = run(tree, "ruff", *words, "pretrain_mine.py")
+        done = run(tree, "ruff", *words, *(path.name for path in tree.glob("mine_*.py")))
         assert done.returncode == 0, done.stdout
-    chosen = "pretrain_mine or pretrain_gpt or circles or installed"  # what a file in the root has a part in
+    chosen = "mine or pretrain_gpt or circles or installed"  # what a file in the root has a part in
     files = ["tests/test_floors.py", "tests/test_source_form.py"]
     done = run(tree, "pytest", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert done.returncode == 0, done.stdout

@@ -16,7 +16,7 @@ from typing import Optional
 from megatron.model.facts import Branch, CoreAttention, Facts, RankSetup
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.settings.kernel_sizes import causal_pairs
-from megatron.settings.schema import Model
+from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
 FULL = "layer without window"
@@ -26,6 +26,11 @@ class GPTFacts(Facts):
     """See `Facts`."""
 
     name = "GPT"
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
+        """Facts of a run; those of a variant may take settings of its own from `config.extra`."""
+        return cls(config.model, vocab_size)
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         return _layer_weights(self.settings, sequence_parallel)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: a language model of `Block`s, causal, with positions learned or rotary; training, and generation with a cache."""
 
+from dataclasses import replace
 from typing import Optional
 
 import torch
 
+from megatron.fused_kernels.autocast import autocast_of
 from megatron.model.attention import ForwardContext, allowed_pairs
 from megatron.model.block import Block
 from megatron.model.cache import Cache
@@ -15,20 +17,42 @@ from megatron.model.weights import Table
 from megatron.mpu import mappings
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
-from megatron.settings.schema import Model
+from megatron.settings.schema import Config, Model
 
 
 class GPT(LanguageModel):
-    """See `LanguageModel`, whose keywords it takes."""
+    """See `LanguageModel`, whose keywords it takes. A variant is a subclass with another `block_class`, and facts of
+    its own where its layers have other weights: docs/extending.md.
 
-    def __init__(self, model: Model, mesh: Mesh, vocab_size: int, **keywords):
-        super().__init__(GPTFacts(model, vocab_size), mesh, **keywords)
+    facts: what the model says of itself (default: what a GPT does)
+    """
+
+    block_class: type[Block] = Block
+
+    def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, facts: Optional[GPTFacts] = None, **keywords):
+        super().__init__(facts or GPTFacts(model, vocab_size), mesh, **keywords)
         self.rotary = None
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model)
 
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: GPTFacts, **stage) -> "GPT":
+        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        return cls(
+            facts.settings,
+            mesh,
+            facts.vocab_size,
+            facts=facts,
+            sequence_parallel=config.parallel.sequence_parallel,
+            kernels=config.kernels,
+            recompute=config.recompute,
+            autocast=autocast_of(config.precision),
+            seed=config.logging.seed,
+            **stage,
+        )
+
     def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
-        return Block(
+        return self.block_class(
             self.facts.settings,
             layer,
             self.tp,
@@ -41,7 +65,8 @@ class GPT(LanguageModel):
         )
 
     def context(self, batch) -> ForwardContext:
-        return self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples)
+        made = self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples)
+        return replace(made, batch=batch)
 
     def logits(
         self,

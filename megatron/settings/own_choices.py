@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules and optimizers of a recipe's own as choices beside the suite's: needs no torch.
+
+A recipe with such has a group of settings of its own in the place of `schema.Optimizer`: a subclass whose choices name
+them, whose further fields are their settings, and which carries what each name stands for. So flags, help, files, checks
+and checkpoints know them as they know the others, and whoever has the settings has the functions.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields, make_dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from megatron.errors import SettingsError
+from megatron.settings.schema import Optimizer
+
+SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings whose choices a schedule of one's own becomes
+
+
+def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, Any]) -> type[Optimizer]:
+    """`schema.Optimizer`, or where a recipe has schedules or optimizers of its own, the group that knows them.
+
+    schedules:  name -> what is left of the rate (1: all) when a share of the decay is done
+    optimizers: name -> `optimizer.kinds.Kind`, with `update`
+
+    Raises SettingsError for names and functions that cannot be.
+    """
+    if not schedules and not optimizers:
+        return Optimizer
+    for name, curve in schedules.items():
+        _check_name("schedules", name, [choice for setting in SCHEDULES for choice in _choices(setting)])
+        if not callable(curve):
+            raise SettingsError(
+                f"Recipe.schedules[{name!r}] is {curve!r}", do="give a function of the share done, 0 to 1"
+            )
+    for name, kind in optimizers.items():
+        _check_name("optimizers", name, _choices("optimizer"))
+        if not callable(getattr(kind, "update", None)) or not callable(getattr(kind, "state", None)):
+            raise SettingsError(
+                f"Recipe.optimizers[{name!r}] is {kind!r}",
+                do="give megatron.optimizer.kinds.Kind(state=..., update=...): docs/extending.md",
+            )
+    return _group(schedules, optimizers)
+
+
+def _same_settings(one: Optimizer, other: object) -> bool:
+    """A recipe is made anew each time it is asked for, and its group with it: the class says nothing."""
+    return isinstance(other, Optimizer) and vars(one) == vars(other)
+
+
+def _group(schedules: Mapping[str, Callable], optimizers: Mapping[str, Any]) -> type[Optimizer]:
+    more = dict.fromkeys(SCHEDULES, tuple(schedules))
+    more["optimizer"] = tuple(optimizers)
+    known = {one.name: one for one in fields(Optimizer)}
+    widened = [
+        (name, Literal[(*_choices(name), *names)], field(default=known[name].default, metadata=known[name].metadata))
+        for name, names in more.items()
+        if names
+    ]
+    groups = dict.fromkeys(kind.group for kind in optimizers.values() if kind.group is not None)
+    own = dict(own_schedules=dict(schedules), own_optimizers=dict(optimizers), __eq__=_same_settings)
+    return make_dataclass("Optimizer", widened, bases=(*groups, Optimizer), namespace=own, frozen=True, eq=False)
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return get_args(get_type_hints(Optimizer)[name])
+
+
+def _check_name(where: str, name: str, taken: list[str] | tuple[str, ...]) -> None:
+    also = {
+        word
+        for one in fields(Optimizer)
+        if one.name in (*SCHEDULES, "optimizer")
+        for word in one.metadata.get("also", ())
+    }
+    if name in taken or name in also:
+        raise SettingsError(f"Recipe.{where}: {name!r} is the suite's own", do="give it another name")
+    if not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", name):
+        raise SettingsError(f"Recipe.{where}: {name!r} is no name", do="letters, digits, - and _")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A variant of GPT: attention and MLP beside each other, a gate for each head, and a loss on what layers add."""
+
+from dataclasses import dataclass
+
+import pretrain_gpt
+from megatron.errors import run_main
+from megatron.model.attention import Attention
+from megatron.model.block import Block
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.module import GPT
+from megatron.model.language_model import sum_over_tokens
+from megatron.model.weights import add_prefix, column, take_prefix
+from megatron.mpu.layers import ColumnParallelLinear
+from megatron.settings.schema import setting
+from megatron.tools.pretrain import start
+
+
+@dataclass(frozen=True)
+class VariantSettings:
+    added_loss_coeff: float = setting("weight of the loss on the mean square of what layers add", 0.0)
+
+
+class VariantFacts(GPTFacts):
+    def layer_weights(self, kind, sequence_parallel):
+        m, weights = self.settings, super().layer_weights(kind, sequence_parallel)
+        gate = column(m.hidden_size, (m.num_attention_heads,), m.init_method_std, bias=False)
+        return {**weights, **add_prefix("attention.gate", gate)}
+
+
+class GatedAttention(Attention):
+    def __init__(self, model, layer, tp, weights, *, seed, kernels, recompute_core=False, **common):
+        super().__init__(model, layer, tp, weights, seed=seed, kernels=kernels, recompute_core=recompute_core, **common)
+        self.gate = ColumnParallelLinear(take_prefix(weights, "gate"), tp, **common)
+
+    def project(self, attended, x):  # [s, b, heads/tp x head_dim], [s, b, h] or [s/tp, b, h]
+        gates = 2 * self.gate(x).sigmoid()  # [s, b, heads/tp]
+        return super().project((attended.unflatten(-1, (-1, self.head_dim)) * gates.unsqueeze(-1)).flatten(-2), x)
+
+
+class VariantBlock(Block):
+    attention_class = GatedAttention
+
+    def forward(self, x, context):
+        added = self.attention_part(x, context) + self.mlp_part(x, context)
+        return x + added, {"added": sum_over_tokens(added.float().square().mean(-1), context.loss_mask, self)}
+
+
+class Variant(GPT):
+    block_class = VariantBlock
+
+
+def sums(config):
+    return {"lm loss": 1.0, "added": config.extra["variant"].added_loss_coeff}
+
+
+def recipe():
+    own = dict(facts=VariantFacts, sums=sums, groups={"variant": VariantSettings})
+    return pretrain_gpt.variant("tests.models.gpt_variant", Variant, **own)
+
+
+if __name__ == "__main__":
+    run_main(lambda argv: start(argv, recipe()))
