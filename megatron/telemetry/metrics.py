@@ -24,6 +24,7 @@ from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import WIDTH, Console
 from megatron.telemetry.figures import duration, short_duration
+from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -126,6 +127,7 @@ class Metrics:
         if path:
             self.json = JsonLines(path)
             self.json.write(header)
+            self._point_to(path, save)
         if logging.tensorboard_dir:
             self.trackers.append(TensorBoard(logging.tensorboard_dir))
         if logging.wandb_project:
@@ -135,6 +137,14 @@ class Metrics:
                 )
             )
         self.iteration = iteration
+
+    def _point_to(self, path: Path, save: Optional[str]) -> None:
+        """Leave in the run's folder where its metrics are, for tools that know the folder alone."""
+        try:
+            if save:
+                point_to(path, local_folder(save))
+        except OSError as error:  # the run does not need it
+            self.log(f"warning: {local_folder(save)} does not say where the metrics are: {error}")
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +335,7 @@ def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     """Where the JSON lines go: `--metrics-file`, or metrics.jsonl in the `local_folder` of --save, or nowhere."""
     if logging.metrics_file:
         return Path(logging.metrics_file)
-    return local_folder(save) / "metrics.jsonl" if save else None
+    return local_folder(save) / METRICS if save else None
 
 
 def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
