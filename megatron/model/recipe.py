@@ -39,6 +39,7 @@ class Recipe:
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
                     Those that settings add: `sums_of`
+    perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
     model_type: str
@@ -51,6 +52,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
+    perplexities: tuple[str, ...] = ("lm loss",)
 
 
 def recipe_of(config: Config) -> Recipe:

@@ -40,6 +40,7 @@ class RunSizes:
     flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
+    perplexities: tuple[str, ...] = ("lm loss",)  # losses of which an evaluation gives exp, too
 
 
 @dataclass(frozen=True)
@@ -174,18 +175,22 @@ class Metrics:
         losses: dict[str, float],
         *,
         split: str = "validation",
-        label: str = "",
+        final: bool = False,
+        samples: Optional[range] = None,
         seconds: Optional[float] = None,
     ) -> None:
-        """Mean losses of an evaluation; `split` names it in files.
+        """Mean losses of an evaluation over `samples`, places in the order of its split.
 
-        The console says "validation loss" for every split, as Megatron-LM does, and `label` behind the iteration
-        (" on test set").
+        The console says "validation loss" for every split, as Megatron-LM does; and of the evaluations at the end of
+        training (`final`) of which set they are, behind the iteration: " on validation set", " on test set".
         """
         if not self.active:
             return
         losses = {name: float(value) for name, value in losses.items()}
-        perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items() if name.endswith("loss")}
+        perplexities = {
+            name: math.exp(min(20.0, value)) for name, value in losses.items() if name in self.run.perplexities
+        }
+        label = f" on {split} set" if final else ""
         line = f" validation loss at iteration {iteration}{label} | " + "".join(
             f"{name} value: {value:.6E} | "
             + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
@@ -193,10 +198,12 @@ class Metrics:
         )
         rule = "-" * (len(line) + 1)
         self.console.log(
-            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, label, losses, perplexities, seconds)
+            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, final, losses, perplexities, seconds)
         )
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
+            | dict(final=final)
+            | ({} if samples is None else dict(first_sample=samples.start, samples=len(samples)))
             | losses
             | {f"{name} ppl": value for name, value in perplexities.items()}
             | dict(seconds=seconds)
@@ -414,14 +421,14 @@ def _fitted(parts: list[tuple[int, str]], width: int) -> str:
     return line[:width]
 
 
-def _short_evaluation(iteration: int, split: str, label: str, losses: dict, perplexities: dict, seconds) -> str:
+def _short_evaluation(iteration: int, split: str, final: bool, losses: dict, perplexities: dict, seconds) -> str:
     """Losses of an evaluation, for people."""
     told = [
         f"{_short_name(name)} {value:.4f}" + (f" (perplexity {perplexities[name]:.4g})" if name in perplexities else "")
         for name, value in losses.items()
     ]
     took = "" if seconds is None else f", in {seconds:.1f} s"
-    return f"{split} at iteration {iteration}: {', '.join(told)}{took}"
+    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(told)}{took}"
 
 
 def _short_name(name: str) -> str:
