@@ -54,7 +54,8 @@ def build_datasets(
     Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, unless it is a mock, `d.origin(i)`. Every rank calls
     this; the index maps are built by whoever comes first. `log` is given a line when that, or waiting, takes time.
     Validation goes over one epoch, again and again if more is asked for, so its order does not change with
-    --train-iters; training and test have as many epochs as they need, shuffled together, as in Megatron-LM.
+    --train-iters; training and test have as many epochs as they need, shuffled together, as in Megatron-LM. With
+    --full-validation it is one epoch of all its files, however many samples are asked for.
 
     Raises DataError where data is missing, damaged, too little, or (when it is read) of another vocabulary.
     """
@@ -65,7 +66,8 @@ def build_datasets(
         return tuple(mock if len(mock) else None for mock in mocks)
     blends, shares = _sources(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
-    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log)
+    whole = data.full_validation
+    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole)
     return tuple(
         _build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)
     )
@@ -98,6 +100,7 @@ class GPTDatasetConfig:
     shares: list[Optional[SplitRange]]
     sizes: list[int]
     log: Callable[[str], None]
+    full_validation: bool = False
     files: dict[str, IndexedDataset] = field(default_factory=dict)  # opened so far
 
     def open(self, prefix: str) -> IndexedDataset:
@@ -193,6 +196,8 @@ def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRang
 def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
     """The dataset of one split, with at least the samples asked for."""
     size = config.sizes[split]
+    if split == VALID and config.full_validation:
+        return _build_whole(list(dict.fromkeys(blend.prefixes)), split, config)
     if blend.weights is not None:
         planned, built = share_sizes(blend.weights, size)
         datasets = [_build_file(prefix, count, split, config) for prefix, count in zip(blend.prefixes, built)]
@@ -211,6 +216,13 @@ def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
         )
     blended = _build_blend(datasets, blend.prefixes, lengths, min(size, total), split, config)
     return blended if size <= total else Repeated(blended, size)
+
+
+def _build_whole(prefixes: list[str], split: int, config: GPTDatasetConfig):
+    """One epoch of each file, whatever its weight in the blend."""
+    datasets = [_build_file(prefix, None, split, config) for prefix in prefixes]
+    lengths = [len(dataset) for dataset in datasets]
+    return datasets[0] if len(datasets) == 1 else _build_blend(datasets, prefixes, lengths, sum(lengths), split, config)
 
 
 def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPTDatasetConfig):

@@ -90,8 +90,13 @@ class MicroBatchLoader:
         seq_length: Optional[int] = None,
         vocab_size: Optional[int] = None,
         pin_memory: bool = False,
+        whole: bool = False,
     ):
-        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset."""
+        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset.
+
+        whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
+        whose tokens do not count (`loss_mask`).
+        """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
         ]
@@ -101,7 +106,7 @@ class MicroBatchLoader:
         self.dataset, self.data, self.eod = dataset, data, eod
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.next_step, self.pin_memory = next_step, pin_memory
-        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self.seq_length, self.vocab_size, self.whole = seq_length, vocab_size, whole
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -111,7 +116,7 @@ class MicroBatchLoader:
         Raises DataError where the data ends, and in this thread whatever went wrong in a thread that worked ahead.
         """
         end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
-        if not self._holds(end):
+        if not self._holds(consumed, end):
             raise DataError(
                 f"samples {consumed:,} to {end:,} are asked for, and the dataset has {len(self.dataset):,}",
                 do="build it for more samples (--train-iters, --train-samples), or --dataloader-type cyclic",
@@ -133,12 +138,16 @@ class MicroBatchLoader:
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
 
         data = self.data
+        loss_mask = masks.loss_mask(tokens, self.eod) if data.eod_mask_loss else None
+        if self.whole and positions.stop > len(self.dataset):
+            loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
+            loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
         batch = MicroBatch(
             tokens=column_major(tokens),
             labels=column_major(rows[:, 1:]),
             samples=torch.arange(positions.start, positions.stop),
             hash=batch_hash(positions, tokens),
-            loss_mask=column_major(masks.loss_mask(tokens, self.eod)) if data.eod_mask_loss else None,
+            loss_mask=None if loss_mask is None else column_major(loss_mask),
             position_ids=column_major(masks.position_ids(tokens, self.eod)) if data.reset_position_ids else None,
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
         )
@@ -197,21 +206,25 @@ class MicroBatchLoader:
 
     def _prepare(self, consumed: int, num_microbatches: int) -> None:
         """Hand the step after `consumed` samples to the threads, and drop what was foretold and did not come."""
-        if self.next_step is not None and self._holds(consumed + 1):
+        if self.next_step is not None and self._holds(consumed, consumed + 1):
             num_microbatches = self.next_step(consumed)[1]
         end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
-        keys = [(consumed, micro) for micro in range(num_microbatches)] if self._holds(end) else []
+        keys = [(consumed, micro) for micro in range(num_microbatches)] if self._holds(consumed, end) else []
         for key in set(self.ahead) - set(keys):
             self.ahead.pop(key).cancel()
         for key in keys:
             if key not in self.ahead:
                 self.ahead[key] = self.pool.submit(self.micro_batch, *key)
 
-    def _holds(self, end: int) -> bool:
+    def _holds(self, start: int, end: int) -> bool:
+        if self.whole:
+            return start < len(self.dataset)
         return self.data.dataloader_type == "cyclic" or end <= len(self.dataset)
 
     def _sample(self, position: int) -> int:
         """The dataset's sample at a place in the order of training."""
+        if self.whole:
+            return min(position, len(self.dataset) - 1)
         if self.data.dataloader_type == "single":
             return position
         epoch, index = cyclic_position(position, len(self.dataset))

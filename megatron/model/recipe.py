@@ -44,6 +44,7 @@ class Recipe:
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
+    perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Recipe:
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
         default_factory=lambda: {"lm loss": 1.0}
     )
+    perplexities: tuple[str, ...] = ("lm loss",)
 
     @property
     def setting_groups(self) -> dict[str, type]:

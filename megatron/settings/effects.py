@@ -31,6 +31,7 @@ def planned(s: SimpleNamespace) -> bool:
 
 FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
 EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
+VALIDATION = Needs("--eval-iters above 0, or --full-validation", lambda s: s.eval_iters or s.full_validation)
 BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: s.tokenizer in (None, "GPT2BPETokenizer"))
 RANKS = Needs("more than one rank", lambda s: s.world > 1)
 DATA_PARALLEL = Needs("data parallel size above 1", lambda s: s.dp > 1)
@@ -86,12 +87,15 @@ EFFECTS: dict[str, Needs] = {
         "--tokenizer-type TikTokenizer",
         lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
     ),
-    "valid_data_path": EVALUATION,
+    "valid_data_path": VALIDATION,
     "test_data_path": EVALUATION,
     "split": Needs("--data-path", lambda s: s.data_path),
     "data_cache_path": FILES,
     "verify_data": FILES,
-    "eval_interval": EVALUATION,
+    "eval_interval": VALIDATION,
+    "eval_same_samples": Needs(
+        "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
+    ),
     # learning rate and weight decay
     "min_lr": FALLING,
     "lr_decay_iters": DECAYING,

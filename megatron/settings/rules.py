@@ -336,7 +336,7 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters,
+        lambda s: s.train_iters and (s.eval_iters or s.full_validation) and s.eval_interval > s.train_iters,
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"

@@ -318,6 +318,9 @@ class Data:
     )
     verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
     mock_data: bool = setting("deterministic synthetic samples, no files", False, on_resume="refused")
+    full_validation: bool = setting(
+        "a validation goes over the whole validation set, each sample once, instead of --eval-iters batches", False
+    )
     dataloader_type: Literal["single", "cyclic"] = setting(
         "single: in index order; cyclic: shuffled each epoch", "single", on_resume="refused"
     )
@@ -356,6 +359,9 @@ class Batch:
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_iters: int = setting("batches of an evaluation", 100)
+    eval_same_samples: bool = setting(
+        "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
+    )
     exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None, on_resume="irrelevant")
     exit_duration_in_mins: Optional[float] = setting(
         "save and stop after this many minutes", None, on_resume="irrelevant"

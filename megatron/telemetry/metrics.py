@@ -24,6 +24,7 @@ from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import WIDTH, Console
 from megatron.telemetry.figures import duration, short_duration
+from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -39,6 +40,7 @@ class RunSizes:
     flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
+    perplexities: tuple[str, ...] = ("lm loss",)  # losses of which an evaluation gives exp, too
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Metrics:
         if path:
             self.json = JsonLines(path)
             self.json.write(header)
+            self._point_to(path, save)
         if logging.tensorboard_dir:
             self.trackers.append(TensorBoard(logging.tensorboard_dir))
         if logging.wandb_project:
@@ -135,6 +138,14 @@ class Metrics:
                 )
             )
         self.iteration = iteration
+
+    def _point_to(self, path: Path, save: Optional[str]) -> None:
+        """Leave in the run's folder where its metrics are, for tools that know the folder alone."""
+        try:
+            if save:
+                point_to(path, local_folder(save))
+        except OSError as error:  # the run does not need it
+            self.log(f"warning: {local_folder(save)} does not say where the metrics are: {error}")
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -164,18 +175,22 @@ class Metrics:
         losses: dict[str, float],
         *,
         split: str = "validation",
-        label: str = "",
+        final: bool = False,
+        samples: Optional[range] = None,
         seconds: Optional[float] = None,
     ) -> None:
-        """Mean losses of an evaluation; `split` names it in files.
+        """Mean losses of an evaluation over `samples`, places in the order of its split.
 
-        The console says "validation loss" for every split, as Megatron-LM does, and `label` behind the iteration
-        (" on test set").
+        The console says "validation loss" for every split, as Megatron-LM does; and of the evaluations at the end of
+        training (`final`) of which set they are, behind the iteration: " on validation set", " on test set".
         """
         if not self.active:
             return
         losses = {name: float(value) for name, value in losses.items()}
-        perplexities = {name: math.exp(min(20.0, value)) for name, value in losses.items() if name.endswith("loss")}
+        perplexities = {
+            name: math.exp(min(20.0, value)) for name, value in losses.items() if name in self.run.perplexities
+        }
+        label = f" on {split} set" if final else ""
         line = f" validation loss at iteration {iteration}{label} | " + "".join(
             f"{name} value: {value:.6E} | "
             + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
@@ -183,10 +198,12 @@ class Metrics:
         )
         rule = "-" * (len(line) + 1)
         self.console.log(
-            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, label, losses, perplexities, seconds)
+            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, final, losses, perplexities, seconds)
         )
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
+            | dict(final=final)
+            | ({} if samples is None else dict(first_sample=samples.start, samples=len(samples)))
             | losses
             | {f"{name} ppl": value for name, value in perplexities.items()}
             | dict(seconds=seconds)
@@ -325,7 +342,7 @@ def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     """Where the JSON lines go: `--metrics-file`, or metrics.jsonl in the `local_folder` of --save, or nowhere."""
     if logging.metrics_file:
         return Path(logging.metrics_file)
-    return local_folder(save) / "metrics.jsonl" if save else None
+    return local_folder(save) / METRICS if save else None
 
 
 def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
@@ -404,14 +421,14 @@ def _fitted(parts: list[tuple[int, str]], width: int) -> str:
     return line[:width]
 
 
-def _short_evaluation(iteration: int, split: str, label: str, losses: dict, perplexities: dict, seconds) -> str:
+def _short_evaluation(iteration: int, split: str, final: bool, losses: dict, perplexities: dict, seconds) -> str:
     """Losses of an evaluation, for people."""
     told = [
         f"{_short_name(name)} {value:.4f}" + (f" (perplexity {perplexities[name]:.4g})" if name in perplexities else "")
         for name, value in losses.items()
     ]
     took = "" if seconds is None else f", in {seconds:.1f} s"
-    return f"{split} at iteration {iteration}: {', '.join(told)}{took}"
+    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(told)}{took}"
 
 
 def _short_name(name: str) -> str:

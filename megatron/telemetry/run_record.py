@@ -2,9 +2,9 @@
 """metrics.jsonl: what a run was and what each step did, one JSON object per line.
 
 Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (where the time before the first step went), `step`
-(one per iteration), `eval`, `timers` (one per log interval, where they are on), `memory` (of the first rank, one per log
-interval), `save` (a checkpoint was written, or begun to be), `spike` (that sent the run back), `rewind` (to this iteration)
-and `end` (exit code and reason, unless the process was killed). The file only grows.
+(one per iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, where they are on), `memory`
+(of the first rank, one per log interval), `save` (a checkpoint was written, or begun to be), `spike` (that sent the run
+back), `rewind` (to this iteration) and `end` (exit code and reason, unless the process was killed). The file only grows.
 A resumed run appends a `run` record with the iteration it starts from: that record takes back all `step` and `eval`
 records behind that iteration which a killed run had written, and `read_history` leaves them out. A line torn by the
 kill is skipped.

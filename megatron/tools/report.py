@@ -18,6 +18,7 @@ from typing import Optional
 from megatron.errors import DataError, run_main
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import count, duration, seconds
+from megatron.telemetry.run_folder import METRICS, find_metrics
 from megatron.telemetry.run_record import History, read_history
 from megatron.tools import report_facts
 from megatron.tools.report_page import Section, page
@@ -37,7 +38,7 @@ class ReportOptions:
 
 def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str] = None) -> str:
     """The page as text. Raises DataError when there is nothing to report on."""
-    path = metrics_file or folder / "metrics.jsonl"
+    path = metrics_file or find_metrics(folder) or folder / METRICS
     if not path.is_file():
         raise DataError(
             f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"

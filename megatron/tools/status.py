@@ -4,10 +4,11 @@
     python -m megatron.tools.status runs/*
     python -m megatron.tools.status --watch 10 runs/345M runs/1.3B
 
-Read from metrics.jsonl in a run's folder, its checkpoints, and the heartbeats of its ranks where it has any. A folder that
-is no run itself stands for the runs in it. States: starting, running, stalled (no sign of life for longer than its steps
-take), done, stopped (before its last step, in order; it can go on), interrupted (by Ctrl-C), failed (with the reason),
-unreadable (no run, or damaged: the others are shown all the same).
+Read from a run's metrics (metrics.jsonl in its folder, or where --metrics-file has put them: the folder says where), its
+checkpoints, and the heartbeats of its ranks where it has any. A folder that is no run itself stands for the runs in it.
+States: starting, running, stalled (no sign of life for longer than its steps take), done, stopped (before its last step,
+in order; it can go on), interrupted (by Ctrl-C), failed (with the reason), unknown (no metrics, and its last checkpoint is
+not of its last step), unreadable (no run, or damaged: the others are shown all the same).
 """
 
 import json
@@ -31,6 +32,7 @@ from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
 from megatron.telemetry import figures
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
+from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
@@ -62,7 +64,7 @@ class Line:
     checkpoint: Optional[int]
     checkpoint_age: Optional[float]
     restarts: int
-    age: float  # seconds since the last sign of life
+    age: Optional[float]  # seconds since the last sign of life
 
 
 def main(argv: list[str]) -> None:
@@ -122,32 +124,39 @@ def folders(names: list[str]) -> list[Path]:
     for name in names:
         inside = (
             [Path(name)]
-            if _metrics(Path(name)).is_file()
-            else sorted(path.parent for path in Path(name).glob("*/metrics.jsonl"))
+            if _metrics(Path(name)) or newest_checkpoint(name) is not None
+            else sorted(path for path in Path(name).glob("*/") if _is_run(path))
         )
-        if not inside and not newest_checkpoint(name):
+        if not inside:
             raise DataError(
                 f"{name}: no metrics.jsonl in it, nor in a folder in it",
                 "a run writes it beside its checkpoints (--save), or to --metrics-file",
             )
-        found += inside or [Path(name)]
+        found += inside
     return found
 
 
-def _metrics(folder: Path) -> Path:
-    return folder if folder.suffix == ".jsonl" else folder / "metrics.jsonl"
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS).is_file() or (folder / POINTER).is_file() or newest_checkpoint(str(folder)) is not None
+
+
+def _metrics(folder: Path) -> Optional[Path]:
+    return folder if folder.suffix == ".jsonl" and folder.is_file() else find_metrics(folder)
 
 
 def look(folder: Path, now: Optional[float] = None) -> Line:
     """What a run does at this moment."""
     now = time.time() if now is None else now
-    launch, restarts, records = read(_metrics(folder))
+    metrics = _metrics(folder)
+    launch, restarts, records = read(metrics) if metrics else ({}, 0, [])
+    if not launch and not records and newest_checkpoint(str(folder)) is not None:
+        return look_at_checkpoint(folder, now)
     config = from_record(launch["config"]) if "config" in launch else None
     steps = [record for record in records if record.get("kind") == "step" and record.get("seconds")]
     seconds = [step["seconds"] for step in steps[-50:]]
     iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {})
-    state, why, age = alive(folder, launch, records, statistics.median(seconds or [0.0]), now)
+    state, why, age = alive(metrics or folder, launch, records, statistics.median(seconds or [0.0]), now)
     if state == "ended":
         code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
         finished = total is not None and iteration >= total
@@ -168,9 +177,30 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
         loss=next((step["lm loss"] for step in reversed(steps) if step.get("lm loss") is not None), None),
         seconds_left=left and round(left, 1),
         checkpoint=checkpoint,
-        checkpoint_age=None if checkpoint is None else round(now - written, 1),
+        checkpoint_age=round(now - written, 1) if written else None,
         restarts=restarts,
         age=round(age, 1),
+    )
+
+
+def look_at_checkpoint(folder: Path, now: float) -> Line:
+    """What is known of a run without metrics: what its last checkpoint says of it."""
+    checkpoint, written = _checkpoint(folder, None)
+    state = last_state(str(folder)) or {}
+    config = from_record(state["config"]) if "config" in state else None
+    total = config and _total(config, state.get("mesh") or {})
+    age = round(now - written, 1) if written else None
+    return Line(
+        str(folder),
+        "done" if total is not None and checkpoint >= total else "unknown",
+        "no metrics.jsonl: known from its last checkpoint",
+        checkpoint,
+        total,
+        *[None] * 3,
+        checkpoint=checkpoint,
+        checkpoint_age=age,
+        restarts=0,
+        age=age,
     )
 
 
@@ -207,9 +237,9 @@ def _record(line: bytes) -> dict:
         return {}
 
 
-def alive(folder: Path, launch: dict, records: list[dict], usual: float, now: float) -> tuple[str, str, float]:
+def alive(metrics: Path, launch: dict, records: list[dict], usual: float, now: float) -> tuple[str, str, float]:
     """(state, what is known of it, seconds since the last sign of life); "ended" where the run itself has said how."""
-    age = now - _written(_metrics(folder))
+    age = now - _written(metrics)
     if records and records[-1].get("kind") == "end":
         return "ended", "", age
     beats, doing = _beats(launch), ""
@@ -250,7 +280,7 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-URGENT = ("failed", "stalled", UNREADABLE, "interrupted", "stopped", "starting", "running", "done")
+URGENT = ("failed", "stalled", UNREADABLE, "interrupted", "stopped", "unknown", "starting", "running", "done")
 
 
 def verdict(lines: list[Line]) -> str:
@@ -279,7 +309,8 @@ def table(lines: list[Line], wide: bool = False) -> str:
                 _or(line.tokens_per_second, count),
                 _or(line.loss, "{:.4f}".format),
                 _or(line.seconds_left, duration),
-                "-" if line.checkpoint is None else f"{line.checkpoint}, {since(line.checkpoint_age)} ago",
+                _or(line.checkpoint, str)
+                + (f", {since(line.checkpoint_age)} ago" if line.checkpoint_age is not None else ""),
             ]
         )
     if wide:
@@ -295,8 +326,8 @@ LEFT = (0, 1, 2, 8)  # columns of words
 LONGEST, NOTE = 16, 2 * WIDTH  # characters of a run's name, and of what is said under it
 
 
-def _or(value: Optional[float], words) -> str:
-    return "-" if value is None else words(value)
+def _or(value: Optional[float], words, none: str = "-") -> str:
+    return none if value is None else words(value)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         valid_loader=valid,
         test_loader=test,
         checkpoint_manager=checkpoint_manager,
-        metrics=build_metrics(config, context, facts, state, console),
+        metrics=build_metrics(config, context, facts, state, console, recipe.perplexities),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state.iteration, log),
@@ -220,17 +220,22 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
     log(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
 
 
-def dataset_sizes(batch: schema.Batch, dp: int) -> tuple[int, int, int]:
-    """Samples that training, validation and testing ask for, as Megatron-LM counts them."""
+def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -> tuple[int, int, int]:
+    """Samples that training, validation and testing ask for, as Megatron-LM counts them.
+
+    full_validation: a dataset decides itself how many it has; this is how many are made up where it has none.
+    """
     iterations = total_iterations(batch, dp)
     evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
     each = batch.eval_iters * batch.global_batch_size
-    return total_samples(batch, dp), evaluations * each, each
+    if full_validation:
+        return total_samples(batch, dp), each or batch.global_batch_size, each
+    return total_samples(batch, dp), each if batch.eval_same_samples else evaluations * each, each
 
 
 def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
     """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own."""
-    sizes = dataset_sizes(config.batch, context.mesh.dp.size)
+    sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)
     if recipe.own_data and config.data.mock_data:
         eod = tokenizer.eod if tokenizer else None
         length, seed = config.model.seq_length, config.logging.seed
@@ -269,8 +274,11 @@ def build_batches(
             seq_length=config.model.seq_length,
             vocab_size=vocab_size,
             pin_memory=context.device.type == "cuda",
+            whole=whole,
         )
-        for dataset, sizes in zip(datasets, (ramped, constant, constant))
+        for dataset, sizes, whole in zip(
+            datasets, (ramped, constant, constant), (False, config.data.full_validation, False), strict=True
+        )
     ]
 
 
@@ -462,8 +470,15 @@ def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline,
     return Recorder(path, pipeline, context.mesh)
 
 
-def build_metrics(config: schema.Config, context: RankContext, facts: Facts, state: State, console: Console) -> Metrics:
-    """The log of a run, opened on the first rank."""
+def build_metrics(
+    config: schema.Config,
+    context: RankContext,
+    facts: Facts,
+    state: State,
+    console: Console,
+    perplexities: tuple[str, ...] = ("lm loss",),
+) -> Metrics:
+    """The log of a run, opened on the first rank. perplexities: as in `Recipe`."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         total_iterations(config.batch, context.mesh.dp.size),
@@ -472,6 +487,7 @@ def build_metrics(config: schema.Config, context: RankContext, facts: Facts, sta
         flops_per_token=facts.flops(),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
+        perplexities=perplexities,
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(

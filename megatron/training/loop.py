@@ -52,7 +52,7 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
 
 def train(run: Run) -> None:
     """Train from `run.state` to the end of the run, or to where the settings say to stop."""
-    batch, saved_at = run.config.batch, run.state.iteration
+    batch, saved_at, validated = run.config.batch, run.state.iteration, False
     for stage in run.stages:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
@@ -66,15 +66,14 @@ def train(run: Run) -> None:
                 with run.metrics.paused():
                     run.profiler.end(run.state.iteration)
             record_step(run, step)
-            if (
-                run.state.iteration <= before
-            ):  # a spike: the run is back at an earlier step, or this one is to be repeated
+            if run.state.iteration <= before:  # a spike: back at an earlier step, or this one is to be repeated
                 continue
             if due(run.config.guard.check_replicas_interval, run.state.iteration):
                 check_replicas(run.optimizer, run.state.iteration)
             if run.valid_loader and due(batch.eval_interval, run.state.iteration):
+                validated = validates_same_samples(run.config) and run.state.iteration >= run.train_iters
                 with run.metrics.paused("evaluating"):
-                    evaluate(run, run.valid_loader, "validation")
+                    evaluate(run, run.valid_loader, "validation", final=validated)
                     garbage.collect()
             stop = reason_to_stop(run)
             if run.checkpoint_manager and (stop or run.checkpoint_manager.due(run.state.iteration)):
@@ -87,7 +86,7 @@ def train(run: Run) -> None:
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
-        if batches:
+        if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
 
 
@@ -306,16 +305,20 @@ def like(factor: float | torch.Tensor, x: torch.Tensor) -> float | torch.Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, float]:
-    """Mean losses over `--eval-iters` global batches of a split that were not seen before; all ranks get them."""
+    """Mean losses over `--eval-iters` global batches of a split, or over all of it; all ranks get them.
+
+    Each validation goes on behind the one before, unless the settings say that all have the same samples.
+    """
     started = time.perf_counter()
     size = run.config.batch.global_batch_size
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
         stage.eval()
     sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
-    consumed = run.state.consumed_valid_samples if split == "validation" else 0
+    goes_on = split == "validation" and not validates_same_samples(run.config)
+    start = consumed = run.state.consumed_valid_samples if goes_on else 0
     with phase("evaluate"):
-        for _ in range(run.config.batch.eval_iters):
+        for _ in range(-(-len(batches.dataset) // size) if batches.whole else run.config.batch.eval_iters):
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
             found = micro_batches(run, batches, consumed, num_microbatches)
@@ -324,7 +327,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
-    if split == "validation":
+    if goes_on:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
     run.metrics.record_eval(
@@ -332,11 +335,17 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
         run.state.consumed_samples,
         means,
         split=split,
-        label=f" on {split} set" if final else "",
+        final=final,
+        samples=range(start, min(consumed, len(batches.dataset)) if batches.whole else consumed),
         seconds=time.perf_counter() - started,
     )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     return means
+
+
+def validates_same_samples(config: schema.Config) -> bool:
+    """Whether all validations of a run are over the same samples."""
+    return config.batch.eval_same_samples or config.data.full_validation
 
 
 def due(interval: Optional[int], iteration: int) -> bool:

@@ -25,7 +25,7 @@ ALWAYS = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size pipeline_schedule
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size
-    data_path train_data_path mock_data dataloader_type num_workers reset_attention_mask eod_mask_loss
+    data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples eval_iters exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend cross_entropy_chunk manual_gc_interval
@@ -106,7 +106,8 @@ CASES = {
     "split": ("--split 9,1,0", "--train-data-path d", "--data-path d"),
     "data_cache_path": ("--data-cache-path c", "", "--train-data-path d"),
     "verify_data": ("--verify-data", "", "--data-path d"),
-    "eval_interval": ("--eval-interval 5", "--eval-iters 0", ""),
+    "eval_interval": ("--eval-interval 5", "--eval-iters 0", "--eval-iters 0 --full-validation"),
+    "eval_same_samples": ("--eval-same-samples", "--full-validation", ""),
     "min_lr": ("--min-lr 1e-5", RATE, "--lr-decay-style cosine"),
     "lr_decay_iters": ("--lr-decay-iters 9", RATE, f"{RATE} --lr-warmup-fraction 0.1"),
     "lr_decay_samples": ("--lr-decay-samples 9", RATE, "--lr-decay-style inverse-square-root"),

@@ -108,7 +108,7 @@ def test_evaluation_line_is_megatrons(capsys):
 
 
 def test_perplexity_is_capped_as_megatrons(capsys):
-    Metrics(Logging(), RunSizes(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, split="test", label=" on test set")
+    Metrics(Logging(), RunSizes(10, 16)).record_eval(10, 80, {"lm loss": 90.0}, split="test", final=True)
     out = capsys.readouterr().out
     assert " validation loss at iteration 10 on test set |" in out and f"PPL: {math.exp(20):.6E}" in out
 

@@ -110,7 +110,7 @@ def test_long_torn_and_missing_files(run, tmp_path):
     assert [path.name for path in folders([str(tmp_path)])] == ["a"]
     (folder / "metrics.jsonl").write_text("")
     line = look(folder)
-    assert (line.iteration, line.iterations, line.checkpoint) == (0, None, 20)
+    assert (line.iteration, line.iterations, line.checkpoint) == (20, None, 20)
     with pytest.raises(DataError, match="no metrics.jsonl"):
         folders([str(tmp_path / "nowhere")])
 

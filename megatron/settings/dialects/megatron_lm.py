@@ -220,7 +220,7 @@ to start counting anew from loaded weights, use --finetune
 to evaluate without training: python -m megatron.tools.evaluate
     --skip-train
 evaluation uses the training batch, --eval-iters of it each --eval-interval
-    --eval-global-batch-size --eval-micro-batch-size --full-validation --multiple-validation-sets
+    --eval-global-batch-size --eval-micro-batch-size --multiple-validation-sets
     --validation-set-names --start-eval-at-iter --test-iters
 
 # Model.

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validations over the same samples each time, and over a whole set, against means that are taken by brute force.
+
+At a rate of almost 0 the weights stay, so every evaluation over the same samples has the same loss.
+"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import manifest
+from megatron.data.indexed import write_index
+from megatron.errors import DataError
+from megatron.tools.pretrain import start
+from pretrain_gpt import recipe
+from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses
+from tests.training.test_plain_loop import FLAGS, PLAIN, pretrain, records
+
+STILL = "--lr 1e-12 --lr-decay-style constant --global-batch-size 8 --train-iters 4 --eval-interval 2"
+
+
+@pytest.fixture
+def document(tmp_path):
+    """`document(name, samples, seed)`: prefix and tokens of a file of one document, which no shuffle can change."""
+
+    def write(name, samples, seed):
+        tokens = np.random.default_rng(seed).integers(0, EOD, samples * LENGTH + 3).astype(np.uint16)
+        tokens[::5] = EOD  # what the loss leaves out
+        prefix = str(tmp_path / name)
+        tokens.tofile(f"{prefix}.bin")
+        write_index(f"{prefix}.idx", np.uint16, np.array([len(tokens)], np.int32), np.array([0, 1]))
+        manifest.write_manifest(prefix)
+        return prefix, tokens
+
+    return write
+
+
+def loss_of(*files) -> float:
+    """The mean over all tokens that count of all samples of these token files, each once."""
+    samples = [
+        tokens[start : start + LENGTH + 1] for tokens in files for start in range(0, len(tokens) - LENGTH, LENGTH)
+    ]
+    rows = torch.from_numpy(np.stack(samples).astype(np.int64))
+    job = Job(**PLAIN, mask_eod=True)
+    losses, counts = token_losses(initial_weights(job.seed), rows, job)
+    return losses[counts].mean().item()
+
+
+@pytest.mark.parametrize(
+    "samples, world, layout",
+    [
+        (11, 1, "--num-workers 2"),
+        (16, 1, ""),
+        (11, 1, "--dataloader-type cyclic --micro-batch-size 4"),
+        (11, 2, ""),
+        (11, 2, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+        (11, 3, "--tensor-model-parallel-size 3 --sequence-parallel"),
+    ],
+)
+def test_a_whole_set_is_each_sample_once_in_any_layout(samples, world, layout, document, run_ranks, tmp_path):
+    """11 samples fill a batch of 8 and a part of the next one, 16 two whole ones."""
+    prefix, tokens = document("held", samples, seed=1)
+    flags = f"{STILL} --full-validation --eval-iters 1 --train-data-path {prefix} --valid-data-path {prefix} {layout}"
+    flags += f" --mock-data false --tokenizer-type NullTokenizer --eod-mask-loss --save {tmp_path / 'run'}"
+    pretrain(0, flags) if world == 1 else run_ranks(world, pretrain, flags)
+    evals = records(tmp_path / "run", "eval")
+    assert [(one["iteration"], one["final"]) for one in evals] == [(2, False), (4, True)]
+    for one in evals:
+        assert (one["first_sample"], one["samples"]) == (0, samples)
+        assert one["lm loss"] == pytest.approx(loss_of(tokens), rel=2e-6)
+
+
+def test_a_whole_set_is_all_files_of_a_blend(document, tmp_path):
+    """Whatever they weigh, and however often one is named."""
+    (one, first), (other, second) = document("one", 3, seed=1), document("other", 6, seed=2)
+    flags = (
+        f"{STILL} --full-validation --eval-iters 0 --train-data-path {one} --valid-data-path 9 {one} 1 {other} 5 {one}"
+    )
+    flags += f" --mock-data false --tokenizer-type NullTokenizer --eod-mask-loss --save {tmp_path / 'run'}"
+    pretrain(0, flags)
+    evals = records(tmp_path / "run", "eval")
+    assert [one["samples"] for one in evals] == [9, 9]
+    assert evals[0]["lm loss"] == pytest.approx(loss_of(first, second), rel=2e-6)
+
+
+def test_a_whole_set_of_less_than_a_sample_is_refused(document):
+    prefix, _ = document("held", 0, seed=1)
+    files = f"--train-data-path {document('train', 40, seed=2)[0]} --valid-data-path {prefix} --mock-data false"
+    with pytest.raises(DataError, match="less than one sample"):
+        pretrain(0, f"{STILL} --full-validation {files} --tokenizer-type NullTokenizer")
+
+
+def test_the_same_samples_each_time(tmp_path, capsys):
+    """Without the setting each evaluation goes on behind the one before, and the last step has two: over other samples."""
+    pretrain(0, f"{STILL} --eval-iters 2 --save {tmp_path / 'other'}")
+    found = [(e["iteration"], e["final"], e["first_sample"]) for e in records(tmp_path / "other", "eval")]
+    assert found == [(2, False, 0), (4, False, 16), (4, True, 32), (4, True, 0)]  # the last one is the test
+    assert len({e["lm loss"] for e in records(tmp_path / "other", "eval")}) == 4
+    capsys.readouterr()
+    pretrain(0, f"{STILL} --eval-iters 2 --eval-same-samples --save {tmp_path / 'same'}")
+    found = [(e["split"], e["iteration"], e["final"], e["first_sample"]) for e in records(tmp_path / "same", "eval")]
+    assert found == [("validation", 2, False, 0), ("validation", 4, True, 0), ("test", 4, True, 0)]
+    first, last, _ = records(tmp_path / "same", "eval")
+    assert first["lm loss"] == last["lm loss"] == records(tmp_path / "other", "eval")[0]["lm loss"]
+    lines = re.findall("validation loss at iteration (.*?) \\|", capsys.readouterr().out)
+    assert lines == ["2", "4 on validation set", "4 on test set"]
+
+
+def test_what_is_left_to_do_at_the_end_is_done(tmp_path):
+    """The last step is no multiple of the interval; and a launch behind it trains nothing but evaluates."""
+    flags = f"{STILL} --train-iters 3 --eval-iters 1 --eval-same-samples --save {tmp_path} --load {tmp_path}"
+    pretrain(0, flags)
+    pretrain(0, flags)
+    found = [(e["iteration"], e["final"]) for e in records(tmp_path, "eval") if e["split"] == "validation"]
+    assert found == [(2, False), (3, True), (3, True)]
+
+
+def test_each_evaluation_has_a_key_of_its_own(tmp_path):
+    """What pandas is to pivot on: split, iteration and whether it is the final one."""
+    pretrain(0, f"{STILL} --eval-iters 1 --save {tmp_path}")
+    keys = [(e["split"], e["iteration"], e["final"]) for e in records(tmp_path, "eval")]
+    assert len(keys) == len(set(keys)) == 4
+
+
+def test_perplexities_are_those_of_language_model_losses(tmp_path, capsys):
+    """A z-loss, or a model's own sum, is no likelihood; a recipe may name another that is."""
+    pretrain(0, f"{STILL} --train-iters 2 --eval-iters 1 --z-loss-coeff 1e-3 --save {tmp_path}")
+    evals = records(tmp_path, "eval")
+    assert all("z loss" in e and "lm loss ppl" in e and "z loss ppl" not in e for e in evals)
+    printed = capsys.readouterr().out
+    assert "z loss value:" in printed and "lm loss PPL:" in printed and "z loss PPL:" not in printed
+    mine = replace(recipe(), perplexities=("z loss",))
+    start(f"{FLAGS} {STILL} --train-iters 2 --eval-iters 1 --z-loss-coeff 1e-3".split(), mine)
+    printed = capsys.readouterr().out
+    assert "lm loss PPL:" not in printed and "z loss PPL:" in printed
