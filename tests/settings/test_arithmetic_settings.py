@@ -55,7 +55,7 @@ def test_formats(flags, weights, norms, products, build):
     """Of the weights, of what a norm gives, and of what a product of matrices gives; optimizer state is in fp32."""
     run, seen = build(flags), {}
     model = run.stages[0]
-    for name in ("blocks.0.mlp_norm", "blocks.0.mlp.up"):
+    for name in ("blocks.0.attention_norm", "blocks.0.mlp.up"):
         note = lambda _, inputs, output, name=name: seen.update({name: output.dtype})
         model.get_submodule(name).register_forward_hook(note)
     loss, _ = step(run)
