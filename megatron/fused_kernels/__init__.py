@@ -99,7 +99,9 @@ class Implementation:
 
     def fits(self, case: Case) -> bool:
         """Whether `choose_kernel` may take it."""
-        return not self.lacking and case.asks <= self.covers and self.suits(case) and not self.probe()
+        if self.lacking or not self.suits(case):
+            return False
+        return (self.covers is EVERYTHING or case.asks <= self.covers) and not self.probe()
 
 
 def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:

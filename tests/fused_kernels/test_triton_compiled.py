@@ -44,7 +44,7 @@ FEW = [
     dict(op="cross_entropy", shapes=[[2668, 50304]]),
 ]
 MORE = [
-    *[norm(op, width) for op in NORMS for width in (768, 1024, 2048, 4096, 5120, 8192, 12288, 20480, 25600)],
+    *[norm(op, width) for op in NORMS for width in (768, 4096, 12288, 25600)],
     *[dict(op="rms_norm", shapes=[[TOKENS, 2, 8, 4, head], [head]]) for head in (64, 128)],  # of queries
     *[dict(op="bias_gelu", shapes=[[TOKENS, 2, width], [width]]) for width in (3072, 6144, 49152 // 8)],
     *[dict(op="swiglu", shapes=[[TOKENS, 2, 2 * width]]) for width in (14336, 14336 // 8)],
@@ -100,10 +100,10 @@ def test_kernels_fit_an_h100(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", ["", *filter(None, os.environ.get("TRITON_PATHS", "").split(":"))])
-def test_kernels_fit_every_gpu(tmp_path, path):
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_fit_every_gpu(tmp_path, arch, path):
     cases = [
         dict(case, arch=arch, dtype=dtype)
-        for arch in TARGETS
         for case in [*FEW, *MORE]
         for dtype in ("bfloat16", *(["float16", "float32"] if case in FEW else []))
     ]

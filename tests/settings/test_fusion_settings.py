@@ -6,6 +6,7 @@ import torch
 
 from megatron.fused_kernels import FUSED, TABLE, Implementation, reference
 from megatron.model import attention
+from megatron.model.facts import RankSetup
 from megatron.mpu import layers
 from tests.settings.test_arithmetic_settings import Seen, step
 
@@ -92,6 +93,8 @@ def test_plain_softmax_makes_all_scores_at_once(build, backend, monkeypatch):
     monkeypatch.setattr(attention, "choose_kernel", lambda *args: taken.append(choose(*args)) or taken[-1])
     assert_close(step(run), want)
     assert {kernel.name for kernel in taken} == {"reference" if backend == "explicit" else "sdpa (CPU)"}
+    setup = RankSetup(device="cpu", precision="fp32", element=4, backend=backend, plain_softmax=True)
+    assert run.stages[0].facts.attention_kernel(setup) == ("reference" if backend == "explicit" else "flash")
 
 
 def test_products_without_biases(build, monkeypatch):

@@ -35,6 +35,7 @@ class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, words, threshold, factor, residual):
         (s, b, h), x, residual = x.shape, x.contiguous(), residual.contiguous()
+        block = min(BLOCK, triton.next_power_of_2(h))
         words = words if words.stride(-1) == 1 else words.contiguous()
         y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
         kept = torch.empty(x.shape, dtype=torch.int8, device=x.device)
@@ -50,8 +51,8 @@ class _DropoutAdd(torch.autograd.Function):
             words.stride(0),
             words.stride(1),
             h,
-            BLOCK=min(BLOCK, triton.next_power_of_2(h)),
-            num_warps=WARPS,
+            BLOCK=block,
+            num_warps=max(1, min(WARPS, block // 256)),
         )
         ctx.save_for_backward(kept)
         ctx.factor, ctx.formats = factor, (x.dtype, residual.dtype)

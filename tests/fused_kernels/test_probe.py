@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel of Triton is used where its probe passes, and nowhere else; whoever asks is told why."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, reference, told
+from megatron.fused_kernels.gpu import probe
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("op", probe.MODULES)
+def test_a_probe_lets_rounding_pass_and_a_factor_not(op):
+    """The small cases, on the CPU: the reference in bf16 passes for itself; 5 % more is seen."""
+    right = getattr(reference, op)
+
+    def wrong(*args):
+        found = right(*args)
+        return tuple(x * 1.05 for x in found) if isinstance(found, tuple) else found * 1.05
+
+    assert probe.compare(op, right, "cpu", BF16) == ""
+    assert probe.compare(op, wrong, "cpu", FP32).startswith("relative errors")
+
+
+def test_a_gradient_of_the_loss_that_is_wrong_is_seen():
+    def wrong(logits, labels, part, join, scale, out):
+        found = reference.cross_entropy(logits, labels, part, join, scale, out)
+        out[:, part.real :] = 0.1  # padding
+        return found
+
+    assert probe.compare("cross_entropy", wrong, "cpu", FP32)
+
+
+def present(monkeypatch, **more):
+    """Rows of Triton as on a machine with a GPU."""
+    for op, entries in TABLE.items():
+        if entries[0].name == TRITON:
+            monkeypatch.setitem(TABLE, op, [replace(entries[0], lacking="", **more), *entries[1:]])
+
+
+def test_what_fails_is_left_to_torch_and_said(monkeypatch):
+    """Here the device is missing: whatever a probe raises is an answer."""
+    monkeypatch.setattr(probe, "_probe", probe._probe.__wrapped__)
+    present(monkeypatch)
+    assert choose_kernel("swiglu", Case("cuda", BF16)).name == ("torch" if not torch.cuda.is_available() else TRITON)
+    monkeypatch.setattr(probe, "compare", lambda *args: "relative errors ['3.0e-01']")
+    assert choose_kernel("swiglu", Case("cuda", BF16)).name == "torch"
+    [line] = told("cuda", BF16)
+    assert line.startswith("kernels: ") and "swiglu" in line and "because the probe found relative errors" in line
+
+
+def test_what_passes_is_taken_on_cuda_alone(monkeypatch):
+    present(monkeypatch, probe=lambda: "")
+    for op in probe.MODULES:
+        assert choose_kernel(op, Case("cuda", BF16)).name == TRITON
+        assert choose_kernel(op, Case("cuda", BF16, unfused=True)).name != TRITON
+        assert choose_kernel(op, Case("cuda", torch.float64)).name != TRITON
+        assert choose_kernel(op, Case("cpu", BF16)).name != TRITON
+    [line] = told("cuda", BF16)
+    assert set(line.removeprefix("kernels: ").removesuffix(" in Triton").split(", ")) == set(probe.MODULES)
+    assert told("cpu", BF16) == []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_kernel("rms_norm", Case("cuda", BF16)).name == "torch"  # the compiler makes its own
+
+
+def test_tensors_without_values_are_no_evidence(monkeypatch):
+    """Nothing is run on fake tensors, and nothing remembered of them."""
+    present(monkeypatch)
+    monkeypatch.setattr(probe, "_probe", lambda op: pytest.fail("was run"))
+    with FakeTensorMode():
+        assert choose_kernel("rotate", Case("cuda", BF16)).name == "torch"
+        assert probe.NO_VALUES in told("cuda", BF16)[0]
