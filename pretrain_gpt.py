@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
 
 def recipe() -> Recipe:
     """What is trained."""
-    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE)
+    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE, shares_sequences=True)
 
 
 def facts(config, vocab_size) -> GPTFacts:
@@ -44,6 +44,7 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
         first=first,
         last=last,
         sequence_parallel=config.parallel.sequence_parallel,
+        cp_comm_type=config.parallel.cp_comm_types,
         kernels=config.kernels,
         recompute=config.recompute,
         autocast=autocast_of(config.precision),

@@ -152,9 +152,7 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
         mask = _shared_bias(s, t, window, query.dtype, query.device)
     elif causal and s != t:  # torch's own causal order has the queries first among the tokens
         lower = query.is_cuda and query.dtype != torch.float32
-        mask = (
-            causal_lower_right(s, t) if lower else torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
-        )
+        mask = causal_lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
     if q > 1 and query.is_cuda and mask is not None and not lower:  # no kernel takes both a mask and groups
@@ -166,7 +164,7 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
-@lru_cache(maxsize=2)  # of each length: the backward pass of every layer keeps it
+@lru_cache(maxsize=2)  # of each length, or both chunks of one: the backward pass of every layer keeps it
 def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[s, t]: 0 where the query sees the key, else -inf."""
     with torch.inference_mode(False):

@@ -37,6 +37,7 @@ class Recipe:
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
+    shares_sequences: its modules know the ranks of `mesh.cp`, each of which has some rows of every sequence
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone.
                     Those that settings add: `sums_of`
     """
@@ -50,6 +51,7 @@ class Recipe:
     defaults: Mapping[str, object] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
+    shares_sequences: bool = False
     sums: Mapping[str, float] = field(default_factory=lambda: {"lm loss": 1.0})
 
 

@@ -204,7 +204,9 @@ def make_loss_func(
 
     if config.optimizer.loss_averaging == "micro-batch":
         scale = loss_scale / num_microbatches
-        return scaled(lambda batch: scale / torch.clamp(batch.num_tokens, min=1)), lambda tokens: 1.0 / loss_scale
+        return scaled(
+            lambda batch: scale / torch.clamp(batch.num_sample_tokens, min=1)
+        ), lambda tokens: 1.0 / loss_scale
     nominal = size * config.model.seq_length
     return scaled(lambda batch: loss_scale / nominal), lambda tokens: nominal / max(tokens, 1) / loss_scale
 
