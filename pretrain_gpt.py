@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
 
 def recipe() -> Recipe:
     """What is trained."""
-    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE)
+    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE, shares_sequences=True)
 
 
 def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:

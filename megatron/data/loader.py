@@ -19,18 +19,22 @@ from megatron.data import masks
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_position, micro_batch_samples
 from megatron.errors import DataError, SettingsError
+from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's samples of one micro-step.
+    """One rank's samples of one micro-step. Under context parallelism it has s/cp rows of each: those that
+    `mpu.chunks.row_numbers` names.
 
     tokens, labels  [s, b] int64; labels are the tokens one position later
     samples         [b] int64: place in the order of training, for dropout and for the ledger; always on the CPU
     loss_mask       [s, b] float32, or None where every position counts
     position_ids    [s, b] int64, or None for 0, 1, ..., s - 1
-    document_ids    [s, b] int32, or None; attention is allowed only between equal ids
+    document_ids    [s, b] int32, or None; attention is allowed only between equal ids. Of all rows, also where the rank
+                    has some of them: keys come from other ranks
+    whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
     hash            of samples and tokens, for the ledger (data/ledger.py)
     """
 
@@ -40,6 +44,7 @@ class MicroBatch:
     loss_mask: Optional[torch.Tensor] = None
     position_ids: Optional[torch.Tensor] = None
     document_ids: Optional[torch.Tensor] = None
+    whole_tokens: Optional[torch.Tensor] = None
     hash: tuple[int, int] = (0, 0)
 
     @property
@@ -48,6 +53,11 @@ class MicroBatch:
         if self.loss_mask is not None:
             return self.loss_mask.sum()
         return torch.full((), self.labels.numel(), dtype=torch.float32, device=self.labels.device)
+
+    @property
+    def num_sample_tokens(self) -> torch.Tensor:
+        """Tokens of these samples that count, wherever they are: an fp32 scalar on the device."""
+        return self.num_tokens if self.whole_tokens is None else self.whole_tokens
 
     def to(self, device) -> "MicroBatch":
         """The same on `device`; to CUDA from pinned memory, without waiting for the copy."""
@@ -86,13 +96,16 @@ class MicroBatchLoader:
         eod: Optional[int] = None,
         dp_rank: int = 0,
         dp_size: int = 1,
+        cp_rank: int = 0,
+        cp_size: int = 1,
         next_step: Optional[Callable[[int], tuple[int, int]]] = None,
         seq_length: Optional[int] = None,
         vocab_size: Optional[int] = None,
         pin_memory: bool = False,
         whole: bool = False,
     ):
-        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset.
+        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
+        rows of its samples the rank has.
 
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
@@ -105,6 +118,7 @@ class MicroBatchLoader:
             raise SettingsError(f"{flags}: the tokenizer has no end-of-document token")
         self.dataset, self.data, self.eod = dataset, data, eod
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+        self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole = seq_length, vocab_size, whole
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
@@ -133,6 +147,7 @@ class MicroBatchLoader:
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
         rows = np.stack([self.tokens(position) for position in positions])  # [b, s + 1]
         tokens = rows[:, :-1]
+        own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
 
         def column_major(array):
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
@@ -142,14 +157,18 @@ class MicroBatchLoader:
         if self.whole and positions.stop > len(self.dataset):
             loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
             loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
+        whole_tokens = torch.full((), float(tokens.size if loss_mask is None else loss_mask.sum()))
         batch = MicroBatch(
-            tokens=column_major(tokens),
-            labels=column_major(rows[:, 1:]),
+            tokens=column_major(tokens[:, own]),
+            labels=column_major(rows[:, 1:][:, own]),
             samples=torch.arange(positions.start, positions.stop),
             hash=batch_hash(positions, tokens),
-            loss_mask=None if loss_mask is None else column_major(loss_mask),
-            position_ids=column_major(masks.position_ids(tokens, self.eod)) if data.reset_position_ids else None,
+            loss_mask=None if loss_mask is None else column_major(loss_mask[:, own]),
+            position_ids=column_major(masks.position_ids(tokens, self.eod)[:, own])
+            if data.reset_position_ids
+            else None,
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
+            whole_tokens=whole_tokens if self.cp_size > 1 else None,
         )
         return batch.pinned() if self.pin_memory else batch
 

@@ -67,7 +67,8 @@ class Case:
         return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
 
 
-# Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them,
+# Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them (new
+# tokens over a cache, a chunk of a sequence under context parallelism),
 # or no order, with as many queries as keys or not. Then what a case may have besides.
 EVERYTHING = frozenset(
     "causal cached bidirectional cross masked dropout grouped scaled_softmax softcap window unfused".split()
@@ -167,6 +168,11 @@ def _on(device: str, *dtypes: torch.dtype) -> Callable[[Case], bool]:
     return lambda case: case.device == device and (not dtypes or case.dtype in dtypes)
 
 
+def _many(case: Case) -> bool:
+    """Not the one new token of generation over cached keys, of which the reference is as good."""
+    return "cached" not in case.asks or case.queries > 1
+
+
 NO_CUDA = "" if torch.cuda.is_available() else "no CUDA device"
 EXPLICIT_KEYS = 4096  # beyond this the stored weights of explicit attention cost more memory than they save time
 
@@ -194,19 +200,21 @@ TABLE: dict[str, list[Implementation]] = {
             "block-causal",
             attention.block_causal,
             "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys out of a window",
-            lambda case: case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS,
+            lambda case: (
+                _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS)
+            ),
             "",
             "explicit",
-            frozenset({"causal", "masked", "dropout", "grouped", "softcap", "window"}),  # not "unfused"
+            frozenset({"causal", "cached", "masked", "dropout", "grouped", "softcap", "window"}),  # not "unfused"
         ),
-        Implementation(  # for a few new tokens over cached keys the reference is as good
+        Implementation(
             "sdpa (CPU)",
             attention.sdpa,
             "long sequences without stored scores; attention without causal order",
-            _on("cpu"),
+            lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
-            EVERYTHING - {"dropout", "scaled_softmax", "cached", "softcap"},
+            EVERYTHING - {"dropout", "scaled_softmax", "softcap"},
         ),
         Implementation(
             "reference", reference.attention, "covers everything: caches, scaled scores in fp16", backend="explicit"

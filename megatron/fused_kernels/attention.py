@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
@@ -19,9 +20,9 @@ def block_causal(
     query, key, value, *, scale: float, causal: bool, allowed=None, dropout=None, softcap=None, window=None, **_
 ) -> torch.Tensor:
     """Explicit attention: blocks of queries against the keys up to them and in the window of one of them, so half of the
-    scores or more never exist.
+    scores or more never exist. The queries are the last s of the t tokens.
     """
-    assert causal and query.shape[0] == key.shape[0], "keys after a block of queries are never looked at"
+    assert causal and query.shape[0] <= key.shape[0], "keys after a block of queries are never looked at"
     if allowed is None:
         return _BlockCausal.apply(query, key, value, None, dropout, scale, softcap, window)
     visible, blind = visible_keys(allowed, causal, window)
@@ -37,27 +38,28 @@ class _BlockCausal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, visible, dropout, scale, softcap, window):
-        s, b, g, q, d = query.shape
+        (s, b, g, q, d), t = query.shape, key.shape[0]
+        past = t - s  # keys before the first query
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
-        keys, values = (x.reshape(s, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
+        keys, values = (x.reshape(t, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
         attended = torch.empty_like(rows)
         weights, masks = [], []  # of each block: [b g, block q, keys]
         for start, stop in causal_blocks(s, q):
-            first = first_key(start, window)
-            block = _scores(rows[:, start * q : stop * q], keys[:, first:stop], scale)
+            first, end = first_key(past + start, window), past + stop
+            block = _scores(rows[:, start * q : stop * q], keys[:, first:end], scale)
             if softcap is not None:
                 block = block.div_(softcap).tanh_().mul_(softcap)
             if visible is not None:
-                block.view(b, g, -1, q, stop - first).add_(_bias(visible[:, start:stop, first:stop], block))
+                block.view(b, g, -1, q, end - first).add_(_bias(visible[:, start:stop, first:end], block))
             elif window is not None:
-                block += _window_bias(start, stop, window, q, block)
+                block += _window_bias(past + start, end, window, q, block)
             else:
-                block[:, :, start:] += _causal_bias(stop - start, q, block)
+                block[:, :, past + start :] += _causal_bias(stop - start, q, block)
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
-                masks.append(_mask(dropout, query.shape, start, stop, first))
+                masks.append(_mask(dropout, query.shape, slice(start, stop), slice(first, end)))
             dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
-            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:stop])
+            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:end])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
         ctx.softcap, ctx.window = softcap, window
@@ -68,8 +70,8 @@ class _BlockCausal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         rows, keys, values, *weights = ctx.saved_tensors
-        s, b, g, q, d = ctx.shape
-        blocks = causal_blocks(s, q)
+        (s, b, g, q, d), t = ctx.shape, keys.shape[1]
+        past, blocks = t - s, causal_blocks(s, q)
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
@@ -77,7 +79,8 @@ class _BlockCausal(torch.autograd.Function):
         empty = torch.empty_like if ctx.window is None else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
         for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
-            mine, seen, dropped = slice(start * q, stop * q), slice(first_key(start, ctx.window), stop), weight
+            mine, dropped = slice(start * q, stop * q), weight
+            seen = slice(first_key(past + start, ctx.window), past + stop)
             d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
             if mask is not None:
                 kept = numbers(mask, weight.dtype)
@@ -92,7 +95,7 @@ class _BlockCausal(torch.autograd.Function):
                 total[:, seen] = part if stop == s else part.add_(total[:, seen])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
-        d_key, d_value = (x.view(b, g, s, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
+        d_key, d_value = (x.view(b, g, t, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
         return d_query, d_key, d_value, None, None, None, None, None
 
 
@@ -122,11 +125,11 @@ def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
-def _mask(dropout: DropoutMask, shape, start: int, stop: int, first: int) -> torch.Tensor:
-    """Which weights [b g, n q, stop - first] of the positions from start to stop stay, bool, for the keys from `first`."""
-    s, b, g, q, _ = shape
-    words = dropout.words.view(b, g, q, s, s)[:, :, :, start:stop, first:stop].transpose(2, 3)  # [b, g, n, q, keys]
-    return (words >= dropout.threshold).contiguous().view(b * g, -1, stop - first)
+def _mask(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:
+    """Which weights [b g, n q, keys] of these n positions stay, bool, for these keys."""
+    _, b, g, q, _ = shape
+    words = dropout.words.unflatten(1, (g, q))[:, :, :, queries, keys].transpose(2, 3)  # [b, g, n, q, keys]
+    return (words >= dropout.threshold).contiguous().view(b * g, -1, keys.stop - keys.start)
 
 
 def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
@@ -141,16 +144,18 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
     s, b, g, q, d = query.shape
     t, heads = key.shape[0], g * q
     mask = blind = None
+    lower = False  # the kernel knows this order by itself
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
         mask = visible.unsqueeze(1)
     elif window is not None:
         mask = _shared_bias(s, t, window, query.dtype, query.device)
     elif causal and s != t:  # torch's own causal order has the queries first among the tokens
-        mask = torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
+        lower = query.is_cuda and query.dtype != torch.float32
+        mask = causal_lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
-    if q > 1 and query.is_cuda and mask is not None:  # no kernel takes both a mask and groups
+    if q > 1 and query.is_cuda and mask is not None and not lower:  # no kernel takes both a mask and groups
         key, value = (x.repeat_interleave(q, 1) for x in (key, value))
         q = 1
     order = dict(attn_mask=mask) if mask is not None else dict(is_causal=causal and s > 1)
@@ -159,7 +164,7 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
-@lru_cache(maxsize=2)  # of each length: the backward pass of every layer keeps it
+@lru_cache(maxsize=2)  # of each length, or both chunks of one: the backward pass of every layer keeps it
 def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[s, t]: 0 where the query sees the key, else -inf."""
     with torch.inference_mode(False):

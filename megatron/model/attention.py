@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, sliding windows, soft caps,
-cached keys and values.
+cached keys and values; of sequences that ranks of context parallelism share, with the others' keys or the others' rows.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
-of a group, d channels of a head, tp ranks that divide the groups.
+of a group, d channels of a head, tp ranks that divide the groups, cp ranks that divide the tokens: s is what a rank has
+of t = s cp.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -16,11 +17,14 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
+from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
 from megatron.model.weights import Table, take_prefix
+from megatron.mpu.chunks import own_chunks
+from megatron.mpu.context_parallel import gather_from_context_parallel_region, heads_to_rows, rows_to_heads
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
@@ -35,6 +39,7 @@ class ForwardContext:
     samples   [b] places in the order of training, for dropout; None in inference
     angles    cos and sin of RoPE, or None
     allowed   [b, s, t] bool: query may see key; None for plain causal attention
+    allowed_of_all  [b, t, t] bool: the same of all queries, where this rank's are some of them
     cache     keys and values of earlier tokens, or None
     region    makes the context that recomputation happens in
     """
@@ -42,6 +47,7 @@ class ForwardContext:
     samples: Optional[torch.Tensor] = None
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
     allowed: Optional[torch.Tensor] = None
+    allowed_of_all: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
     region: Callable = nullcontext
     batch: Any = None
@@ -57,15 +63,17 @@ class ForwardContext:
         return None if self.batch is None else self.batch.num_tokens
 
 
-def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
+def allowed_pairs(
+    query_documents: torch.Tensor, key_documents: torch.Tensor, rows: Optional[torch.Tensor] = None
+) -> torch.Tensor:
     """[b, s, t] bool from document ids [s, b] and [t, b]: same document, and the key not after the query.
 
-    The queries are the last s of the t tokens.
+    rows: [s] places of the queries among the t tokens; default: they are the last ones.
     """
     s, t = query_documents.shape[0], key_documents.shape[0]
     order = torch.arange(t, device=key_documents.device)
     same = query_documents.t().unsqueeze(2) == key_documents.t().unsqueeze(1)
-    return same & (order <= order[t - s :, None])
+    return same & (order <= (order[t - s :] if rows is None else rows)[:, None])
 
 
 def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
@@ -77,7 +85,10 @@ def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`."""
+    """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
+
+    cp: ranks that share each sequence; by_heads: they exchange rows for heads, instead of gathering keys and values.
+    """
 
     def __init__(
         self,
@@ -89,6 +100,8 @@ class Attention(nn.Module):
         seed: int,
         kernels: Kernels,
         recompute_core=False,
+        cp: Optional[Axis] = None,
+        by_heads=False,
         **common,
     ):
         super().__init__()
@@ -104,7 +117,9 @@ class Attention(nn.Module):
                 NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
                 for name in ("q_norm", "k_norm")
             )
-        self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=tp)
+        self.cp, self.by_heads = cp or Axis("cp", (0,)), by_heads
+        heads = _divided_by_both(tp, self.cp) if by_heads else tp
+        self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=heads)
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
@@ -123,9 +138,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         if self.recompute_core:
-            attended = recompute(scaled_dot_product_attention, query, key, value, self, context, inside=context.region)
+            attended = recompute(attention_core, query, key, value, self, context, inside=context.region)
         else:
-            attended = scaled_dot_product_attention(query, key, value, self, context)
+            attended = attention_core(query, key, value, self, context)
         return self.project(attended, x)
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -142,9 +157,61 @@ class Attention(nn.Module):
         return qkv.split((self.queries, 1, 1), 3)
 
 
+def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
+    """[s, b, g/tp, q, d] over [s, b, g/tp, d] (with a cache [t, b, g/tp, d]) -> [s, b, g/tp q d]."""
+    if layer.cp.size == 1:
+        return scaled_dot_product_attention(query, key, value, layer, context)
+    attend = attention_by_heads if layer.by_heads else attention_by_rows
+    return attend(query, key, value, layer, context)
+
+
+def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
+    """Keys and values of all ranks of cp are gathered; each of the two chunks of queries attends to the keys up to its own
+    end, or to those of them that are in its window.
+    """
+    key, value = gather_from_context_parallel_region(torch.stack((key, value), 2), layer.cp).unbind(
+        2
+    )  # [t, b, g/tp, d]
+    t, c, attended = len(key), len(query) // 2, []
+    dropout = weights_kept(layer, query, t, t, context)
+    for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
+        rows = slice(number * c, number * c + c)
+        keys = slice(0 if layer.window is None else max(0, start - layer.window), stop)
+        own = replace(context, allowed=None if context.allowed is None else context.allowed[:, rows, keys])
+        kept = dropout and dropout._replace(words=dropout.words[:, :, start:stop, keys])
+        attended.append(scaled_dot_product_attention(query[rows], key[keys], value[keys], layer, own, kept))
+    return torch.cat(attended)
+
+
+def attention_by_heads(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
+    """Ranks of cp exchange rows for heads: each attends with all rows of some groups (Ulysses, arXiv:2309.14509)."""
+    qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
+    query, key, value = rows_to_heads(qkv, layer.cp).split((layer.queries, 1, 1), 3)  # [t, b, g/(tp cp), ...]
+    whole = replace(context, allowed=context.allowed_of_all)
+    attended = scaled_dot_product_attention(query, key.squeeze(3), value.squeeze(3), layer, whole)
+    return heads_to_rows(attended, layer.cp)
+
+
+def _divided_by_both(tp: Axis, cp: Axis) -> Axis:
+    """The ranks that heads are divided by when those of cp divide what a rank of tp has."""
+    return Axis("heads", tuple(range(tp.size * cp.size)), tp.rank * cp.size + cp.rank)
+
+
+def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContext) -> Optional[DropoutMask]:
+    """Which attention weights [b, g/tp q, s, t] dropout keeps, of queries [any, b, g/tp, q, d]; None: it drops none."""
+    if not (layer.dropout.p > 0 and layer.training):
+        return None
+    _, b, g, q, _ = query.shape
+    return layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
+
+
 @op
-def scaled_dot_product_attention(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case."""
+def scaled_dot_product_attention(
+    query, key, value, layer: Attention, context: ForwardContext, dropout: Optional[DropoutMask] = None
+) -> torch.Tensor:
+    """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case. The queries are the last
+    s of the t tokens. dropout: which weights stay; default: it is drawn here.
+    """
     allowed, window = context.allowed, layer.window
     if window is not None and allowed is not None and context.cache is not None:
         allowed, window = last_allowed(allowed, window), None
@@ -162,10 +229,8 @@ def scaled_dot_product_attention(query, key, value, layer: Attention, context: F
         window=window,
         unfused=layer.plain_softmax,
     )
-    dropout = None
-    if case.dropout:
-        (s, b, g, q, _), t = query.shape, key.shape[0]
-        dropout = layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
+    if dropout is None:
+        dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
     return choose_kernel("attention", case, layer.backend).run(
         query,
         key,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of the network: attention, then MLP, each behind a norm and added to the residual stream (pre-LN)."""
 
+from typing import Optional
+
 import torch
 from torch import nn
 
@@ -19,7 +21,7 @@ class Block(nn.Module):
     that puts other classes in their place, or adds up differently (docs/extending.md).
 
     layer: its place in the whole network, from 0. weights: `layer_weights(...)`. recompute: what is computed again in the
-    backward pass; "full" is up to the caller.
+    backward pass; "full" is up to the caller. cp, by_heads: see `Attention`.
     """
 
     attention_class: type[Attention] = Attention
@@ -36,6 +38,8 @@ class Block(nn.Module):
         kernels: Kernels,
         sequence_parallel: bool,
         recompute: str = "",
+        cp: Optional[Axis] = None,
+        by_heads: bool = False,
         dtype: torch.dtype,
         device,
     ):
@@ -54,12 +58,14 @@ class Block(nn.Module):
             seed=seed,
             kernels=kernels,
             recompute_core=recompute == "core_attn",
+            cp=cp,
+            by_heads=by_heads,
             **common,
         )
-        self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis)
+        self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm(take_prefix(weights, "mlp_norm"), model.norm_epsilon, **factory_kwargs)
         self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
-        self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
+        self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis, cp=cp)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         attended = self._attended(x, context)

@@ -30,11 +30,13 @@ Bytes = Counter  # kind -> bytes
 
 @dataclass(frozen=True)
 class RankSetup:
-    """How a rank works on the model: its part of each layer, the samples of a pass, number format, kernels.
+    """How a rank works on the model: its part of each layer and of each sequence, the samples of a pass, number format,
+    kernels.
 
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention whose scores are whole, as other suites have it. plain_softmax:
-    --no-masked-softmax-fusion.
+    --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
+    a2a), instead of gathering keys and values.
     """
 
     tp: int = 1
@@ -46,6 +48,8 @@ class RankSetup:
     backend: str = "auto"
     chunk: Optional[int] = None
     plain_softmax: bool = False
+    cp: int = 1
+    by_heads: bool = False
 
 
 class CoreAttention(NamedTuple):
@@ -65,6 +69,27 @@ class CoreAttention(NamedTuple):
     recomputed: int
 
 
+class Exchange(NamedTuple):
+    """What ranks that share sequences (context parallelism) send for the attention of one micro-batch, in bytes.
+
+    rows:     keys and values of all their tokens, which are gathered, and whose gradients are reduced; 0 without that
+    into:     queries, keys and values of a rank, which are sent for other heads of other rows, and back as gradients
+    out_of:   what they attend to, the same
+    """
+
+    rows: int = 0
+    into: int = 0
+    out_of: int = 0
+
+    def calls(self, granularity: str) -> list[tuple[str, int, int]]:
+        """(op, bytes of a call, calls) of a forward and a backward pass with `granularity` of the layer recomputed."""
+        again = bool(granularity)
+        whole = granularity in ("full", "full_attn")  # what follows attention keeps what comes out
+        found = [("all_gather", self.rows, 1 + again), ("reduce_scatter", self.rows, 1)]
+        found += [("all_to_all", self.into, 2 + again), ("all_to_all", self.out_of, 2 + whole)]
+        return [call for call in found if call[1]]
+
+
 class Branch(NamedTuple):
     """A branch of a layer: x + dropout(row(between(column(norm(x))))), a column- and a row-parallel product. Its sizes on
     one rank, for one micro-batch.
@@ -73,6 +98,7 @@ class Branch(NamedTuple):
     moved:     elements that what lies between reads and writes
     kept:      bytes that what lies between keeps, but for attention
     workspace: bytes that the backward pass needs beside what is kept
+    exchange:  what ranks that share sequences send
     """
 
     name: str
@@ -82,6 +108,7 @@ class Branch(NamedTuple):
     kept: int
     workspace: int
     core: Optional[CoreAttention] = None
+    exchange: Optional[Exchange] = None
 
 
 @dataclass(frozen=True)
@@ -153,9 +180,17 @@ class Facts:
         """FLOPs of all layers' attention for one token that sees `context` tokens, forward."""
         return 0.0
 
+    def shares_heads(self, tp: int, cp: int) -> bool:
+        """Whether ranks that share sequences may exchange rows for heads."""
+        return False
+
     def message(self, share: RankSetup) -> tuple[int, ...]:
         """Shape of what goes from stage to stage: the hidden states."""
-        return self._between(share, self.settings.seq_length), share.micro_batch_size, self.settings.hidden_size
+        return (
+            self._between(share, self.settings.seq_length // share.cp),
+            share.micro_batch_size,
+            self.settings.hidden_size,
+        )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -327,8 +362,8 @@ class Facts:
     # ---- words for these --------------------------------------------------------------------------------------------
 
     def _tokens(self, share: RankSetup) -> int:
-        """Tokens of a micro-batch."""
-        return self.settings.seq_length * share.micro_batch_size
+        """Tokens of a micro-batch, as many as a rank has of them."""
+        return self.settings.seq_length // share.cp * share.micro_batch_size
 
     def _between(self, share: RankSetup, tokens: int) -> int:
         """Of these tokens, those that a rank holds between layers."""

@@ -3,9 +3,10 @@
 that a pipeline stage holds.
 
 Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide each matrix. Activations are [s, b, h],
-or [s/tp, b, h] between layers under sequence parallelism.
+or [s/tp, b, h] between layers under sequence parallelism; s is what a rank has of a sequence that ranks of cp share.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Optional
 
@@ -23,6 +24,7 @@ from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
+from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -59,7 +61,7 @@ class LanguageModel(nn.Module):
     `embedding.word.weight`.
 
     units: what the stage holds. dtype: the format of weights and of what goes from stage to stage. autocast: other
-    formats inside, op by op.
+    formats inside, op by op. cp_comm_type: how ranks of `mesh.cp` share attention, one word for all layers or one for each.
     """
 
     weight_grad_store: Optional[WeightGradStore] = (
@@ -75,6 +77,7 @@ class LanguageModel(nn.Module):
         first: bool = True,
         last: bool = True,
         sequence_parallel: bool = False,
+        cp_comm_type: Sequence[str] = ("p2p",),
         kernels: Optional[Kernels] = None,
         recompute: Optional[Recompute] = None,
         autocast: Optional[Autocast] = None,
@@ -87,6 +90,7 @@ class LanguageModel(nn.Module):
         layers = range(model.num_layers) if layers is None else layers
         self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
+        self.cp, self.cp_comm_type = mesh.cp, tuple(cp_comm_type)
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         self.softcap, self.z_loss = model.final_logit_softcapping, model.z_loss_coeff
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
@@ -191,10 +195,15 @@ class LanguageModel(nn.Module):
         return (self.gather_input(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """[s, b] as given, or [s, 1] counted on from `start`."""
+        """[s, b] as given, or [s, 1] counted on from `start`; of a shared sequence those of the rows that the rank has."""
         if position_ids is not None:
             return position_ids
-        return torch.arange(start, start + s, device=next(self.parameters()).device).unsqueeze(1)
+        counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
+        return own_rows(counted, self.cp).unsqueeze(1)
+
+    def by_heads(self, layer: int) -> bool:
+        """Whether ranks of context parallelism exchange rows for heads in a layer."""
+        return self.cp.size > 1 and self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0] == "a2a"
 
     def run_layers(self, x: torch.Tensor, context) -> tuple[torch.Tensor, Sums]:
         """[s, b, h] through all layers, in groups that are recomputed together; and their sums."""
@@ -246,7 +255,9 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.dropout = Dropout(model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None)
+        self.dropout = Dropout(
+            model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
+        )
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""

@@ -39,6 +39,7 @@ class Recipe:
     defaults:       of settings that all models have: name -> value
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
+    shares_sequences: its modules know the ranks of `mesh.cp`, each of which has some rows of every sequence
     schedules:      name of a learning-rate schedule of its own, for --lr-decay-style -> function of the share of the decay
                     that is done (0 to 1) to what is left of the rate (1: all, 0: --min-lr)
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
@@ -56,6 +57,7 @@ class Recipe:
     defaults: Mapping[str, object] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
+    shares_sequences: bool = False
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(

@@ -69,6 +69,16 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     return piece
 
 
+def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Part i of `x` along its first dim goes to rank i, whose part for this rank comes in its place: [n * size, ...]."""
+    if axis.size == 1:
+        return x
+    GroupListener.notify(axis.label)
+    arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(arrived, x.contiguous(), group=axis.group)
+    return arrived
+
+
 class Done:
     """What was complete when it was started."""
 

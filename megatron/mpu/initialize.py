@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import collectives
 from megatron.mpu.cpu_threads import choose_threads, waiting
-from megatron.mpu.mesh import Mesh, sizes_of
+from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
 
 
@@ -68,7 +68,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
                 str(error).splitlines()[0],
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
-    return RankContext(Mesh(rank, timeout=timeout, **sizes_of(parallel, world)), device, joined, threads)
+    return RankContext(mesh_of(parallel, rank, world, timeout=timeout), device, joined, threads)
 
 
 def leave_job(context: RankContext) -> None:

@@ -54,6 +54,9 @@ class Mesh:
     """The grid of a job and the axes of one rank.
 
     `mesh.tp`, `mesh.dp`, ... are `Axis` records; constructors receive the one they need and `forward` looks nothing up.
+    Ranks of context parallelism hold the same weights and see other tokens, as data parallel ones do. So `mesh.shard`,
+    whose ranks divide weights, gradients or optimizer state, and `mesh.replicate`, along which are copies of the shards,
+    have cp in one of them: in `shard` with `shard_over_cp`, as ZeRO has it, else in `replicate`.
     ep: ranks of data parallelism that hold different experts; `mesh.ep` varies fastest within dp, and along
     `mesh.expert_dp` ranks hold the same experts. `mesh.alone` is this rank by itself.
     Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
@@ -70,6 +73,7 @@ class Mesh:
         replicate=1,
         shard=1,
         ep=1,
+        shard_over_cp: bool = False,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
     ):
@@ -78,18 +82,20 @@ class Mesh:
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
         if create_groups is None:
             create_groups = self.world_size > 1
+        with_cp = "shard" if shard_over_cp else "replicate"
         for name in AXES:
-            setattr(self, name, self._axis(name, (name,), create_groups))
+            setattr(self, name, self._axis(name, (name, "cp") if name == with_cp else (name,), create_groups))
         for name, axes in JOINED.items():
             setattr(self, name, self._axis(name, axes, create_groups))
         self.tied = self._tied_axis(create_groups)
         view = dict(pp=pp, expert_dp=replicate * shard // ep, ep=ep, cp=cp, tp=tp)  # of the same grid of ranks
         assert math.prod(view.values()) == self.world_size, f"ep {ep} does not divide dp {replicate * shard}"
         for name in ("expert_dp", "ep") if ep > 1 else ():
-            setattr(self, name, self._pick(name, ranks_along(view, (name,)), create_groups))
+            axes = (name, "cp") if name == "expert_dp" else (name,)
+            setattr(self, name, self._pick(name, ranks_along(view, axes), create_groups))
         self.alone = Axis("alone", (rank,))
         if ep == 1:  # every rank holds all experts
-            self.ep, self.expert_dp = replace(self.alone, name="ep"), replace(self.dp, name="expert_dp")
+            self.ep, self.expert_dp = replace(self.alone, name="ep"), replace(self.dp_cp, name="expert_dp")
 
     def _tied_axis(self, create_groups: bool) -> Axis:
         """First and last stage of each pipeline, which share a tied embedding; other stages are alone."""
@@ -119,7 +125,8 @@ class Mesh:
         if name == "world":
             return "all ranks"
         halves = dict(replicate="shard", shard="replicate")  # of data parallel: one alone is all of it
-        return f"{'dp' if self.sizes.get(halves.get(name)) == 1 else name} group {number}"
+        cp = "-cp" if name in halves and self.sizes["cp"] > 1 else ""
+        return f"{'dp' + cp if self.sizes.get(halves.get(name)) == 1 else name} group {number}"
 
     def release(self) -> None:
         """Let go of all process groups, which ends their threads.
@@ -138,7 +145,8 @@ class Mesh:
         """The groups of every axis, one line each."""
         lines = [f"world size {self.world_size} = " + " x ".join(f"{n} {s}" for n, s in self.sizes.items())]
         halves = ("shard", "replicate") if self.sizes["shard"] > 1 < self.sizes["replicate"] else ()
-        for name in ("tp", "cp", "dp", *halves, "pp"):
+        joined = ("dp_cp",) if self.sizes["cp"] > 1 else ()  # ranks that hold the same weights
+        for name in ("tp", "cp", "dp", *halves, *joined, "pp"):
             groups = ranks_along(self.sizes, JOINED.get(name, (name,)))
             lines.append(f"{name:>3}: " + " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in groups))
         if self.sizes["pp"] > 1:
@@ -157,3 +165,8 @@ def sizes_of(parallel, world_size: int) -> dict[str, int]:
     dp = world_size // (tp * pp * cp)
     shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
     return dict(tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard)
+
+
+def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
+    """The mesh of a job with these settings (`schema.Parallel`), seen from a rank. keywords: further ones of `Mesh`."""
+    return Mesh(rank, shard_over_cp=parallel.sharding_stage > 0, **sizes_of(parallel, world_size), **keywords)

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional, Union
 
 from megatron.errors import SettingsError
 
-MODEL_AXES = ("tp", "cp")  # their ranks hold copies of what they do not cut
+MODEL_AXES = ("tp",)  # their ranks hold copies of what they do not cut; those of data and context parallelism: mesh.py
 
 
 class Normal(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
+from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Placement
 
@@ -74,16 +75,26 @@ class Dropout(torch.nn.Module):
     x is [s, b, ...] with the batch at `batch_dim`. When an axis cuts dim `cut` of the per-sample tensor (the sequence
     under sequence parallelism, the heads in attention), every rank draws the words of the whole and takes its piece.
     unfused: dropout and an addition behind it by torch's ops (--no-bias-dropout-fusion).
+    cp: ranks that have rows of dim 0 each (context parallelism), which `axis` may cut further.
     """
 
     fusion, unfused = "bias_dropout_fusion", False
 
     def __init__(
-        self, p: float, site: str, layer: int, seed: int, *, batch_dim: int = 1, cut: int = 0, axis: Axis = None
+        self,
+        p: float,
+        site: str,
+        layer: int,
+        seed: int,
+        *,
+        batch_dim: int = 1,
+        cut: int = 0,
+        axis: Axis = None,
+        cp: Axis = None,
     ):
         super().__init__()
         self.p, self.key, self.batch_dim = p, (seed, layer, site), batch_dim
-        self.cut, self.axis = cut, axis
+        self.cut, self.axis, self.cp = cut, axis, cp
         self.threshold = round(p * 65536) - 32768
         self.factor = 1.0 / (1.0 - round(p * 65536) / 65536)  # of what is kept
 
@@ -111,7 +122,10 @@ class Dropout(torch.nn.Module):
         del shape[self.batch_dim]
         pieces, rank = (self.axis.size, self.axis.rank) if self.axis else (1, 0)
         shape[self.cut] *= pieces
+        shape[0] *= self.cp.size if self.cp else 1
         words = random_words(shape, [seed_of(*self.key, n) for n in samples.tolist()], device)
+        if self.cp:
+            words = own_rows(words, self.cp, 1)
         if pieces > 1:
             words = words.chunk(pieces, self.cut + 1)[rank]
         return DropoutMask(words.movedim(0, self.batch_dim), self.threshold, self.factor)

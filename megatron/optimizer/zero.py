@@ -57,7 +57,7 @@ class ZeroStage(NamedTuple):
 
 
 STAGES = {0: ZeroStage(True, True), 1: ZeroStage(True, True), 2: ZeroStage(True, False), 3: ZeroStage(False, False)}
-PARTIAL = ("tp", "cp", "ep", "tied")  # axes of `Placement.partial`
+PARTIAL = ("tp", "ep", "tied")  # axes of `Placement.partial`
 
 
 class DistributedOptimizer:

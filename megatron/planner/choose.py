@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
@@ -119,6 +120,8 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
     return Space(
         **_global_batch(config),
         tp=given("tensor_model_parallel_size"),
+        cp=given("context_parallel_size") if recipe_of(config).shares_sequences else 1,
+        by_heads=None if p.cp_comm_type is None else set(p.cp_comm_types) == {"a2a"},
         pp=given("pipeline_model_parallel_size"),
         micro_batch_size=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
         zero=given("sharding_stage"),

@@ -101,12 +101,14 @@ def _changed(config: schema.Config) -> list[str]:
 
 
 def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
-    sizes = dict(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, cp=1, tp=layout.tp)
+    shard = layout.shard // layout.cp if layout.zero else 1
+    sizes = dict(pp=layout.pp, replicate=layout.dp // shard, shard=shard, cp=layout.cp, tp=layout.tp)
+    context = f"context {layout.cp} x " * (layout.cp > 1)
     lines = [
         f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
-        f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x tensor {layout.tp}"
+        f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x {context}tensor {layout.tp}"
     ]
-    for name in ("tp", "dp", "pp"):
+    for name in ("tp", "cp", "dp", "pp"):
         groups = ranks_along(sizes, JOINED.get(name, (name,)))
         if len(groups[0]) > 1:
             first = groups[0] if len(groups[0]) <= 8 else [*groups[0][:3], "...", groups[0][-1]]

@@ -74,10 +74,13 @@ class Job:
         """Bytes of a weight and of an activation."""
         return 4 if self.mixed else ELEMENT[self.precision]
 
-    def rank_setup(self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1) -> RankSetup:
+    def rank_setup(
+        self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1, cp: int = 1, by_heads: bool = False
+    ) -> RankSetup:
         """How a rank works on the model in a layout."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
-        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, *kernels)
+        shared = (cp, cp > 1 and by_heads)
+        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, *kernels, *shared)
 
 
 def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
@@ -91,12 +94,15 @@ def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
 class Layout:
     """How ranks share a job.
 
-    shard:         ranks that share one set of optimizer shards; 1 with ZeRO stage 0
+    shard:         ranks that share one set of optimizer shards, those of cp with them; 1 with ZeRO stage 0
     chunks:        model chunks of a rank (virtual pipeline stages)
     stage_layers:  layers of each stage, as in --pipeline-stage-layers; None: even
     offload:       share of the optimizer state that lives in the host's memory
     disk:          share that lives in files
     overlap:       data parallel communication runs beside computation
+    cp:            ranks that share each sequence
+    by_heads:      they exchange rows for heads in every layer (--cp-comm-type a2a); otherwise, and where layers differ,
+                   they are taken to gather keys and values in all
     """
 
     tp: int = 1
@@ -114,16 +120,18 @@ class Layout:
     disk: float = 0.0
     param_offload: bool = False
     overlap: bool = False
+    cp: int = 1
+    by_heads: bool = False
     parallel: Optional[Parallel] = None  # the settings it was read from, which may say more
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
         """The layout of resolved settings."""
         p = config.parallel
-        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-        dp = world_size // (tp * pp)
+        tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+        dp = world_size // (tp * pp * cp)
         chunks = Pipeline.of(p, config.model.num_layers).chunks
-        shard = 1 if p.sharding_stage == 0 else p.sharding_degree or dp
+        shard = 1 if p.sharding_stage == 0 else (p.sharding_degree or dp) * cp
         o = config.optimizer
         return cls(
             tp,
@@ -141,20 +149,28 @@ class Layout:
             o.nvme_offload_fraction,
             o.param_cpu_offload,
             p.overlap_grad_reduce,
-            p,
+            cp,
+            cp > 1 and set(p.cp_comm_types) == {"a2a"},
+            replace(p, cp_comm_type=p.cp_comm_type and tuple(p.cp_comm_type)),  # of a list there is no hash
         )
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def replicate(self) -> int:
-        return self.dp // self.shard
+        """Ranks that have the same shards."""
+        return self.weight_ranks // self.shard
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks that have the same weights and see other tokens: those of data and of context parallelism."""
+        return self.dp * self.cp
 
     def rank_setup(self, job: Job) -> RankSetup:
         """How each rank works on the job's model."""
-        return job.rank_setup(self.tp, self.sp, self.micro_batch_size)
+        return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.by_heads)
 
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches of a step on each rank."""
@@ -170,13 +186,15 @@ class Layout:
         told = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
         return Parallel(
             tensor_model_parallel_size=self.tp,
+            context_parallel_size=self.cp,
+            cp_comm_type=["a2a"] if self.by_heads else None,
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.sp,
             pipeline_schedule=self.schedule,
             num_virtual_stages_per_pipeline_rank=self.chunks if told else None,
             pipeline_stage_layers=self.stage_layers,
             sharding_stage=self.zero,
-            sharding_degree=self.shard if self.zero and self.shard != self.dp else None,
+            sharding_degree=self.shard // self.cp if self.zero and self.shard != self.weight_ranks else None,
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.zero > 0,
         )
@@ -184,8 +202,10 @@ class Layout:
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
         """Settings of a run with this layout in place of their own."""
         given, own = self._parallel(), config.parallel
+        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # in the words that were given
         parallel = replace(
             given,
+            cp_comm_type=own.cp_comm_type if same_way else given.cp_comm_type,
             distributed_backend=own.distributed_backend,
             distributed_timeout_minutes=own.distributed_timeout_minutes,
             pipeline_timeline=own.pipeline_timeline,
@@ -210,6 +230,8 @@ class Layout:
         p, words = self._parallel(), []
         if self.tp > 1:
             words += ["--tensor-model-parallel-size", str(self.tp)] + ["--sequence-parallel"] * self.sp
+        if self.cp > 1:
+            words += ["--context-parallel-size", str(self.cp)] + ["--cp-comm-type", "a2a"] * self.by_heads
         if self.pp > 1:
             words += ["--pipeline-model-parallel-size", str(self.pp)]
             words += ["--pipeline-schedule", self.schedule] * (self.schedule != "1f1b")
@@ -242,12 +264,13 @@ class Layout:
     def short(self) -> str:
         """One word for tables, such as tp8sp-pp16vp2-dp4-zero1."""
         parts = [f"tp{self.tp}{'sp' * self.sp}"] * (self.tp > 1)
+        parts += [f"cp{self.cp}{'a2a' * self.by_heads}"] * (self.cp > 1)
         if self.pp > 1:
             plain = self.schedule in ("1f1b", "interleaved")
             parts += [f"pp{self.pp}" + (f"vp{self.chunks}" * (self.chunks > 1) if plain else f"-{self.schedule}")]
         parts += [f"dp{self.dp}"] * (self.dp > 1)
         if self.zero:
-            parts += [f"zero{self.zero}" + f"/{self.shard}" * (self.shard != self.dp)]
+            parts += [f"zero{self.zero}" + f"/{self.shard}" * (self.shard != self.weight_ranks)]
         return "-".join(parts) or "one rank"
 
 

@@ -140,7 +140,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     entries["workspace"] += max(0, whole_matrices(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     entries["communication buffers"] = device.communication_bytes * sum(
-        n > 1 for n in (layout.tp, layout.dp, layout.pp)
+        n > 1 for n in (layout.tp, layout.cp, layout.weight_ranks, layout.pp)
     )
     entries["device context"] = device.context_bytes
     return entries, kept

@@ -46,17 +46,19 @@ class TestedLayout:
 
     text: str
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vp: int = 1
     dp: int = 1
     zero: int = 0
     sp: bool = False
+    a2a: bool = False
     schedule: str = ""
     own: bool = False  # it is the layout of the flags, which say more than the tokens can
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def stages(self) -> int:
@@ -73,7 +75,7 @@ SCHEDULE_TOKENS = {
     "vhalf": "v-half",
 }
 ZERO_STAGES = (0, 1, 2, 3)
-TOKENS = re.compile(rf"(tp|pp|vp|dp|zero)(\d+)|(sp)|({'|'.join(SCHEDULE_TOKENS)})|-")
+TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
 def parse_layout(text: str) -> TestedLayout:
@@ -83,10 +85,11 @@ def parse_layout(text: str) -> TestedLayout:
         match = TOKENS.match(text, at)
         if not match:
             raise ValueError(
-                f"'{text[at:]}' in layout '{text}' is none of tpN ppN vpN dpN zeroN sp, " + " ".join(SCHEDULE_TOKENS)
+                f"'{text[at:]}' in layout '{text}' is none of tpN cpN ppN vpN dpN zeroN sp a2a, "
+                + " ".join(SCHEDULE_TOKENS)
             )
         name, number, sequence, schedule = match.groups()
-        key, value = (name, int(number)) if name else ("sp", True) if sequence else ("schedule", schedule)
+        key, value = (name, int(number)) if name else (sequence, True) if sequence else ("schedule", schedule)
         if match[0] != "-":
             if key in found:
                 raise ValueError(f"layout '{text}' says {key} twice")
@@ -100,13 +103,22 @@ def parse_layout(text: str) -> TestedLayout:
 def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
     """The layout that a training command asks for on this many ranks."""
     p = config.parallel
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    vp = chunks_of(p, config.model.num_layers)
+    tp, cp, pp = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
     layout = TestedLayout(
-        "", tp, pp, vp, world_size // (tp * pp), p.sharding_stage, p.sequence_parallel, p.pipeline_schedule, own=True
+        "",
+        tp,
+        cp,
+        pp,
+        chunks_of(p, config.model.num_layers),
+        world_size // (tp * cp * pp),
+        p.sharding_stage,
+        p.sequence_parallel,
+        cp > 1 and set(p.cp_comm_types) == {"a2a"},
+        p.pipeline_schedule,
+        own=True,
     )
-    parts = [f"{name}{value}" for name in ("tp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
-    parts += ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
+    parts = [f"{name}{value}" for name in ("tp", "cp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
+    parts += ["a2a"] * layout.a2a + ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
     return replace(layout, text="-".join(parts) or "one process")
 
 
@@ -156,6 +168,8 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
     return replace(
         config.parallel,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        cp_comm_type=["a2a"] if layout.a2a else config.parallel.cp_comm_type,
         pipeline_model_parallel_size=layout.pp,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=layout.vp if layout.vp != 1 else None,

@@ -33,6 +33,7 @@ COLOURS = {
     "device context": "#d4b483",
     "compute": "#b91c1c",
     "tensor parallel": "#f97316",
+    "context parallel": "#fb923c",
     "data parallel": "#fbbf24",
     "pipeline messages": "#fde047",
     "update": "#be185d",

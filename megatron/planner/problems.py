@@ -68,13 +68,14 @@ def refusal(problems: list[str]) -> SettingsError:
 def _shapeless(config: schema.Config, world: int) -> bool:
     """Whether the settings do not even describe a layout whose memory could be told."""
     m, p, b = config.model, config.parallel, config.batch
-    tp, ranks = p.tensor_model_parallel_size, p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    ranks = tp * p.pipeline_model_parallel_size * cp
     if min(tp, ranks, m.num_layers, m.hidden_size, m.seq_length, b.micro_batch_size) < 1:
         return True
     facts = facts_of(config, vocab_size=1)
     if not facts.has_shape:
         return True
-    if world % ranks or p.context_parallel_size > 1:
+    if world % ranks or cp > 1 and m.seq_length % (2 * cp):
         return True
     dp = world // ranks
     own = stages.problems(p, m.num_layers) + batch.problems(b, dp)
@@ -233,16 +234,16 @@ def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
     tries = {
         "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
         "--micro-batch-size 1": replace(layout, micro_batch_size=1),
-        "--use-distributed-optimizer": replace(layout, zero=1, shard=layout.dp, parallel=None),
+        "--use-distributed-optimizer": replace(layout, zero=1, shard=layout.weight_ranks, parallel=None),
         "--recompute-granularity full": replace(layout, recompute=full),
-        "--sharding-stage 3": replace(layout, zero=3, shard=layout.dp, parallel=None),
+        "--sharding-stage 3": replace(layout, zero=3, shard=layout.weight_ranks, parallel=None),
         "--optimizer-cpu-offload": replace(layout, offload=1.0, disk=0.0),
         "--micro-batch-size 1 --recompute-granularity full": replace(layout, micro_batch_size=1, recompute=full),
         "--recompute-granularity full --optimizer-cpu-offload": replace(layout, recompute=full, offload=1.0, disk=0.0),
     }
     if layout.recompute.recompute_granularity:
         del tries["--recompute-granularity core_attn"]
-    if layout.dp == 1 or layout.zero:
+    if layout.weight_ranks == 1 or layout.zero:
         del tries["--use-distributed-optimizer"], tries["--sharding-stage 3"]
     if job.matrix_moments is not None:  # orthogonalised on the device
         tries = {words: other for words, other in tries.items() if not other.offload}

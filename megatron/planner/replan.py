@@ -84,7 +84,7 @@ def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]
         (tp, pp)
         for tp in range(1, p.tensor_model_parallel_size + 1)
         for pp in range(1, p.pipeline_model_parallel_size + 1)
-        if ranks % (tp * pp) == 0
+        if ranks % (tp * pp * p.context_parallel_size) == 0
     ]
     for tp, pp in sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0])):
         changed = words if pp == p.pipeline_model_parallel_size else without(words, *SPLITS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
+from megatron.model.facts import RankSetup
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
@@ -29,6 +30,8 @@ class Space:
     global_batch: Optional[int] = None
     max_global_batch: Optional[int] = None
     tp: Optional[int] = None
+    cp: Optional[int] = None
+    by_heads: Optional[bool] = None
     pp: Optional[int] = None
     micro_batch_size: Optional[int] = None
     zero: Optional[int] = None
@@ -56,7 +59,7 @@ class Plan:
     def order(self) -> tuple:
         """Least time for a sample first; of equals the one with fewer features, then with less memory."""
         lay = self.layout
-        return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.pp, lay.chunks, self.bytes)
+        return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.cp * lay.pp, lay.chunks, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,19 @@ def _different(plans: list[Plan]) -> list[Plan]:
     for plan in plans:
         lay = plan.layout
         seen.setdefault(
-            (lay.tp, lay.pp, lay.sp, lay.micro_batch_size, lay.chunks, lay.schedule, lay.zero, lay.offload), plan
+            (
+                lay.tp,
+                lay.cp,
+                lay.by_heads,
+                lay.pp,
+                lay.sp,
+                lay.micro_batch_size,
+                lay.chunks,
+                lay.schedule,
+                lay.zero,
+                lay.offload,
+            ),
+            plan,
         )
     return list(seen.values())
 
@@ -155,25 +170,41 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> It
     """Layouts without sharding, each with the job at its global batch."""
     world = cluster.world_size
     for tp in _tensor_sizes(job, cluster, space, found):
-        for pp in _pipeline_sizes(job, world // tp, space, found):
-            dp = world // (tp * pp)
-            for micro, batch in _batches(job, dp, space, found):
-                sized = replace(job, global_batch=batch)
-                for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
-                    for sp in (False, True) if tp > 1 and job.facts.seq_length % tp == 0 else (False,):
-                        for granularity in _granularities(job, tp, sp, micro):
-                            yield (
-                                Layout(tp, pp, dp, micro, chunks, schedule, 0, 1, sp, Recompute(granularity), layers),
-                                sized,
-                            )
+        for cp, by_heads in _context_sizes(job, tp, world // tp, space):
+            for pp in _pipeline_sizes(job, world // (tp * cp), space, found):
+                dp = world // (tp * cp * pp)
+                for micro, batch in _batches(job, dp, space, found):
+                    sized = replace(job, global_batch=batch)
+                    for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
+                        for sp in (False, True) if tp > 1 and job.facts.seq_length // cp % tp == 0 else (False,):
+                            base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
+                            base = replace(base, cp=cp, by_heads=by_heads)
+                            for granularity in _granularities(base.rank_setup(job), job):
+                                yield replace(base, recompute=Recompute(granularity)), sized
 
 
-def _granularities(job: Job, tp: int, sp: bool, micro: int) -> list[Optional[str]]:
-    """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
-    share = job.rank_setup(tp, sp, micro)
+SHARED_TOKENS = 4096  # that a rank is to have at least of a sequence before a search lets ranks share it
+
+
+def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[int, bool]]:
+    """(ranks that share a sequence, whether they exchange rows for heads): all ways for long sequences, else one rank."""
+    s, found = job.facts.seq_length, []
+    for cp in [space.cp] if space.cp else divisors(ranks):
+        if ranks % cp or cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
+            continue
+        ways = [False] + [True] * (cp > 1 and job.facts.shares_heads(tp, cp))
+        found += [(cp, way) for way in ways if cp == 1 or space.by_heads in (None, way)]
+    return found
+
+
+def _granularities(share: RankSetup, job: Job) -> list[Optional[str]]:
+    """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores, or keys of
+    other ranks.
+    """
     branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
     cores = [branch.core for branch in branches if branch.core]
-    useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
+    gathers = share.cp > 1 and not share.by_heads
+    useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) and not gathers else set()
     return [one for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 
@@ -273,7 +304,7 @@ def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tupl
 @lru_cache(maxsize=4096)
 def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
     found = []
-    for choice in _state_choices(base.dp, space):
+    for choice in _state_choices(base, space):
         layout = _shared(base, *choice, cluster.device)
         held = [memory.static_memory(job, layout, rank) for rank in ranks]
         found.append(
@@ -288,7 +319,7 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
 
 
 def _shared(base: Layout, zero: int, shard: int, offload: float, device) -> Layout:
-    overlap = base.dp > 1 and device.kind == "cuda"
+    overlap = base.weight_ranks > 1 and device.kind == "cuda"
     return replace(base, zero=zero, shard=shard, offload=offload, overlap=overlap)
 
 
@@ -296,9 +327,9 @@ def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> P
     return Plan(layout, job, speed.step(job, layout, cluster), size, rank)
 
 
-def _state_choices(dp: int, space: Space) -> Iterator[tuple[int, int, float]]:
+def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float]]:
     for zero in [space.zero] if space.zero is not None else range(4):
-        for shard in [1] if zero == 0 else [n for n in divisors(dp) if n > 1]:
+        for shard in [1] if zero == 0 else [n * base.cp for n in divisors(base.dp) if n * base.cp > 1]:
             yield zero, shard, 0.0
             if space.offload:
                 yield zero, shard, 1.0

@@ -40,7 +40,7 @@ from megatron.settings.schema import (
 )
 from megatron.training.rules import layout_is_open, resolve
 
-RANKS = 8  # what a shrunk job may have: four axes of two would be 16
+RANKS = 8  # what a shrunk job may have: four axes of two would be 16, five 32
 VOCABULARY = 125  # odd, so that every tensor parallel size pads it
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 LEARNING_RATE = 1e-3  # at least: with less, a wrong gradient hardly moves a weight in a few steps
@@ -62,6 +62,7 @@ class Sizes:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     stages: int = 1
     layers: int = 2
 
@@ -70,11 +71,11 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     """The shrunk job of a job of `world_size` ranks in whose settings nothing is wrong (`rules.check`), resolved or not."""
     p, lost = config.parallel, []
     pipeline = Pipeline.of(p, config.model.num_layers)
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    dp = max(1, world_size // (tp * pp))
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    dp = max(1, world_size // (tp * pp * cp))
     shard = (p.sharding_degree or dp) if p.sharding_stage else 1
     replicate, num_microbatches = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
-    few = dict(tp=min(tp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
+    few = dict(tp=min(tp, 2), cp=min(cp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
     schedule = p.pipeline_schedule
     if pipeline.custom and pp <= limit:
         few["pp"] = pp
@@ -99,6 +100,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         few["tp"],
         few["pp"],
         few["shard"] * few["replicate"],
+        few["cp"],
         few["pp"] * chunks,
         min(2, max(map(len, pipeline.layers))),
     )
@@ -106,6 +108,8 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     parallel = replace(
         parallel,
         tensor_model_parallel_size=sizes.tp,
+        context_parallel_size=sizes.cp,
+        cp_comm_type=_of_layers(p.cp_comm_type, num_layers),
         pipeline_model_parallel_size=sizes.pp,
         data_parallel_size=None,
         pipeline_schedule=schedule,
@@ -140,8 +144,11 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
     guard = config.guard
     return replace(
         config,
-        model=facts_of(config, VOCABULARY).shrunk(sizes.stages * sizes.layers, sizes.tp),
+        model=facts_of(config, VOCABULARY).shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp),
         batch=batch,
+        parallel=replace(
+            config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, sizes.stages * sizes.layers)
+        ),
         optimizer=_optimizer(config.optimizer, batch, steps),
         recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
         tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
@@ -187,6 +194,14 @@ def _word(value) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return "none" if value is None else "off" if value is False else "on" if value is True else str(value)
+
+
+def _of_layers(words: Optional[list[str]], num_layers: int) -> Optional[list[str]]:
+    """One word for all layers, or one for each of fewer layers, so that all words occur as far as there are layers."""
+    if words is None or len(words) == 1:
+        return words
+    different = list(dict.fromkeys(words))
+    return [different[n % len(different)] for n in range(num_layers)]
 
 
 # Layers and stages ----------------------------------------------------------------------------------------------------

@@ -71,14 +71,24 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch through something: forward, backward, and of these what is communication."""
+    """Seconds of one micro-batch through something: forward, backward, and of these communication over tp, over cp."""
 
     forward: float = 0.0
     backward: float = 0.0
     waiting: float = 0.0
+    sharing: float = 0.0
 
     def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.forward + other.forward, self.backward + other.backward, self.waiting + other.waiting)
+        return Pass(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.waiting + other.waiting,
+            self.sharing + other.sharing,
+        )
+
+    def times(self, count: float) -> "Pass":
+        """So many of them."""
+        return Pass(count * self.forward, count * self.backward, count * self.waiting, count * self.sharing)
 
     @property
     def both(self) -> float:
@@ -150,8 +160,9 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
     )
     useful = num_microbatches * layout.chunks * (forward + backward)
     parts = {
-        "compute": num_microbatches * layout.chunks * (slow.both - slow.waiting),
+        "compute": num_microbatches * layout.chunks * (slow.both - slow.waiting - slow.sharing),
         "tensor parallel": num_microbatches * layout.chunks * slow.waiting,
+        "context parallel": num_microbatches * layout.chunks * slow.sharing,
         "pipeline messages": 2 * num_microbatches * layout.chunks * message,
         "bubble": length - useful,
     }
@@ -164,7 +175,7 @@ def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
     of_ranks = _stages(job.facts, layout.pipeline(job.facts.num_layers), layout.recompute)
     took = {stage: _stage(job, share, *stage, cluster) for stage in set(chain.from_iterable(of_ranks))}
     slow = max((sum(map(took.__getitem__, stages), Pass()) for stages in of_ranks), key=lambda one: one.both)
-    return Pass(slow.forward / layout.chunks, slow.backward / layout.chunks, slow.waiting / layout.chunks)
+    return slow.times(1 / layout.chunks)
 
 
 def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
@@ -188,18 +199,15 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         work, branches = _layer(job, share, kind, cluster), job.facts.branches(share, kind)
         repeated, messages = _repeated(job, share, kind, granularity, cluster)
         waiting = 2 * len(branches) * tp_seconds
+        ahead, back = _context_parallel_seconds(share, branches, granularity, cluster)
         layer = Pass(
-            work + waiting / 2,
-            2 * work + waiting / 2 + repeated + messages * tp_seconds,
+            work + waiting / 2 + ahead,
+            2 * work + waiting / 2 + repeated + messages * tp_seconds + back,
             waiting + messages * tp_seconds,
+            ahead + back,
         )
-        total += Pass(count * layer.forward, count * layer.backward, count * layer.waiting)
-    n, h, e, d = (
-        job.facts.seq_length * share.micro_batch_size,
-        job.facts.settings.hidden_size,
-        job.element,
-        cluster.device,
-    )
+        total += layer.times(count)
+    n, h, e, d = (_tokens(job, share), job.facts.settings.hidden_size, job.element, cluster.device)
     if first:
         total += Pass(
             4 * n * h * e / d.bandwidth + tp_seconds,
@@ -227,11 +235,7 @@ def _layer(job: Job, share: RankSetup, kind: str, cluster: Cluster) -> float:
 
 
 def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
-    n, h, drops = (
-        job.facts.seq_length * share.micro_batch_size,
-        job.facts.settings.hidden_size,
-        job.facts.settings.hidden_dropout,
-    )
+    n, h, drops = (_tokens(job, share), job.facts.settings.hidden_size, job.facts.settings.hidden_dropout)
     rest = n // (share.tp if share.sp else 1)
     # Elements read and written: a norm, a residual addition with its dropout, and what lies between.
     moved = rest * h * (5 + 0.5 * (drops > 0)) + branch.moved
@@ -241,7 +245,7 @@ def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
 
 def _products(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
     """Seconds of a branch's matrix products."""
-    n, h = job.facts.seq_length * share.micro_batch_size, job.facts.settings.hidden_size
+    n, h = _tokens(job, share), job.facts.settings.hidden_size
     sizes = [(n, h, columns) for columns in branch.outputs] + [(n, branch.inputs, h)]
     return sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in sizes)
 
@@ -261,10 +265,26 @@ def _repeated(job: Job, share: RankSetup, kind: str, granularity: str, cluster: 
 
 def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster) -> float:
     """Seconds of one tensor parallel sum."""
-    size = job.facts.seq_length * share.micro_batch_size * job.facts.settings.hidden_size * job.element
+    size = _tokens(job, share) * job.facts.settings.hidden_size * job.element
     # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
     op = "all_gather" if share.sp else "all_reduce"
     return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
+
+
+def _context_parallel_seconds(share: RankSetup, branches, granularity: str, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of what ranks that share sequences send for a layer, forward and backward: neighbours but for those of tp."""
+    ahead = total = 0.0
+    for exchange in (branch.exchange for branch in branches if branch.exchange):
+        for op, size, calls in exchange.calls(granularity):
+            each = cluster.seconds(op, size, 1, share.cp, share.tp)
+            total += calls * each
+            ahead += each if op != "reduce_scatter" else 0.0
+    return ahead, total - ahead
+
+
+def _tokens(job: Job, share: RankSetup) -> int:
+    """Tokens of a micro-batch, as many as a rank has of them."""
+    return job.facts.seq_length // share.cp * share.micro_batch_size
 
 
 def _core(job: Job, core: Optional[CoreAttention], device: Device) -> float:
@@ -282,10 +302,12 @@ def _core(job: Job, core: Optional[CoreAttention], device: Device) -> float:
 
 
 def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
-    """One message to the next stage. Neighbouring stages are tp x dp ranks apart."""
+    """One message to the next stage. Neighbouring stages are tp x cp x dp ranks apart."""
     if layout.pp == 1:
         return 0.0
-    return cluster.seconds("send", job.facts.message_bytes(layout.rank_setup(job)), 1, 2, layout.tp * layout.dp)
+    return cluster.seconds(
+        "send", job.facts.message_bytes(layout.rank_setup(job)), 1, 2, layout.tp * layout.weight_ranks
+    )
 
 
 # Once a step ----------------------------------------------------------------------------------------------------------
@@ -366,7 +388,10 @@ def _orthogonalising(units: Units, job: Job, layout: Layout, device: Device) -> 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
     ranks = dict(shard=layout.shard, replicate=layout.replicate, tied=2, tp=layout.tp)[transfer.axis]
     stride = dict(
-        tp=1, shard=layout.tp, replicate=layout.tp * layout.shard, tied=layout.tp * layout.dp * (layout.pp - 1)
+        tp=1,
+        shard=layout.tp,
+        replicate=layout.tp * layout.shard,
+        tied=layout.tp * layout.weight_ranks * (layout.pp - 1),
     )
     return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, ranks, stride[transfer.axis])
 

@@ -19,8 +19,8 @@ class Transfer:
     """bytes: of all calls of a step together; beside: it runs while the rank computes."""
 
     what: str
-    op: str  # all_reduce, all_gather, reduce_scatter or send
-    axis: str  # tp, pp, shard, replicate, tied
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
+    axis: str  # tp, cp, pp, shard, replicate, tied
     bytes: int
     calls: int
     beside: bool = False
@@ -29,6 +29,7 @@ class Transfer:
 def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
     """Of one step of a pipeline rank (and of one place on the shard axis)."""
     found = _tensor_parallel(job, layout, rank) if layout.tp > 1 else []
+    found += _context_parallel(job, layout, rank) if layout.cp > 1 else []
     found += _messages(job, layout, rank) if layout.pp > 1 else []
     return [transfer for transfer in found if transfer.bytes] + once_a_step(job, layout, rank, shard_rank)
 
@@ -57,7 +58,7 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         layout.pipeline(job.facts.num_layers),
         layout.rank_setup(job),
     )
-    n = job.facts.seq_length * layout.micro_batch_size
+    n = job.facts.seq_length // layout.cp * layout.micro_batch_size
     whole = n * job.facts.settings.hidden_size * job.element
     reduces = gathers = scatters = 0
     for stage in pipeline.stages_of(rank):
@@ -79,6 +80,30 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * num_microbatches, chunks))
         found.append(Transfer("loss", "all_reduce", "tp", 4 * n * num_microbatches, chunks))
     return found
+
+
+def _context_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    """What ranks that share sequences send of each layer with attention: keys and values of all tokens, gathered, and their
+    gradients; or queries, keys and values, and what they attend to, for other heads.
+    """
+    num_microbatches, pipeline, share = (
+        layout.num_microbatches(job),
+        layout.pipeline(job.facts.num_layers),
+        layout.rank_setup(job),
+    )
+    sent, calls = Counter(), Counter()
+    for stage in pipeline.stages_of(rank):
+        for group in recompute_groups(pipeline.layers[stage], layout.recompute):
+            for layer in group.layers:
+                branches = job.facts.branches(share, job.facts.layer_kind(layer))
+                for exchange in (branch.exchange for branch in branches if branch.exchange):
+                    for op, size, times in exchange.calls(group.granularity):
+                        sent[op] += times * size
+                        calls[op] += times
+    return [
+        Transfer("attention", op, "cp", num_microbatches * sent[op], num_microbatches * calls[op])
+        for op in sorted(sent)
+    ]
 
 
 def recomputed(job: Job, layout: Layout, layers) -> tuple[int, int]:

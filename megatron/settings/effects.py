@@ -34,7 +34,7 @@ EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
 VALIDATION = Needs("--eval-iters above 0, or --full-validation", lambda s: s.eval_iters or s.full_validation)
 BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: s.tokenizer in (None, "GPT2BPETokenizer"))
 RANKS = Needs("more than one rank", lambda s: s.world > 1)
-DATA_PARALLEL = Needs("data parallel size above 1", lambda s: s.dp > 1)
+DATA_PARALLEL = Needs("data parallel size above 1", lambda s: s.dp * s.cp > 1)
 STAGES = Needs("--pipeline-model-parallel-size above 1", lambda s: s.pp > 1)
 FALLING = Needs("--lr-decay-style other than constant", lambda s: s.lr_decay_style != "constant")
 DECAYING = Needs(
@@ -68,12 +68,13 @@ EFFECTS: dict[str, Needs] = {
     "decoder_first_pipeline_num_layers": STAGES,
     "decoder_last_pipeline_num_layers": STAGES,
     # Stage 3 keeps the parameters elsewhere between their uses, also on one rank.
-    "sharding_stage": DATA_PARALLEL._replace(met=lambda s: s.dp > 1 or s.sharding_stage == 3),
+    "cp_comm_type": Needs("--context-parallel-size above 1", lambda s: s.cp > 1),
+    "sharding_stage": DATA_PARALLEL._replace(met=lambda s: s.dp * s.cp > 1 or s.sharding_stage == 3),
     "sharding_degree": Needs("--sharding-stage", lambda s: s.sharding_stage),
     "overlap_grad_reduce": DATA_PARALLEL,
     "overlap_param_gather": Needs(
         "--sharding-stage and data parallel size above 1",
-        lambda s: s.sharding_stage and (s.dp > 1 or s.sharding_stage == 3),
+        lambda s: s.sharding_stage and (s.dp * s.cp > 1 or s.sharding_stage == 3),
     ),
     "distributed_backend": RANKS,
     "distributed_timeout_minutes": RANKS,

@@ -38,10 +38,10 @@ def first_key(start: int, window: Optional[int]) -> int:
     return 0 if window is None else max(0, start - window)
 
 
-def causal_pairs(s: int, q: int, window: Optional[int] = None) -> int:
-    """Pairs of query and key whose weights block-causal attention keeps, of one head.
+def causal_pairs(s: int, q: int, window: Optional[int] = None, past: int = 0) -> int:
+    """Pairs of query and key whose weights block-causal attention keeps, of one head; past: keys before the first query.
 
     >>> causal_pairs(256, 1) / 256**2
     0.75
     """
-    return sum((stop - start) * (stop - first_key(start, window)) for start, stop in causal_blocks(s, q))
+    return sum((stop - start) * (past + stop - first_key(past + start, window)) for start, stop in causal_blocks(s, q))

@@ -25,7 +25,7 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     open_size = _open_size(settings)
     found, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
     s = record(settings, world_size)
-    return found + open_size + [rule.message(s) for rule in (*RULES, *NOT_YET, *rules) if rule.broken(s)], s
+    return found + open_size + [rule.message(s) for rule in (*RULES, *rules) if rule.broken(s)], s
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
@@ -144,6 +144,8 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     )
     s.tp, s.pp, s.cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     s.settings, s.world, s.model_ranks = settings, world, s.tp * s.pp * s.cp
+    s.cp_comm = settings.parallel.cp_comm_types if s.cp > 1 else ()
+    s.row_pieces = s.cp * math.lcm(2 if s.cp > 1 else 1, s.tp if s.sequence_parallel else 1)
     s.dp = max(1, world // s.model_ranks)
     s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
     s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
@@ -188,10 +190,31 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.sequence_parallel and s.seq_length % s.tp,
+        lambda s: s.cp == 1 and s.seq_length % s.row_pieces,
         lambda s: (
             f"--seq-length {s.seq_length} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
             f"--sequence-parallel needs; nearest: {either(multiples(s.seq_length, s.tp))}"
+        ),
+    ),
+    Rule(
+        lambda s: s.cp > 1 and s.seq_length % s.row_pieces,
+        lambda s: (
+            f"--seq-length {s.seq_length} is not a multiple of {s.row_pieces}, as --context-parallel-size {s.cp} needs "
+            f"(two chunks a rank{', each divided by tensor parallel ranks' * (s.row_pieces > 2 * s.cp)}); nearest: "
+            f"{either(multiples(s.seq_length, s.row_pieces))}"
+        ),
+    ),
+    Rule(
+        lambda s: "a2a+p2p" in s.cp_comm,
+        lambda s: (
+            "--cp-comm-type a2a+p2p exchanges in groups inside of groups, which are not part of this suite; use p2p, "
+            "allgather or a2a"
+        ),
+    ),
+    Rule(
+        lambda s: len(s.cp_comm) not in (0, 1, s.num_layers),
+        lambda s: (
+            f"--cp-comm-type has {len(s.cp_comm)} words; give one for all layers, or one for each of {s.num_layers}"
         ),
     ),
     Rule(
@@ -319,13 +342,18 @@ RULES = (
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )
-# Declared and not built yet: delete a row when its feature arrives.
-NOT_YET = (Rule(lambda s: s.cp > 1, lambda s: f"--context-parallel-size {s.cp} is not built yet; leave it at 1"),)
 
 REMARKS = (
     Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
+    ),
+    Rule(
+        lambda s: "p2p" in s.cp_comm,
+        lambda s: (
+            "--cp-comm-type p2p gathers keys and values as allgather does: the result is that of Megatron-LM's ring, and "
+            "a layer keeps those of all ranks for its backward pass unless --recompute-granularity says otherwise"
+        ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(

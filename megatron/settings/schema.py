@@ -227,6 +227,11 @@ class Parallel:
     )
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
     context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
+    cp_comm_type: Optional[list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]]] = setting(
+        "how they share attention, one word or one for each layer: p2p and allgather gather keys and values, a2a exchanges "
+        "tokens for heads (default: p2p)",
+        None,
+    )
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
     sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
     pipeline_schedule: str = setting(
@@ -268,6 +273,11 @@ class Parallel:
         "default: nccl on CUDA, gloo on CPU", None, "--backend"
     )
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
+
+    @property
+    def cp_comm_types(self) -> tuple[str, ...]:
+        """`cp_comm_type`, one word for all layers or one for each."""
+        return tuple(self.cp_comm_type or ["p2p"])
 
 
 @dataclass(frozen=True)

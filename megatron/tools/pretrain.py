@@ -84,10 +84,10 @@ def train(config: Config, recipe: Recipe) -> None:
 
 def print_topology(config: Config) -> None:
     """Every group of ranks, said once."""
-    from megatron.mpu.mesh import Mesh, sizes_of
+    from megatron.mpu.mesh import mesh_of
 
     if rank_env.ranks().rank == 0:
-        print(Mesh(0, **sizes_of(config.parallel, world_size(config)), create_groups=False).topology())
+        print(mesh_of(config.parallel, 0, world_size(config), create_groups=False).topology())
 
 
 def world_size(config: Config) -> int:

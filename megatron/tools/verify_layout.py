@@ -26,7 +26,7 @@ class VerifyLayoutOptions:
     """What to compare."""
 
     layouts: Optional[str] = setting(
-        "layouts to check, such as tp2,pp2vp2,tp2sp-dp2-zero1 (default: that of the flags)", None
+        "layouts to check, such as tp2,pp2vp2,cp2a2a,tp2sp-dp2-zero1 (default: that of the flags)", None
     )
     steps: int = setting("optimizer steps to train", 10)
     shrink: bool = setting("compare in a shrunk job of the training that has all its features", False)
@@ -147,10 +147,10 @@ def common_sizes(layouts: list):
     """What a small model must be divisible by so that each of the layouts can be compared in it."""
     from megatron.planner.shrink import Sizes
 
-    tp, pp, dp, stages = (
-        math.lcm(*(getattr(layout, name) for layout in layouts)) for name in ("tp", "pp", "dp", "stages")
+    tp, pp, dp, cp, stages = (
+        math.lcm(*(getattr(layout, name) for layout in layouts)) for name in ("tp", "pp", "dp", "cp", "stages")
     )
-    return Sizes(tp, pp, dp, stages, layers=max(1, math.ceil(2 / stages)))
+    return Sizes(tp, pp, dp, cp, stages, layers=max(1, math.ceil(2 / stages)))
 
 
 if __name__ == "__main__":

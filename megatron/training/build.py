@@ -251,8 +251,10 @@ def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size:
 def build_batches(
     config: schema.Config, context: RankContext, datasets, tokenizer, vocab_size: int
 ) -> list[Optional[MicroBatchLoader]]:
-    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches."""
-    dp = context.mesh.dp
+    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches, and
+    ranks of context parallelism get rows of the same samples.
+    """
+    dp, cp = context.mesh.dp, context.mesh.cp
     batch = config.batch
 
     def constant(consumed: int) -> tuple[int, int]:
@@ -270,6 +272,8 @@ def build_batches(
             eod=tokenizer.eod if tokenizer else None,
             dp_rank=dp.rank,
             dp_size=dp.size,
+            cp_rank=cp.rank,
+            cp_size=cp.size,
             next_step=sizes,
             seq_length=config.model.seq_length,
             vocab_size=vocab_size,
@@ -451,7 +455,12 @@ def build_p2p_communicator(
     """The wire between pipeline stages, for messages of the model's shape."""
     mesh, groups = context.mesh, None
     shape = facts.message(
-        RankSetup(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro_batch_size=config.batch.micro_batch_size)
+        RankSetup(
+            tp=mesh.tp.size,
+            cp=mesh.cp.size,
+            sp=config.parallel.sequence_parallel,
+            micro_batch_size=config.batch.micro_batch_size,
+        )
     )
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
         groups = open_channels(mesh, pipeline.stages)
@@ -549,6 +558,7 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
     return "\n".join(
         [
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
+            f"{f'context-parallel size: {mesh.cp.size}, ' * (mesh.cp.size > 1)}"
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
             f" > {facts.describe(f'{facts.parameters:,}')}",
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "

@@ -287,7 +287,7 @@ def make_loss_func(
         scale = loss_scale / num_microbatches
 
         def of_batch(batch):
-            tokens = torch.clamp(batch.num_tokens, min=1)
+            tokens = torch.clamp(batch.num_sample_tokens, min=1)
             return like(scale, tokens) / tokens
 
         return scaled(of_batch), lambda tokens: torch.ones_like(tokens) / loss_scale

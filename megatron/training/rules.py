@@ -19,6 +19,16 @@ from megatron.settings import batch, rules, schema
 from megatron.settings.effects import EFFECTS, without_effect
 from megatron.settings.rules import Rule, tokenizer_type
 
+# Of a recipe that does not share sequences among ranks.
+WHOLE_SEQUENCES = (
+    Rule(
+        lambda s: s.cp > 1,
+        lambda s: (
+            f"--context-parallel-size {s.cp}: --model-type {s.model_type} needs whole sequences on each rank; leave "
+            "the flag out"
+        ),
+    ),
+)
 OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules)  # packages with rules of their own
 
 
@@ -26,7 +36,8 @@ def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     """The rules of the recipe and of the packages."""
     recipe = recipe_of(settings)
     asked = () if recipe.own_data else megatron.data.rules.SOURCE
-    return (*recipe.rules, *asked, *(rule for owner in OWNERS for rule in owner.RULES))
+    shares = () if recipe.shares_sequences else WHOLE_SEQUENCES
+    return (*recipe.rules, *shares, *asked, *(rule for owner in OWNERS for rule in owner.RULES))
 
 
 def resolve(settings: schema.Config, world_size: int) -> schema.Config:

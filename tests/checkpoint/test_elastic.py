@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of any layout loads into any other: every ordered pair of ten, weights and optimizer, to the bit.
+"""A checkpoint of any layout loads into any other: every ordered pair of eleven, weights and optimizer, to the bit.
 
 Ranks are built one after the other in this process, without process groups: a rank's share of the model and of its
 optimizer state, what it writes and what it reads do not need the others. What follows a load (parameters handed to the
@@ -15,7 +15,7 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.store import share
-from megatron.mpu.mesh import Mesh, sizes_of
+from megatron.mpu.mesh import mesh_of
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages
@@ -35,6 +35,7 @@ LAYOUTS = [
     "tp2-dp2-zero2",
     "tp4-zero1",
     "tp2sp-pp2vp2-dp2-zero1",
+    "cp2-pp2-zero2",
 ]
 FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 90 --lr 1e-3
     --global-batch-size 16 --micro-batch-size 1 --train-iters 6 --precision fp32 --device cpu"""
@@ -86,7 +87,7 @@ def ranks_of():
 
 
 def _optimizer(config, world_size: int, rank: int) -> DistributedOptimizer:
-    mesh = Mesh(rank, **sizes_of(config.parallel, world_size), create_groups=False)
+    mesh = mesh_of(config.parallel, rank, world_size, create_groups=False)
     pipeline = Pipeline.of(config.parallel, config.model.num_layers, 16 // mesh.dp.size)
     build = partial(pretrain_gpt.build_model, config, mesh, 90, dtype=torch.float32, device="meta")
     stages = build_stages(build, pipeline, mesh)

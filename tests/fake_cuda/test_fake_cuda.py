@@ -55,6 +55,13 @@ CASES = {  # name: flags, rank, ranks
     "dp8 zero3": (f"{LLAMA} --sharding-stage 3", 7, 8),
     "tp4": (f"{DROPOUT} --tensor-model-parallel-size 4 --recompute-granularity full", 2, 4),
     "pp2 last, Llama, tp2 sp": (f"{PP} {TP} {LLAMA} --global-batch-size 8", 3, 4),
+    "cp2 tp2 sp, documents": (
+        f"{TP} {DROPOUT} --context-parallel-size 2 --reset-attention-mask --sharding-stage 1",
+        3,
+        8,
+    ),
+    "cp4 of 64, grouped": (f"{LLAMA} --context-parallel-size 4 --hidden-dropout 0 --attention-dropout 0", 37, 64),
+    "cp2 by heads, zero3": (f"{LLAMA} --context-parallel-size 2 --cp-comm-type a2a --sharding-stage 3", 1, 4),
     "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
     "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),

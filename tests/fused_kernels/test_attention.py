@@ -18,7 +18,8 @@ from megatron.fused_kernels.dropout import DropoutMask
 B, SCALE = 2, 0.3
 THRESHOLD, FACTOR = -32768 + 65536 // 5, 1.25  # dropout of a fifth
 
-# name: (causal, queries and keys for a length). A causal case with fewer queries than keys is decoding with a cache.
+# name: (causal, queries and keys for a length). A causal case with fewer queries than keys is decoding with a cache, or a
+# chunk of a sequence that ranks share.
 ORDERS = {
     "causal": (True, lambda n: (n, n)),
     "cached": (True, lambda n: (n // 3 + 1, n)),
@@ -171,7 +172,8 @@ def test_windows(device, masked, order, window):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_windows_over_cached_keys(device, masked, order, softcap):
     for window in (8, 150):
-        assert "reference" in check(device, torch.float32, order, masked, False, (200, 2, 3), softcap, window)
+        found = check(device, torch.float32, order, masked, False, (200, 2, 3), softcap, window)
+        assert "reference" in found and ("block-causal" in found) == (order == "cached")
 
 
 @pytest.mark.parametrize("window", [None, 64])
@@ -268,10 +270,11 @@ def test_cached_keys(device, run, how, masked):
 
 @pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
-def test_gradients_of_block_causal_numerically(dropped, softcap, window):
+@pytest.mark.parametrize("queries", [5, 3])
+def test_gradients_of_block_causal_numerically(dropped, softcap, window, queries):
     s = 5
-    inputs = [x.detach().double().requires_grad_() for x in operands(s, s, 2, 2, 3, torch.float32, "cpu")]
-    words = torch.randint(-32768, 32768, (B, 4, s, s), generator=torch.Generator().manual_seed(3)).short()
+    inputs = [x.detach().double().requires_grad_() for x in operands(queries, s, 2, 2, 3, torch.float32, "cpu")]
+    words = torch.randint(-32768, 32768, (B, 4, queries, s), generator=torch.Generator().manual_seed(3)).short()
     more = dict(scale=0.5, causal=True, dropout=DropoutMask(words, THRESHOLD, FACTOR) if dropped else None)
     more |= dict(softcap=softcap, window=window)
     assert torch.autograd.gradcheck(lambda *x: attention.block_causal(*x, **more), inputs)
@@ -297,4 +300,4 @@ def test_block_causal_refuses_what_it_does_not_cover():
     with pytest.raises(AssertionError, match="keys after a block"):
         attention.block_causal(*inputs, scale=SCALE, causal=False)
     with pytest.raises(AssertionError, match="keys after a block"):
-        attention.block_causal(inputs[0][-3:], *inputs[1:], scale=SCALE, causal=True)
+        attention.block_causal(inputs[0], *(x[-3:] for x in inputs[1:]), scale=SCALE, causal=True)

@@ -23,7 +23,9 @@ RECOMPUTE = {
     "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,5",
 }
 
-# layout, then features: recompute granularity, llama, dropout, micro2 (two samples a micro-batch instead of one)
+DOCUMENTS = "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss"
+
+# layout, then features: recompute granularity, llama, dropout, micro2 (two samples a micro-batch instead of one), documents
 CASES = """
     tp2 dropout
     tp4 full dropout
@@ -67,10 +69,33 @@ CASES = """
     tp4-dp2-zero2
     tp4-dp2-zero1
     tp2sp-pp2-dp2-zero1 dropout
+    cp2 llama dropout documents
+    cp2-tp2sp-a2a-zero1 dropout
+""".strip().splitlines()
+FULL = """
+    cp2a2a documents dropout full_attn
+    cp2-pp2 documents micro2
+    cp2-dp2-zero2 full documents
+    cp4-zero3 dropout micro2 documents
+    cp2-dp2-zero3 documents dropout
+    cp2a2a-pp2vp2-gpipe documents dropout
+    cp2a2a-pp2-zbh1-zero1 llama documents dropout micro2
+    cp2a2a-pp2-zbv-zero2 selective documents
+    cp2-tp2-a2a-zero3 llama documents full
+    cp2-tp2sp-a2a-zero1 llama dropout
+    cp2-tp4sp-zero3 documents dropout full_attn
+    cp2a2a-pp4-zbv selective dropout documents
+    cp2-pp2-dp2-zero3-gpipe full llama documents
+    cp2-tp2sp-pp2 selective documents dropout micro2
+    cp4a2a-dp2-zero1 documents llama
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("case", [" ".join(case.split()) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [" ".join(case.split()) for case in CASES]
+    + [pytest.param(" ".join(case.split()), marks=pytest.mark.full) for case in FULL],
+)
 def test_layout_trains_the_same_model(case):
     layout, *features = case.split()
     flags = flags_of(features)
@@ -88,16 +113,17 @@ def one_process(flags):
 
 def flags_of(features):
     words = [GPT, "--micro-batch-size", "2" if "micro2" in features else "1"]
+    words += [DOCUMENTS] * ("documents" in features)
     words += ["" if "dropout" in features else "--hidden-dropout 0 --attention-dropout 0"]
     words += [LLAMA] * ("llama" in features) + [flags for name, flags in RECOMPUTE.items() if name in features]
     return " ".join(words)
 
 
 def described(case):
-    """(feature, value) pairs of a case."""
+    """(feature, value) pairs of a case. Documents matter where ranks share sequences, and are there alone."""
     layout, *features = case.split()
     layout = parse_layout(layout)
-    found = {(name, getattr(layout, name)) for name in ("tp", "pp", "vp", "dp", "zero", "sp")}
+    found = {(name, getattr(layout, name)) for name in ("tp", "cp", "a2a", "pp", "vp", "dp", "zero", "sp")}
     found |= {
         ("schedule", layout.schedule or "1f1b"),
         ("llama", "llama" in features),
@@ -115,12 +141,14 @@ def impossible(a, b):
         or (pair.get("dp") == 1 and pair.get("zero", 0) > 0)
         or (pair.get("vp", 1) > 1 and pair.get("schedule", "").startswith("zb"))
         or (pair.get("tp") == 4 and pair.get("pp") == 4)
-        or (pair.get("dp") == 4)  # one case beyond the grid
+        or (4 in (pair.get("dp"), pair.get("cp")))  # cases beyond the grid
+        or (pair.get("cp") == 1 and pair.get("a2a"))
+        or (pair.get("tp") == 4 and pair.get("a2a"))  # one group of heads a rank: nothing to exchange
     )
 
 
 def test_cases_cover_every_pair_of_features():
-    seen = [described(case) for case in CASES]
+    seen = [described(case) for case in CASES + FULL]
     values = set().union(*seen)
     missing = [
         (a, b)

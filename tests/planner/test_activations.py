@@ -36,6 +36,7 @@ def measured(model, layout, mesh, *, backend="auto", dtype=torch.float32, layers
         first=first,
         last=last,
         sequence_parallel=layout.sp,
+        cp_comm_type=["a2a" if layout.by_heads else "p2p"],
         dtype=dtype,
         kernels=Kernels(attention_backend=backend),
         recompute=layout.recompute,
@@ -50,7 +51,7 @@ def bytes_kept(stage, layout, first=True) -> int:
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
     model, dtype = stage.facts.settings, stage.dtype
-    s, b = model.seq_length, layout.micro_batch_size
+    s, b = model.seq_length // layout.cp, layout.micro_batch_size
     tokens = torch.randint(0, VOCABULARY, (s, b))
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
     x = None if first else torch.randn(s // (layout.tp if layout.sp else 1), b, model.hidden_size).to(dtype)
@@ -141,3 +142,27 @@ def test_tensor_parallel(run_ranks, shape, sp):
     found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
     for layout, bytes_seen in zip(layouts, found, strict=True):
         assert predicted(model, layout) == pytest.approx(bytes_seen, rel=0.05), layout.recompute
+
+
+@pytest.mark.parametrize("by_heads", [False, True], ids=["by rows", "by heads"])
+@pytest.mark.parametrize(
+    "shape, backend",
+    [
+        (dict(), "auto"),
+        (LLAMA, "auto"),
+        (LLAMA, "sdpa"),
+        (dict(LLAMA, num_query_groups=2), "sdpa"),
+        (dict(LLAMA, num_query_groups=2, qk_layernorm=True, attention_dropout=0.1), "auto"),
+        (dict(PLAIN, num_query_groups=2, seq_length=600), "auto"),
+        (dict(LLAMA, seq_length=600, window_size="100,0", attn_logit_softcapping=2.0), "auto"),
+    ],
+)
+def test_context_parallel(run_ranks, shape, backend, by_heads):
+    """On the last rank, whose windows are full."""
+    layouts = [
+        Layout(cp=2, by_heads=by_heads, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn")
+    ]
+    model = Model(**{**GPT_SHAPE, **shape})
+    found = run_ranks(2, lambda rank: [measured(model, lay, Mesh(rank, cp=2), backend=backend) for lay in layouts])[1]
+    for layout, bytes_seen in zip(layouts, found, strict=True):
+        assert predicted(model, layout, backend=backend) == pytest.approx(bytes_seen, rel=0.05), layout.recompute

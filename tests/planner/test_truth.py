@@ -70,6 +70,13 @@ CASES = [
     ("tp2-pp2-zbh1", PLAIN),
     ("pp2vp2-dp2-zero2-gpipe", "--bf16"),
     ("pp4", "--pipeline-stage-layers 0,2,2,0"),
+    ("cp2", LLAMA),
+    ("cp2-zero1", "--recompute-granularity core_attn"),
+    ("cp2a2a-zero2", f"{LLAMA} --recompute-granularity full --bf16"),
+    ("cp2a2a-pp2", "--recompute-granularity full_attn"),
+    ("tp2sp-cp2-zero3", PLAIN),
+    ("cp2-dp2-zero1", "--sharding-degree 1"),
+    ("cp2a2a-dp2-zero3", "--recompute-granularity core_attn"),
 ]
 
 
@@ -117,6 +124,7 @@ def counted_step():
     counting("all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
     counting("all_gather", "all_gather", lambda n, args: n * args[0].nbytes)
     counting("reduce_scatter", "reduce_scatter", lambda n, args: args[0].nbytes)
+    counting("all_to_all", "all_to_all", lambda n, args: args[0].nbytes)
     counting("start_all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
     counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
     counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)

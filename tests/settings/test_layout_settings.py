@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.errors import Failure, SettingsError
-from megatron.mpu import initialize
+from megatron.mpu import collectives, initialize
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
 from megatron.planner import target, tuning
@@ -18,7 +18,7 @@ from megatron.planner.choose import automatic
 from megatron.planner.device import cpu
 from megatron.settings.parse import parse_pretrain
 from megatron.training.build import build_run
-from megatron.training.rules import check, resolve
+from megatron.training.rules import check, remarks, resolve
 
 
 def built(command, flags, world):
@@ -108,9 +108,42 @@ def test_data_parallel_size_is_asserted(command):
     assert "--data-parallel-size 3 is not what there is" in said
 
 
-def test_context_parallel_is_refused(command):
-    [said] = check(parse_pretrain(command("--context-parallel-size 2")), 2)
-    assert "--context-parallel-size 2 is not built yet" in said
+def test_context_parallel_ranks_hold_two_chunks_of_the_sequence(command, run_ranks):
+    """The first and the last quarter, or those between, of the same samples; weights are whole."""
+
+    def body(rank):
+        run = built(command, "--context-parallel-size 2", 2)
+        batch, seen = run.train_loader.step(0, 2)[0], []
+        run.stages[0].blocks["0"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+        run.stages[0](None, batch)
+        return batch.tokens, batch.labels, batch.samples.tolist(), seen, shapes(run)
+
+    run = built(command, "", 1)
+    whole = run.train_loader.step(0, 2)[0]
+    for rank, (tokens, labels, samples, seen, found) in enumerate(run_ranks(2, body)):
+        rows = [*range(4 * rank, 4 * rank + 4), *range(12 - 4 * rank, 16 - 4 * rank)]
+        assert tokens.equal(whole.tokens[rows]) and labels.equal(whole.labels[rows])
+        assert samples == whole.samples.tolist() and seen == [8] and found == shapes(run)
+
+
+def test_cp_comm_type_is_what_ranks_send_in_each_layer(command, run_ranks):
+    def body(rank, flags):
+        run, sent = built(command, f"--context-parallel-size 2 {flags}", 2), []
+        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+            real = getattr(collectives, name)
+            note = lambda x, axis, *more, name=name, real=real: sent.append(name) or real(x, axis, *more)
+            setattr(collectives, name, note)
+        loss = run.stages[0](None, run.train_loader.step(0, 2)[0])[1]["lm loss"]
+        loss.backward()
+        return sent
+
+    gathers, exchanges = ["all_gather"] * 2 + ["reduce_scatter"] * 2, ["all_to_all"] * 8
+    for flags, expected in (("", gathers), ("--cp-comm-type allgather", gathers), ("--cp-comm-type a2a", exchanges)):
+        assert run_ranks(2, body, flags) == [expected] * 2
+    mixed = ["all_to_all"] * 2 + ["all_gather", "reduce_scatter"] + ["all_to_all"] * 2
+    assert run_ranks(2, body, "--cp-comm-type a2a p2p") == [mixed] * 2
+    said = remarks(parse_pretrain(command("--context-parallel-size 2")), 2)
+    assert any("p2p gathers keys and values" in line for line in said)
 
 
 @pytest.mark.parametrize(

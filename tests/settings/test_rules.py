@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import NOT_YET, RULES, record
+from megatron.settings.rules import RULES, record
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import settings_of, spellings_of
 from megatron.training.rules import check, remarks, resolve, rules_of
@@ -98,7 +98,19 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
         ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
         ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
-        ("--cp 2", 2, "--context-parallel-size 2 is not built yet"),
+        ("--cp 2 --seq-length 126", 2, "--seq-length 126 is not a multiple of 4, as --context-parallel-size 2 needs"),
+        (
+            "--cp 2 --tp 4 --sequence-parallel --seq-length 124",
+            8,
+            "is not a multiple of 8, as --context-parallel-size 2",
+        ),
+        ("--cp 2 --cp-comm-type a2a+p2p", 2, "a2a+p2p exchanges in groups inside of groups"),
+        ("--cp 2 --num-layers 4 --cp-comm-type a2a p2p", 2, "--cp-comm-type has 2 words; give one for all layers"),
+        (
+            "--cp 4 --tp 2 --num-query-groups 4 --cp-comm-type a2a",
+            8,
+            "a2a divides key-value heads, of which each tensor parallel rank has 2",
+        ),
         ("--use-distributed-optimizer --param-cpu-offload", 2, "--param-cpu-offload needs --sharding-stage 3"),
         ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),
         ("--nvme-offload-fraction 1.5 --nvme-offload-dir .", 1, "--nvme-offload-fraction 1.5 must be at least 0"),
@@ -309,7 +321,7 @@ def test_every_rule_speaks_in_flags():
     """Each sentence of a rule names a flag, and none fails on the settings of a plain run."""
     plain = config("")
     s = record(config("--num-query-groups 2 --data-parallel-size 1 --sharding-degree 1 --profile-ranks 0"), 1)
-    rules = [*RULES, *NOT_YET, *rules_of(plain)]
+    rules = [*RULES, *rules_of(plain)]
     assert len(rules) > len(RULES) > 0
     for rule in rules:
         assert not rule.broken(s)

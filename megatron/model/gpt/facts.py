@@ -11,10 +11,11 @@ Legend: n tokens of a micro-batch (s x b), d channels of a head, q queries of a 
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from megatron.model.facts import Branch, CoreAttention, Facts, RankSetup
+from megatron.model.facts import Branch, CoreAttention, Exchange, Facts, RankSetup
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
+from megatron.mpu.chunks import own_chunks
 from megatron.settings.kernel_sizes import causal_pairs
 from megatron.settings.schema import Config, Model
 
@@ -84,6 +85,9 @@ class GPTFacts(Facts):
         m = self.settings
         return {"heads": m.num_attention_heads, "key-value heads": m.query_groups, "ffn": m.ffn_size}
 
+    def shares_heads(self, tp: int, cp: int) -> bool:
+        return self.settings.query_groups % (tp * cp) == 0
+
     def describe(self, count: str) -> str:
         m = self.settings
         return (
@@ -129,36 +133,64 @@ def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
     }
 
 
+class Call(NamedTuple):
+    """What one call of an attention kernel gets: so many queries, which are the last of the keys, of so many heads."""
+
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+
+
+def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Call]:
+    """The calls of a rank for the attention of a sample. Of a sequence that ranks share: its own two chunks, with all keys
+    up to each one's end, or in the window; or all rows of some of its heads.
+    """
+    m, s = facts.settings, facts.settings.seq_length
+    heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
+    if share.cp == 1:
+        return [Call(s, s, heads, groups)]
+    if share.by_heads:
+        return [Call(s, s, heads // share.cp, groups // share.cp)]
+    chunks = own_chunks(
+        s, share.cp - 1, share.cp
+    )  # without a window all ranks have as many pairs; with one, this has most
+    return [
+        Call(stop - start, stop - (0 if window is None else max(0, start - window)), heads, groups)
+        for start, stop in chunks
+    ]
+
+
 @lru_cache(maxsize=65536)
 def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[Branch, ...]:
-    m, e, n, h = (
-        facts.settings,
-        share.element,
-        facts.settings.seq_length * share.micro_batch_size,
-        facts.settings.hidden_size,
-    )
+    m, e, s, h = facts.settings, share.element, facts.settings.seq_length, facts.settings.hidden_size
+    n, b = s // share.cp * share.micro_batch_size, share.micro_batch_size
     width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
-    fused = width + 2 * m.query_groups * m.head_dim // share.tp
-    core, s = _core(facts, share, window), m.seq_length
-    if core.kernel == "flash":
-        scores = s * s * e if _masked(share, window) else 0
-    else:
-        seen = s if window is None or core.kernel == "reference" else min(s, window + 256)  # by a block of queries
-        scores = (
-            (3 if m.attn_logit_softcapping else 2)
-            * share.micro_batch_size
-            * m.num_attention_heads
-            // share.tp
-            * s
-            * seen
-            * e
-        )
+    keys = m.query_groups * m.head_dim // share.tp
+    fused = width + 2 * keys
+    core, scores = _core(facts, share, window), 0
+    for call in _calls(facts, share, window):
+        if core.kernel == "flash":
+            masked = _masked(share, window) or (call.queries < call.keys and share.device == "cpu")
+            found = call.queries * call.keys * e if masked else 0
+        else:
+            whole = window is None or core.kernel == "reference"
+            seen = call.keys if whole else min(call.keys, window + 256)  # by a block of queries
+            found = (3 if m.attn_logit_softcapping else 2) * b * call.heads * call.queries * seen * e
+        scores = max(scores, found)
+    exchange = None
+    if share.by_heads:
+        exchange = Exchange(into=n * fused * e, out_of=n * width * e)
+        scores += 2 * exchange.into  # their gradients, on their way
+    elif share.cp > 1:
+        exchange = Exchange(rows=2 * s * b * keys * e)
+        scores += 3 * exchange.rows  # of each chunk, their sum, and that in the order of ranks
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
     kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
     moved = n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
     return (
-        Branch("attention", (fused,), width, n * 4 * width, 0, scores, core),
+        Branch("attention", (fused,), width, n * 4 * width, 0, scores, core, exchange),
         Branch("mlp", up, ffn, moved, kept, mlp_workspace),
     )
 
@@ -169,12 +201,14 @@ def _masked(share: RankSetup, window: Optional[int]) -> bool:
 
 
 def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
-    m, n, s = facts.settings, facts.settings.seq_length * share.micro_batch_size, facts.settings.seq_length
-    heads, kernel = m.num_attention_heads // share.tp, facts.attention_kernel(share, window)
+    m, s = facts.settings, facts.settings.seq_length
+    n, heads = s // share.cp * share.micro_batch_size, m.num_attention_heads // share.tp
+    kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
     keys = s  # twice the mean number of those that a query sees
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
-        keys = 2 * s if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
+        seen = 2 * sum(call.keys for call in calls) // len(calls)
+        keys = seen if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
     work = 4.0 * n * keys * heads * m.head_dim
     kept, recomputed = _core_kept(facts, share, kernel, window)
     return CoreAttention(kernel, work, int(n * keys * heads), m.head_dim, m.attention_dropout > 0, kept, recomputed)
@@ -182,12 +216,8 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
 
 def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
     """(bytes kept, bytes kept if softmax(q k) v is recomputed), op by op as `model.attention` and the kernels keep them."""
-    m, e, n, s = (
-        facts.settings,
-        share.element,
-        facts.settings.seq_length * share.micro_batch_size,
-        facts.settings.seq_length,
-    )
+    m, e, b = facts.settings, share.element, share.micro_batch_size
+    n = m.seq_length // share.cp * b
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
@@ -198,20 +228,35 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
         turned += facts.norm_saved_bytes(share, n * groups * d, d, shared_input=True)
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
-    grouped = m.num_attention_heads > m.query_groups
-    weights = n * heads * s
+    gathers, queries = share.cp > 1 and not share.by_heads, m.num_attention_heads // m.query_groups
+    own, grouped = own and not share.by_heads, queries > 1  # what is exchanged arrives as one tensor
+    if share.by_heads:
+        views = fused
+    elif gathers:
+        views = (q if own else fused) + 2 * kv * share.cp
+    calls = _calls(facts, share, window)
     if kernel == "flash":
-        queries = q if grouped and not own else 0  # a copy, in place of queries that nobody else keeps
-        return recomputed + queries + 4 * n * heads, recomputed
+        copied = (
+            q if grouped and not own and calls[0].groups > 1 else 0
+        )  # a copy, in place of queries that nobody else keeps
+        copied += q if share.cp > 1 else 0  # its output, which is not what the next layer keeps
+        return turned + views + copied + 4 * n * heads, recomputed
     if kernel == "block-causal":
         rows = q if own or grouped else fused
-        pairs = n * heads * causal_pairs(s, m.num_attention_heads // m.query_groups, window) // s
-        return turned + rows + 2 * kv + pairs * (e + (m.attention_dropout > 0)), recomputed
+        pairs = sum(
+            b * call.heads * causal_pairs(call.queries, queries, window, call.keys - call.queries) for call in calls
+        )
+        copied = sum(2 * b * call.groups * call.keys * d * e for call in calls)  # keys and values
+        return turned + rows + copied + pairs * (e + (m.attention_dropout > 0)), recomputed
+    weights = sum(b * call.heads * call.queries * call.keys for call in calls)
     wide = weights * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
     capped = wide if m.attn_logit_softcapping else 0
     if m.attention_dropout > 0:
         dropped = weights * e + weights
     else:
         dropped = weights * e if wide != weights * e else 0
-    keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
+    if gathers:
+        keys = 2 * kv * share.cp
+    else:
+        keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
     return turned + keys + q + wide + capped + dropped, recomputed

@@ -15,6 +15,7 @@ from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
 from megatron.model.weights import Table
 from megatron.mpu import mappings
+from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Config, Model
@@ -44,6 +45,7 @@ class GPT(LanguageModel):
             facts.vocab_size,
             facts=facts,
             sequence_parallel=config.parallel.sequence_parallel,
+            cp_comm_type=config.parallel.cp_comm_types,
             kernels=config.kernels,
             recompute=config.recompute,
             autocast=autocast_of(config.precision),
@@ -61,6 +63,8 @@ class GPT(LanguageModel):
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel,
             recompute=granularity,
+            cp=self.cp,
+            by_heads=self.by_heads(layer),
             **self.factory_kwargs,
         )
 
@@ -85,7 +89,7 @@ class GPT(LanguageModel):
         from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets its own.
         Call `eval()` first: there is no sample to draw dropout for.
         """
-        assert self.first and self.last, "logits need a whole model"
+        assert self.first and self.last and self.cp.size == 1, "logits need a whole model and whole sequences"
         with self.region():
             x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
             x, _ = self.run_layers(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
@@ -106,6 +110,12 @@ class GPT(LanguageModel):
         if self.rotary is not None:
             angles = self.rotary.angles(self._positions(shape[0], position_ids, cache), self.dtype)
         keys = document_ids if cache is None else cache.extend_documents(document_ids, shape[0])
-        if keys is not None:
+        allowed_of_all = None
+        if keys is not None and self.cp.size > 1:
+            ways = [self.by_heads(int(layer)) for layer in self.blocks]
+            rows = own_rows(torch.arange(len(keys), device=keys.device), self.cp)
+            allowed = None if all(ways) else allowed_pairs(keys[rows], keys, rows)
+            allowed_of_all = allowed_pairs(keys, keys) if any(ways) else None
+        elif keys is not None:
             allowed = allowed_pairs(keys[-shape[0] :], keys)
-        return ForwardContext(samples, angles, allowed, cache, self.region)
+        return ForwardContext(samples, angles, allowed, allowed_of_all, cache, self.region)

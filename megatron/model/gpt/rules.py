@@ -58,6 +58,14 @@ RULES = (
         for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))
     ),
     Rule(
+        lambda s: "a2a" in s.cp_comm and s.groups % s.tp == 0 and s.groups // s.tp % s.cp,
+        lambda s: (
+            f"--cp-comm-type a2a divides key-value heads, of which each tensor parallel rank has {s.groups // s.tp}, by "
+            f"--context-parallel-size {s.cp}; use p2p or allgather, or a context parallel size of "
+            f"{either(divisors(s.groups // s.tp, s.cp))}"
+        ),
+    ),
+    Rule(
         lambda s: s.kv_channels is None and s.hidden_size % s.num_attention_heads,
         lambda s: (
             f"--hidden-size {s.hidden_size} is not a multiple of --num-attention-heads {s.num_attention_heads}; "

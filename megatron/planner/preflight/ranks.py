@@ -30,7 +30,7 @@ from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import MODEL_TYPES
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
-from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, ranks_along, sizes_of
+from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.simulate import make_rank_schedules, verify
@@ -70,11 +70,17 @@ class Design:
 
     @cached_property
     def distinct(self) -> list[Mesh]:
-        """The place of every rank that holds something of its own: the first of each set of data parallel ranks."""
+        """The place of every rank that holds something of its own: the first of each set of data and context parallel
+        ranks.
+        """
         sizes = self.sizes
-        model, dp = sizes["tp"] * sizes["cp"], sizes["replicate"] * sizes["shard"]
-        places = [pp * dp * model + tp for pp in range(sizes["pp"]) for tp in range(model)]
-        return [Mesh(place, **sizes, create_groups=False) for place in places]
+        same = sizes["replicate"] * sizes["shard"] * sizes["cp"]
+        places = [(pp * same) * sizes["tp"] + tp for pp in range(sizes["pp"]) for tp in range(sizes["tp"])]
+        return [self.mesh(place) for place in places]
+
+    def mesh(self, rank: int) -> Mesh:
+        """The mesh as a rank sees it, without groups."""
+        return mesh_of(self.config.parallel, rank, self.world_size, create_groups=False)
 
     def stages(self, mesh: Mesh, pipeline: Pipeline) -> list[nn.Module]:
         """The model chunks of a rank, on the meta device."""
@@ -112,7 +118,7 @@ def check_ranks(design: Design) -> Iterator[Check]:
     yield Check(
         "shards",
         f"{number:,} boxes cover every parameter exactly once ({tp} tensor parallel x "
-        f"{design.sizes['shard']} ZeRO shards)",
+        f"{design.mesh(0).shard.size} ZeRO shards)",
         "; ".join(flaws[:4]),
         OURS,
     )
@@ -134,12 +140,15 @@ def check_groups(design: Design) -> Check:
             wrong.append(f"groups of {name} have other sizes than {'x'.join(map(str, of))}")
     for mesh in design.distinct:
         number = 0
-        for name in AXES:  # slowest to fastest
-            number = number * sizes[name] + getattr(mesh, name).rank
+        for name in ("pp", "dp", "cp", "tp"):  # slowest to fastest
+            number = number * getattr(mesh, name).size + getattr(mesh, name).rank
         ends = {mesh.pp.ranks[0], mesh.pp.ranks[-1]} if mesh.rank in (mesh.pp.ranks[0], mesh.pp.ranks[-1]) else None
         if number != mesh.rank or set(mesh.tied.ranks) != (ends or {mesh.rank}):
             wrong.append(f"rank {mesh.rank} is not where its number says")
-    told = ", ".join(f"{len(groups[name])} {name} of {len(groups[name][0])}" for name in ("tp", "dp", "pp"))
+    told = ", ".join(
+        f"{len(groups[name])} {name} of {len(groups[name][0])}"
+        for name in ("tp", *["cp"] * (sizes["cp"] > 1), "dp", "pp")
+    )
     return Check("groups", f"{world} ranks: {told}", "; ".join(wrong[:4]), OURS)
 
 
@@ -190,9 +199,8 @@ class RankContents:
 def inspect_ranks(design: Design) -> RankContents:
     """Build every distinct rank, and of its flat units every shard."""
     found, pipeline, sizes = RankContents(), design.pipeline, design.sizes
-    config, shard = design.config, sizes["shard"]
-    job = Job.of(config, design.facts, dp=sizes["replicate"] * shard, device="cuda")
-    layout = Layout.of(config, design.world_size)
+    config, layout = design.config, Layout.of(design.config, design.world_size)
+    job, shard = Job.of(config, design.facts, dp=layout.dp, device="cuda"), layout.shard
     planned = [rank_units(job, layout, pp).padded(shard) for pp in range(sizes["pp"])]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
@@ -233,8 +241,8 @@ def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
 
 
 def check_shapes(design: Design) -> Check:
-    """A micro-batch forward and back through each kind of stage, on the first and the last tensor parallel rank; of a
-    model that is not the suite's, through every layer of every stage.
+    """A micro-batch forward and back through each kind of stage, on the first and the last ranks of tensor and of context
+    parallelism; of a model that is not the suite's, through every layer of every stage.
     """
     started, kinds, wrong = time.perf_counter(), set(), []
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
@@ -245,12 +253,14 @@ def check_shapes(design: Design) -> Check:
         pipeline = replace(
             pipeline, layers=tuple(sample_layers(layers, recompute, kind_of) for layers in pipeline.layers)
         )
-    with _fake_process_group(last + 1):
-        for mesh in design.distinct:
+    tp, cp = design.sizes["tp"], design.sizes["cp"]
+    places = [design.mesh(mesh.rank + n * tp) for mesh in design.distinct for n in sorted({0, cp - 1})]
+    with _fake_process_group(max(tp, cp)):
+        for mesh in places:
             if mesh.tp.rank not in (0, last):
                 continue
             alike = _kind(design, pipeline, mesh.pp.rank) if known else (mesh.pp.rank,)
-            kind = (mesh.tp.rank, *alike)
+            kind = (mesh.tp.rank, mesh.cp.rank, *alike)
             if kind in kinds:
                 continue
             kinds.add(kind)
@@ -297,7 +307,9 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
 
 @contextlib.contextmanager
 def _fake_process_group(ranks: int):
-    """A default process group, as large as that of tensor parallel ranks, whose collectives return at once."""
+    """A default process group, as large as the largest of the axes that a pass communicates over, whose collectives return
+    at once.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -312,8 +324,10 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     for tensors that have none.
     """
     b, config = design.config.batch.micro_batch_size, design.config
-    wire = design.facts.message(RankSetup(tp=mesh.tp.size, sp=config.parallel.sequence_parallel, micro_batch_size=b))
-    tokens = torch.empty((design.facts.seq_length, b), dtype=torch.int64, device="meta")
+    wire = design.facts.message(
+        RankSetup(tp=mesh.tp.size, cp=mesh.cp.size, sp=config.parallel.sequence_parallel, micro_batch_size=b)
+    )
+    tokens = torch.empty((design.facts.seq_length // mesh.cp.size, b), dtype=torch.int64, device="meta")
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
     given = None
     if not stage.first:

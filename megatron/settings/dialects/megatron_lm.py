@@ -185,8 +185,8 @@ this is DeepSpeed's; use --bf16 or --fp16, --sharding-stage and --load here
     --deepspeed* --ds-* --universal-checkpoint
 layer dropping and curricula of DeepSpeed are not part of this suite
     --random-ltd --data-efficiency-curriculum-learning
-long sequences are split by --context-parallel-size alone
-    --cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+long sequences are split by --context-parallel-size, and --cp-comm-type p2p, allgather or a2a
+    --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
     --sequence-parallel-size
 this is a flag of torchrun: put it before the name of the script
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
@@ -319,7 +319,7 @@ see --distributed-timeout-minutes
 # Values that ask for nothing.
 NEUTRAL = """
 --num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
---moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1 --cp-comm-type=p2p
+--moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1
 --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a sequence a rank of context parallelism has. Needs no torch and no numpy.
+
+A sequence is cut into 2 x cp chunks, and rank r has chunks r and 2 cp - 1 - r, as in Megatron-LM: under a causal mask every
+rank then has as many pairs of query and key. Eight tokens on two ranks:
+
+    >>> own_chunks(8, 0, 2), own_chunks(8, 1, 2)
+    (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+"""
+
+
+def own_chunks(s: int, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """[start, stop) of the two chunks of a sequence of s tokens that a rank has; `size`: ranks."""
+    assert s % (2 * size) == 0, f"{s} tokens are not {2 * size} equal chunks"
+    c = s // (2 * size)
+    late = 2 * size - 1 - rank
+    return (rank * c, rank * c + c), (late * c, late * c + c)
+
+
+def row_numbers(s: int, rank: int, size: int) -> list[int]:
+    """The places in the sequence of the s/cp tokens that a rank has, in its order."""
+    return [row for start, stop in own_chunks(s, rank, size) for row in range(start, stop)]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that ranks share (context parallelism): a rank's rows of a whole (`mpu.chunks`), and the mappings that bring it
+what other ranks have.
+
+| mapping                                | forward                           | backward                              |
+|----------------------------------------|-----------------------------------|---------------------------------------|
+| `gather_from_context_parallel_region`  | all-gather of rows                | reduce-scatter of rows                |
+| `rows_to_heads` (arXiv:2309.14509)     | all-to-all: all rows, some heads  | all-to-all: own rows, all heads       |
+| `heads_to_rows`                        | all-to-all: own rows, all heads   | all-to-all: all rows, some heads      |
+
+Whole sequences are in their own order; over an axis of size 1 each mapping is the identity.
+
+Legend: s tokens, cp ranks, c = s / (2 cp) tokens of a chunk.
+"""
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.mpu.chunks import own_chunks
+from megatron.mpu.mappings import conjugate
+from megatron.mpu.mesh import Axis
+
+
+def own_rows(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """Of a whole sequence along `dim`, this rank's rows."""
+    if axis.size == 1:
+        return x
+    chunks = own_chunks(x.shape[dim], axis.rank, axis.size)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in chunks], dim)
+
+
+def in_order(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[s, ...] as the ranks have it, one after the other -> in the order of the sequence."""
+    pairs = x.unflatten(0, (size, 2, -1))  # [cp, 2, c, ...]
+    return torch.cat((pairs[:, 0], pairs[:, 1].flip(0))).flatten(0, 1)
+
+
+def by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[s, ...] in the order of the sequence -> as the ranks have it, one after the other."""
+    early, late = x.unflatten(0, (2, size, -1))  # [cp, c, ...] each
+    return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
+
+
+def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return in_order(collectives.all_gather(x, axis), axis.size)
+
+
+def _own_rows_of_total(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return collectives.reduce_scatter(by_rank(x, axis.size), axis)
+
+
+def _to_heads(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[s/cp, b, heads, ...] -> [s, b, heads/cp, ...]"""
+    parts = torch.cat(x.chunk(axis.size, 2))  # the rows once for each rank, with its heads
+    return in_order(collectives.all_to_all(parts, axis), axis.size)
+
+
+def _to_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[s, b, heads/cp, ...] -> [s/cp, b, heads, ...]"""
+    parts = collectives.all_to_all(by_rank(x, axis.size), axis)  # own rows, once with the heads of each rank
+    return torch.cat(parts.chunk(axis.size), 2)
+
+
+gather_from_context_parallel_region = conjugate(_gathered, _own_rows_of_total)
+rows_to_heads = conjugate(_to_heads, _to_rows)
+heads_to_rows = conjugate(_to_rows, _to_heads)
