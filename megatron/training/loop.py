@@ -22,6 +22,7 @@ from megatron.model.recipe import Recipe
 from megatron.mpu import collectives
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.pipeline.execute import execute
+from megatron.pipeline.returned import Returned
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
@@ -103,7 +104,10 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with run.phase("data", step=state.iteration + 1):
         batches = micro_batches(run, run.train_loader, state.consumed_samples, num_microbatches)
     with phase("passes"):
-        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch)
+        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+    if run.returned is not None:  # the first step of this start
+        run.returned.check(watch.all_gather_object)
+        run.returned = None
     with run.phase("reduce"):
         totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     *values, tokens = watch.count(totals)
@@ -143,12 +147,15 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     )
 
 
-def forward_backward(run: Run, batches: Sequence[MicroBatch], loss_func, on_op) -> torch.Tensor:
+def forward_backward(
+    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[Returned] = None
+) -> torch.Tensor:
     """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
-    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, timeline=record, on_op=on_op)
+    more = dict(timeline=record, on_op=on_op, returned=returned)
+    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)
     return sums
