@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
+from megatron.mpu.random import seed_torch
 from megatron.pipeline.returned import Returned
 from megatron.pipeline.schedule import Op, StageMap, looped
 from megatron.pipeline.wire import P2PCommunicator
@@ -44,6 +45,7 @@ def execute(
     timeline: Optional[list] = None,
     on_op: Optional[Callable[[Op], Any]] = None,
     returned: Optional[Returned] = None,
+    seed: Optional[int] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns its sums over its micro-batches, those of `names`, in fp64.
 
@@ -57,8 +59,10 @@ def execute(
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
     on_op:      called with each op before its message is waited for
     returned:   takes note of what stages return, for its `check`; without it what cannot be raises SettingsError here
+    seed:       with micro-batch and stage what torch's generators are seeded by before a forward pass; None: they are not
     """
-    work = _Work(stages, batches, wire, loss_func, names, split=any(op.kind == "W" for op in ops), returned=returned)
+    split = any(op.kind == "W" for op in ops)
+    work = _Work(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
     ahead = work.post_receive(ops[0]) if ops else None
     for number, op in enumerate(ops):
         if on_op is not None:
@@ -85,7 +89,9 @@ class _Work:
         names: Sequence[str],
         split: bool,
         returned: Optional[Returned],
+        seed: Optional[int],
     ):
+        self.seed = seed
         self.returned, self.compared_later = returned or Returned(names), returned is not None
         self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [
@@ -127,6 +133,9 @@ class _Work:
         place, training = self.places[op.chunk], self.loss_func is not None
         if x is not None and training:
             x.requires_grad_()
+        if self.seed is not None:
+            first = self.batches[op.micro].samples[0].item()
+            seed_torch(self.wire.device, self.seed, "training" if training else "evaluation", first, place.stage)
         y, sums = self.returned.take(self.chunks[op.chunk](x, self.batches[op.micro]))
         if not self.compared_later:
             self.returned.raise_fault()

@@ -154,7 +154,7 @@ def forward_backward(
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
-    more = dict(timeline=record, on_op=on_op, returned=returned)
+    more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
     sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)
@@ -236,7 +236,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
             found = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(ops, run.stages, found, run.wire, names=run.names)
+            sums += execute(ops, run.stages, found, run.wire, names=run.names, seed=run.config.logging.seed)
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
