@@ -51,7 +51,7 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
 
 def train(run: Run) -> None:
     """Train from `run.state` to the end of the run, or to where the settings say to stop."""
-    batch, saved_at = run.config.batch, run.state.iteration
+    saved_at = run.state.iteration
     for stage in run.stages:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
@@ -68,16 +68,14 @@ def train(run: Run) -> None:
             record_step(run, step)
             if due(run.config.guard.check_replicas_interval, run.state):
                 check_replicas(run.optimizer, run.state.iteration)
-            if run.valid_loader and due(batch.eval_interval, run.state):
-                with run.metrics.paused("evaluating"):
-                    evaluate(run, run.valid_loader, "validation")
-                    garbage.collect()
+            saved = evaluate_if_due(run, garbage)
             stop = reason_to_stop(run)
-            if run.checkpoint_manager and (stop or run.checkpoint_manager.due(run.state.iteration)):
+            if run.checkpoint_manager and not saved and (stop or run.checkpoint_manager.due(run.state.iteration)):
                 with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()
-                saved_at = run.state.iteration
+                saved = True
+            saved_at = run.state.iteration if saved else saved_at
             if stop:
                 return stop_early(run, stop)
         if run.checkpoint_manager and saved_at < run.state.iteration:
@@ -85,6 +83,33 @@ def train(run: Run) -> None:
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches:
             evaluate(run, batches, split, final=True)
+
+
+def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:
+    """Evaluate where --eval-interval asks for it. Behind the last step the run is saved before: an evaluation that fails
+    must not cost it. Returns whether it was.
+    """
+    if not (run.valid_loader and due(run.config.batch.eval_interval, run.state)):
+        return False
+    last = run.checkpoint_manager is not None and run.state.iteration >= run.train_iters
+    if last:
+        with run.metrics.paused("saving"):
+            save_ahead(run)
+    with run.metrics.paused("evaluating"):
+        evaluate(run, run.valid_loader, "validation")
+        garbage.collect()
+    return last
+
+
+def save_ahead(run: Run) -> None:
+    """Save the state as the evaluation that comes will leave it."""
+    now, batch = run.state, run.config.batch
+    more = batch.eval_iters * batch.global_batch_size
+    run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
+    try:
+        run.save()
+    finally:
+        run.state = now
 
 
 def record_step(run: Run, step: StepMetrics) -> None:
