@@ -13,6 +13,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import DTYPES
+from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
@@ -54,6 +55,7 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
         config, parallel=schema.Parallel(), recompute=schema.Recompute(), precision=schema.Precision(precision)
     )
     model = recipe_of(config).build_model(plain, Mesh(), vocab_size, dtype=dtype, device="meta")
+    place_buffers(model, device)
     axis_of = partial(getattr, Mesh())  # of one rank
     units = flat_units_of(model, axis_of)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)

@@ -18,7 +18,7 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe
-from megatron.mpu.layers import map_buffers
+from megatron.mpu.layers import map_buffers, place_buffers
 from megatron.mpu.placement import Constant, Normal, Own, Placement, placements
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config
@@ -71,7 +71,7 @@ def build_stage(
 ) -> torch.nn.Module:
     """What `build` makes, with a placement for each parameter: on the CPU, with values that it draws from torch's
     generator as `seed` sets it ("module"), or on the meta device ("suite"). Raises SettingsError for buffers that it
-    makes there: nobody knows their values any more.
+    makes there.
     """
     if init == MODULE:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -79,13 +79,7 @@ def build_stage(
             return as_stage(build(), init_std, init)
     with torch.device("meta"):
         module = build()
-    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if lost:
-        raise SettingsError(
-            f"buffers of the model have no values: {', '.join(lost[:8])}",
-            "the model is built on the meta device",
-            "give them a device where they are made: torch.arange(n, device=...)",
-        )
+    place_buffers(module, "cpu")
     return as_stage(module, init_std)
 
 

@@ -8,10 +8,10 @@
 | `full_attn` | first norm and attention            | the layer's input in place of its attention half       |
 | `full`      | the layer, or a group of layers     | the input of the layer, or of the group                |
 
-The second time gives the same bits: dropout depends on position, not on the state of a generator (mpu/random.py), so
-there is none to save. A module that runs again runs with its hooks, inside the backward pass, and stops as soon as
-everything that was not kept is there again: forward hooks that follow may not come. Which layers:
-`recompute_plan.recompute_groups`.
+The second time gives the same bits: the suite's dropout depends on position, not on the state of a generator
+(mpu/random.py), and for a user's module that draws from torch's generators their state is noted and set again. A module
+that runs again runs with its hooks, inside the backward pass, and stops as soon as everything that was not kept is there
+again: forward hooks that follow may not come. Which layers: `recompute_plan.recompute_groups`.
 """
 
 from collections.abc import Callable
@@ -29,4 +29,4 @@ def recompute(function: Callable, *args, inside: Callable = nullcontext):
     if not torch.is_grad_enabled():
         return function(*args)
     more = {} if inside is nullcontext else dict(context_fn=lambda: (nullcontext(), inside()))
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **more)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **more)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
@@ -195,6 +196,17 @@ def map_buffers(model: nn.Module, function: Callable[[torch.Tensor], torch.Tenso
             if id(buffer) not in found:
                 found[id(buffer)] = buffer, function(buffer)
             setattr(module, name, found[id(buffer)][1])
+
+
+def place_buffers(model: nn.Module, device) -> None:
+    """Move every buffer to a device. Raises SettingsError for those made on the meta device: nobody knows their values."""
+    if lost := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise SettingsError(
+            f"buffers of the model have no values: {', '.join(lost[:8])}",
+            "they are made on the meta device, where tensors are shapes alone, as parameters are until they get memory",
+            'make them with device="cpu": they are moved to the device of the run (docs/extending.md#buffers)',
+        )
+    map_buffers(model, lambda buffer: buffer.to(device))
 
 
 class ColumnParallelLinear(nn.Module):

@@ -27,7 +27,7 @@ import torch
 
 from megatron.checkpoint.store import Piece, StablePiece, share
 from megatron.mpu import collectives
-from megatron.mpu.layers import attach_wgrad_accumulator
+from megatron.mpu.layers import attach_wgrad_accumulator, place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.state import OwnedState, Targets
@@ -67,6 +67,7 @@ class DistributedOptimizer:
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the stage, and what is to be overlapped with computation
     stable:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
+    Buffers of the model go to the device.
     Raises StorageError when there is no place for state that is to be in files.
     """
 
@@ -86,6 +87,8 @@ class DistributedOptimizer:
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.rule, self.step_count = settings, rule_of(settings), 0
+        for chunk in as_chunks(model):
+            place_buffers(chunk, self.device)
         axis_of = partial(getattr, mesh)
         self.units = flat_units_of(model, axis_of)
         self.owned = owned_ranges(self.units, axis_of)

@@ -17,11 +17,12 @@ def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh
     """The chunks of this rank. `build(layers=range, first=bool, last=bool)` makes one, on the meta device say.
 
     A unit that both ends of the pipeline hold, such as a tied table, exists once where one rank has both ends; else each
-    end has a copy and a part of its gradient.
+    end has a copy and a part of its gradient. Raises SettingsError for buffers that a checkpoint would have to hold.
     """
     last = len(pipeline.stages) - 1
     numbers = pipeline.stages_of(mesh.pp.rank)
     stages = [build(layers=pipeline.layers[n], first=n == 0, last=n == last) for n in numbers]
+    _refuse_persistent_buffers(stages)
     shared = [unit.name for stage in stages for unit in getattr(stage, "units", ()) if len(unit.ends) > 1]
     for name in dict.fromkeys(shared) if last else ():
         holders = [stage for stage in stages if name in {unit.name for unit in stage.units}]
@@ -31,6 +32,24 @@ def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh
         else:
             _share(holders[0].get_submodule(name))
     return stages
+
+
+def _refuse_persistent_buffers(stages: list[nn.Module]) -> None:
+    """Raise SettingsError for buffers that are part of a module's state: a run that goes on would not have them."""
+    found = [
+        f"{path}.{name}".strip(".")
+        for stage in stages
+        for path, module in stage.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    if found:
+        raise SettingsError(
+            f"buffers of the model would not be saved: {', '.join(found[:8])}{', ...' * (len(found) > 8)}",
+            "checkpoints hold parameters: a run that goes on would have other values than the one that stopped",
+            "register them with persistent=False if they never change; make them a Parameter with a Placement if they are "
+            "learned (docs/extending.md#buffers)",
+        )
 
 
 def _share(module: nn.Module) -> None:

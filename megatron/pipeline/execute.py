@@ -17,6 +17,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
+from megatron.mpu.random import seed_torch
+from megatron.pipeline.returned import Returned
 from megatron.pipeline.schedule import Op, StageMap, looped
 from megatron.pipeline.wire import P2PCommunicator
 from megatron.telemetry.phases import phase
@@ -42,6 +44,8 @@ def execute(
     names: Sequence[str] = ("lm loss", "tokens"),
     timeline: Optional[list] = None,
     on_op: Optional[Callable[[Op], Any]] = None,
+    returned: Optional[Returned] = None,
+    seed: Optional[int] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns its sums over its micro-batches, those of `names`, in fp64.
 
@@ -54,8 +58,11 @@ def execute(
                 none; without an loss_func no gradients at all
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
     on_op:      called with each op before its message is waited for
+    returned:   takes note of what stages return, for its `check`; without it what cannot be raises SettingsError here
+    seed:       with micro-batch and stage what torch's generators are seeded by before a forward pass; None: they are not
     """
-    work = _Work(stages, batches, wire, loss_func, names, split=any(op.kind == "W" for op in ops))
+    split = any(op.kind == "W" for op in ops)
+    work = _Work(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
     ahead = work.post_receive(ops[0]) if ops else None
     for number, op in enumerate(ops):
         if on_op is not None:
@@ -73,7 +80,19 @@ def execute(
 class _Work:
     """What one rank holds while it works through its ops."""
 
-    def __init__(self, stages, batches, wire: P2PCommunicator, loss_func, names: Sequence[str], split: bool):
+    def __init__(
+        self,
+        stages,
+        batches,
+        wire: P2PCommunicator,
+        loss_func,
+        names: Sequence[str],
+        split: bool,
+        returned: Optional[Returned],
+        seed: Optional[int],
+    ):
+        self.seed = seed
+        self.returned, self.compared_later = returned or Returned(names), returned is not None
         self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [
             _neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
@@ -114,8 +133,12 @@ class _Work:
         place, training = self.places[op.chunk], self.loss_func is not None
         if x is not None and training:
             x.requires_grad_()
-        y = self.chunks[op.chunk](x, self.batches[op.micro])
-        y, sums = y if isinstance(y, tuple) else (y, {})
+        if self.seed is not None:
+            first = self.batches[op.micro].samples[0].item()
+            seed_torch(self.wire.device, self.seed, "training" if training else "evaluation", first, place.stage)
+        y, sums = self.returned.take(self.chunks[op.chunk](x, self.batches[op.micro]))
+        if not self.compared_later:
+            self.returned.raise_fault()
         if sums:
             self.add(sums)
         if place.after is not None:
@@ -128,7 +151,6 @@ class _Work:
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Note a stage's sums of a micro-batch."""
-        assert sums.keys() <= set(self.names), f"sums {sorted(sums)}, of which the recipe names {list(self.names)}"
         some = next(iter(sums.values()))
         zero = torch.zeros((), dtype=torch.float64, device=some.device)
         self.sums.append(torch.stack([sums[name].detach().double() if name in sums else zero for name in self.names]))
@@ -147,7 +169,8 @@ class _Work:
             self.products[op[1:]] = products
         if place.before is not None:
             with phase("send B"):
-                self.wire.send(x.grad, place.before, "B", op.micro, place.stage - 1)
+                gradient = torch.zeros_like(x) if x.grad is None else x.grad  # None: nothing depends on x
+                self.wire.send(gradient, place.before, "B", op.micro, place.stage - 1)
 
     def finish(self) -> torch.Tensor:
         if self.wire.axis.size > 1:

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from megatron.errors import SettingsError
 from megatron.mpu.collectives import GroupListener
 from megatron.mpu.mesh import Axis, Mesh, ranks_along
 from megatron.pipeline.schedule import StageMap
@@ -46,7 +47,11 @@ class P2PCommunicator:
         if to == self.axis.rank:
             self._local[kind, micro, stage] = x
             return
-        assert tuple(x.shape) == self.shape and x.dtype == self.dtype, f"{tuple(x.shape)} {x.dtype} on the wire"
+        if tuple(x.shape) != self.shape or x.dtype != self.dtype:
+            raise SettingsError(
+                f"a stage returned {list(x.shape)} {x.dtype}, and between stages goes {list(self.shape)} {self.dtype}",
+                do="what a stage returns has the shape and format of what it was given: docs/extending.md#a-model",
+            )
         self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
         x = x.contiguous()
         group = self._groups.get((kind, self.axis.rank, to), self.axis.group)

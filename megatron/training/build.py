@@ -241,11 +241,43 @@ def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size:
         length, seed = config.model.seq_length, config.logging.seed
         return gpt_dataset.build_datasets(config.data, length, sizes, seed, eod=eod, vocab_size=vocab_size, log=log)
     datasets = recipe.build_datasets(config, tokenizer, vocab_size, sizes, log)
+    check_datasets(config, recipe, datasets, sizes)
     if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         if recipe.own_data:
             raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     return datasets
+
+
+def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple[int, int, int]) -> None:
+    """Raise DataError unless a recipe's datasets are three, each None or long enough: not when a run comes to their end."""
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
+        told = f"{len(datasets)} of them" if isinstance(datasets, (tuple, list)) else type(datasets).__name__
+        raise DataError(
+            f"build_datasets of {recipe.model_type} returned {told}",
+            "(train, valid, test) are wanted, each a dataset or None",
+            "return None for what there is none of: docs/extending.md#a-dataset",
+        )
+    batch, cyclic = config.batch, config.data.dataloader_type == "cyclic"
+    size = batch.global_batch_size
+    count = f"--train-samples {batch.train_samples}" if batch.train_samples else f"--train-iters {batch.train_iters}"
+    if not batch.train_samples and not batch.rampup_batch_size:
+        count += f" x --global-batch-size {size}"
+    once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
+    evaluations = sizes[1] // max(sizes[2], 1)
+    needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, once
+    fewer = "a shorter run", "fewer of --eval-iters, or a longer --eval-interval", "fewer of --eval-iters"
+    for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
+        if dataset is None or wanted == 0:
+            continue
+        name = type(dataset).__name__
+        if not hasattr(dataset, "__len__"):
+            raise DataError(f"{name}, the dataset for {split}, has no length", do="give it a __len__")
+        if len(dataset) < (1 if cyclic else wanted):
+            raise DataError(
+                f"{name} has {len(dataset):,} samples for {split}, {wanted:,} are needed ({need})",
+                do=f"give it more samples, ask for {do}, or go through them again and again: --dataloader-type cyclic",
+            )
 
 
 def build_batches(

@@ -23,6 +23,7 @@ from megatron.mpu import collectives
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
+from megatron.pipeline.returned import Returned
 from megatron.settings import schema
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
@@ -52,7 +53,7 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
 
 def train(run: Run) -> None:
     """Train from `run.state` to the end of the run, or to where the settings say to stop."""
-    batch, saved_at, validated = run.config.batch, run.state.iteration, False
+    first = saved_at = run.state.iteration
     for stage in run.stages:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
@@ -70,24 +71,50 @@ def train(run: Run) -> None:
                 continue
             if due(run.config.guard.check_replicas_interval, run.state.iteration):
                 check_replicas(run.optimizer, run.state.iteration)
-            if run.valid_loader and due(batch.eval_interval, run.state.iteration):
-                validated = validates_same_samples(run.config) and run.state.iteration >= run.train_iters
-                with run.metrics.paused("evaluating"):
-                    evaluate(run, run.valid_loader, "validation", final=validated)
-                    garbage.collect()
+            saved = evaluate_if_due(run, garbage)
             stop = reason_to_stop(run)
-            if run.checkpoint_manager and (stop or run.checkpoint_manager.due(run.state.iteration)):
+            if run.checkpoint_manager and not saved and (stop or run.checkpoint_manager.due(run.state.iteration)):
                 with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()
-                saved_at = run.state.iteration
+                saved = True
+            saved_at = run.state.iteration if saved else saved_at
             if stop:
                 return stop_early(run, stop)
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
+    validated = first < run.train_iters and ends_with_validation(run)
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
+
+
+def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:
+    """Evaluate where --eval-interval asks for it. Behind the last step the run is saved before: an evaluation that fails
+    must not cost it. Returns whether it was.
+    """
+    if not (run.valid_loader and due(run.config.batch.eval_interval, run.state.iteration)):
+        return False
+    last = run.state.iteration >= run.train_iters
+    saves = last and run.checkpoint_manager is not None
+    if saves:
+        with run.metrics.paused("saving"):
+            save_ahead(run)
+    with run.metrics.paused("evaluating"):
+        evaluate(run, run.valid_loader, "validation", final=last and ends_with_validation(run))
+        garbage.collect()
+    return saves
+
+
+def save_ahead(run: Run) -> None:
+    """Save the state as the evaluation that comes will leave it."""
+    now, batch = run.state, run.config.batch
+    more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
+    run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
+    try:
+        run.save()
+    finally:
+        run.state = now
 
 
 def record_step(run: Run, step: Optional[StepMetrics]) -> None:
@@ -114,7 +141,10 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with run.phase("data", step=iteration):
         batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
     with phase("passes"):
-        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch)
+        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+    if run.returned is not None:  # the first step of this start
+        run.returned.check(watch.all_gather_object)
+        run.returned = None
     with run.phase("reduce"):
         totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     if not take_in_unread(run):
@@ -218,12 +248,15 @@ def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
     )
 
 
-def forward_backward(run: Run, batches: Sequence[MicroBatch], loss_func, on_op) -> torch.Tensor:
+def forward_backward(
+    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[Returned] = None
+) -> torch.Tensor:
     """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
-    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, timeline=record, on_op=on_op)
+    more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
+    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)
     return sums
@@ -322,7 +355,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
             found = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(ops, run.stages, found, run.wire, names=run.names)
+            sums += execute(ops, run.stages, found, run.wire, names=run.names, seed=run.config.logging.seed)
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
@@ -341,6 +374,11 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     return means
+
+
+def ends_with_validation(run: Run) -> bool:
+    """Whether the validation behind the last step is over the samples that the one at the end would be over."""
+    return validates_same_samples(run.config) and due(run.config.batch.eval_interval, run.train_iters)
 
 
 def validates_same_samples(config: schema.Config) -> bool:

@@ -4,7 +4,7 @@
 import math
 import time
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional
 
 import torch
@@ -20,6 +20,7 @@ from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.execute import P2PCommunicator
+from megatron.pipeline.returned import Returned
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
@@ -108,6 +109,10 @@ class Run:
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
+    returned: Optional[Returned] = field(init=False)  # what stages return, until all ranks have compared it
+
+    def __post_init__(self):
+        self.returned = Returned(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -83,3 +83,93 @@ def test_preflight_looks_at_every_layer(layer, capsys):
         SettingsError, match=rf"shapes: rank \d: blocks.{layer} returned \[16, 2, 23\] for \[16, 2, 24\]"
     ):
         start(words, with_layers(lambda n, x, sums: (x[..., 1:] if n == layer else x, sums)))
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def with_sums(change, sums=None):
+    """The recipe of the MLP, whose stages return change(x, sums) for what they would return."""
+
+    def build_model(*args, last=True, **kwargs):
+        model = mlp.build_model(*args, last=last, **kwargs)
+        if last:
+            model.register_forward_hook(lambda module, args, output: change(*output))
+        return model
+
+    return replace(mlp.recipe(), build_model=build_model, sums=sums or {"lm loss": 1.0, "activity": 0.0})
+
+
+def without(name):
+    return lambda x, sums: (x, {key: value for key, value in sums.items() if key != name})
+
+
+def renamed(layer, x, sums):
+    return x, ({"activty": sums["activity"]} if layer == 0 else sums)
+
+
+RETURNED = {
+    "a bare tensor": (
+        with_sums(lambda x, sums: sums["lm loss"]),
+        r'nothing returned "lm loss", ("activity", )?"tokens" \(the sums that came: (none|activity)\)',
+    ),
+    "no tokens": (with_sums(without("tokens")), r'nothing returned "tokens" \(the sums that came: lm loss, activity\)'),
+    "a sum that never comes": (
+        with_sums(lambda x, sums: (x, sums), {"lm loss": 1.0, "activity": 0.0, "never": 1.0}),
+        r'nothing returned "never" \(the sums that came: lm loss, activity, tokens\)',
+    ),
+    "a misspelt sum": (
+        with_layers(renamed),
+        r'a stage returned the sum "activty", which the recipe does not name; did you mean activity\?',
+    ),
+    "a sum for each token": (
+        with_sums(lambda x, sums: (x, sums | {"tokens": torch.ones(4)})),
+        r'a stage returned "tokens" of shape \[4\]',
+    ),
+    "a number": (with_sums(lambda x, sums: (x, sums | {"tokens": 32})), r'a stage returned "tokens" of type int'),
+    "three things": (with_sums(lambda x, sums: (x, sums, 1)), r"a stage returned \(NoneType, dict, int\)"),
+    "no dict": (with_sums(lambda x, sums: (x, sums["lm loss"])), r"a stage returned \(NoneType, Tensor\)"),
+}
+EVERY = {"one": (1, ""), "pp": (2, PP), "tp sp": (2, f"{TP} {SP}"), "zero 3": (2, f"{ZERO3} {AGAIN}")}
+SOME = [(name, "pp") for name in RETURNED] + [(name, "one") for name in RETURNED]
+
+
+@pytest.mark.parametrize("name, layout", [*SOME, ("no tokens", "tp sp"), ("no tokens", "zero 3")])
+def test_what_a_stage_returns_is_compared_on_all_ranks(name, layout):
+    """Every rank raises the same: the first stage learns what the last one has not returned, and the reverse."""
+    recipe, said = RETURNED[name]
+    world, flags = EVERY[layout]
+
+    def body(rank):
+        with pytest.raises(SettingsError, match=said) as found:
+            start(f"{FLAGS} {ONE} {flags}".split(), recipe)
+        return str(found.value), found.value.code
+
+    answers = set(run_ranks(world, body, timeout=30) if world > 1 else [body(0)])
+    assert len(answers) == 1 and answers.pop()[1] == 3
+
+
+def test_a_stage_of_a_pipeline_that_returns_another_format():
+    """Of layers that keep shapes: what is between them and the next stage."""
+
+    def build_model(*args, last=True, **kwargs):
+        model = mlp.build_model(*args, last=last, **kwargs)
+        if not last:
+            model.register_forward_hook(lambda module, args, output: (output[0].double(), output[1]))
+        return model
+
+    with pytest.raises(SettingsError, match=r"returned \[16, 2, 24\] torch.float64, and between stages goes .*float32"):
+        train(replace(mlp.recipe(), build_model=build_model), PP, 2)
+
+
+def test_what_evaluation_returns_is_looked_at_too():
+    """What comes first behind the first step has no other ranks to ask."""
+
+    def build_model(*args, **kwargs):
+        model = mlp.build_model(*args, **kwargs)
+        other = lambda module, args, output: output if module.training else (None, {"lm los": output[1]["lm loss"]})
+        model.register_forward_hook(other)
+        return model
+
+    with pytest.raises(SettingsError, match='the sum "lm los", which .* did you mean lm loss'):
+        train(replace(mlp.recipe(), build_model=build_model), "--eval-iters 1")
