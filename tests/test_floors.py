@@ -31,8 +31,8 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "pretrain_gpt preprocess_data merge_datasets setup",
 )
 PURE = (  # what settings are checked and launches are planned with: no torch
-    "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics mpu.placement fused_kernels.cpu "
-    "model.recompute_plan model.facts model.weights model.recipe "
+    "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics telemetry.own_code "
+    "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
     "model.gpt.facts model.gpt.rules pipeline.rules data.rules optimizer.rules optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "

@@ -24,7 +24,8 @@ def summary(reader: Reader) -> dict[str, Any]:
         files={name: size for name, (size, _) in reader.index.files.items()},
         layout=state.get("mesh"),
         vocab_size=state.get("vocab_size"),
-        written_by={name: state[name] for name in ("version", "commit", "libraries", "origin") if name in state},
+        written_by={name: state[name] for name in ("version", "commit", "libraries", "origin") if name in state}
+        | code_of(state.get("code")),
         config=state.get("config", {}),
         tensors={
             name: dict(
@@ -33,6 +34,13 @@ def summary(reader: Reader) -> dict[str, Any]:
             for name, tensor in reader.tensors.items()
         },
     )
+
+
+def code_of(code: object) -> dict[str, Any]:
+    """What a checkpoint says of its run's own code: checksums of files, and of uncommitted changes of the tree."""
+    if not isinstance(code, dict):
+        return {}
+    return {name: code[key] for name, key in (("code", "files"), ("uncommitted changes", "diff")) if code.get(key)}
 
 
 def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:

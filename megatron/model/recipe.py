@@ -78,7 +78,7 @@ def recipe_of(config: Config) -> Recipe:
 
 def named_recipe(model_type: str) -> Recipe:
     """The recipe of a model type. Raises SettingsError where there is none."""
-    module = MODEL_TYPES.get(str(model_type), str(model_type))  # a damaged checkpoint may say anything
+    module = module_of(model_type)
     try:
         return importlib.import_module(module).recipe()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -87,6 +87,11 @@ def named_recipe(model_type: str) -> Recipe:
             f"{module}: {error}",
             f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()",
         ) from error
+
+
+def module_of(model_type: str) -> str:
+    """The name of the module with the recipe of a model type."""
+    return MODEL_TYPES.get(str(model_type), str(model_type))  # a damaged checkpoint may say anything
 
 
 def config_of(record: Mapping) -> Config:

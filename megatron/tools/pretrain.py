@@ -13,11 +13,12 @@ import os
 from collections.abc import Mapping
 
 from megatron.errors import UsageError, debugging, run_main
-from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.recipe import Recipe, module_of, named_recipe
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Config
+from megatron.telemetry.own_code import refuse_another_module
 from megatron.training.rules import layout_is_open, resolve
 
 TASKS = ("GPT",)
@@ -42,6 +43,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
     """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
     rank_env.adopt_slurm()
     rank_env.ranks()  # numbers of ranks that are none are told first
+    refuse_another_module(recipe.model_type, module_of(recipe.model_type))
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
     config = parse_pretrain(argv, recipe.setting_groups, f"Pretrain a model of type {recipe.model_type}.", defaults)
     if config.model.model_type != recipe.model_type:

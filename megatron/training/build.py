@@ -28,7 +28,7 @@ from megatron.guard import changes
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.recipe import Recipe, sums_of
+from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import DTYPES, RankContext, weight_format
 from megatron.optimizer.kinds import knows_matrices
@@ -45,6 +45,7 @@ from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.console import Console
 from megatron.telemetry.metrics import Metrics, RunSizes, metrics_path
+from megatron.telemetry.own_code import code_notes, code_record
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
@@ -94,6 +95,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state)
+    code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     refuse_to_mix(config.checkpoint, state.iteration, all_gather_object_over(context))
     heartbeat.beat("index")
     if config.data.verify_data:
@@ -110,6 +112,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         log(f" > {pipeline.describe(num_microbatches_of(config, context))}")
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
+        notices += code_notes(record.get("code"), code)
         log(resumed(config, record, state, lengths, context.mesh.sizes))
         if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
             notices.append(f"training ends at iteration {end}: nothing is left to train")
@@ -132,12 +135,12 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         valid_loader=valid,
         test_loader=test,
         checkpoint_manager=checkpoint_manager,
-        metrics=build_metrics(config, context, facts, state, console, recipe.perplexities),
+        metrics=build_metrics(config, context, facts, state, console, code, recipe.perplexities),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state.iteration, log),
         profiler=Profiler(config, context.mesh.rank, context.device, log),
-        origin=dict(version=__version__, commit=source_commit(), libraries=library_versions()),
+        origin=dict(version=__version__, commit=source_commit(), code=code, libraries=library_versions()),
         reads_late=reads_late(config, context, optimizer),
     )
 
@@ -517,9 +520,10 @@ def build_metrics(
     facts: Facts,
     state: State,
     console: Console,
+    code: dict[str, Any],
     perplexities: tuple[str, ...] = ("lm loss",),
 ) -> Metrics:
-    """The log of a run, opened on the first rank. perplexities: as in `Recipe`."""
+    """The log of a run, opened on the first rank. code: `telemetry.own_code.code_record`; perplexities: as in `Recipe`."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         total_iterations(config.batch, context.mesh.dp.size),
@@ -532,7 +536,7 @@ def build_metrics(
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak
+        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, code=code
     )
     return Metrics(
         config.logging,

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code a run trains with, for its log and its checkpoints: the recipe's module and what it imports beside the
+package, by checksum, and uncommitted changes of the tree. Files that git does not track are in no commit.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.errors import UsageError
+
+DIGITS = 12  # of a checksum, as many as of the commit
+PACKAGE = "megatron"
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def code_record(module: str) -> dict[str, Any]:
+    """files: file -> checksum, of the module and of those beside it that it imports, one through another; diff: that of
+    uncommitted changes, or None.
+    """
+    return dict(
+        files={name: checksum(path.read_bytes()) for name, path in own_files(module).items()}, diff=source_diff()
+    )
+
+
+def code_notes(saved: object, now: Mapping[str, Any]) -> list[str]:
+    """A sentence for each file that is not what it was when a checkpoint was written. saved: its `code_record`, if any."""
+    before = saved.get("files") if isinstance(saved, Mapping) else None
+    if not isinstance(before, Mapping):
+        return []
+    return [
+        f"{name} is another than the checkpoint's ({before[name]} then, {found} now)"
+        for name, found in now.get("files", {}).items()
+        if name in before and before[name] != found
+    ]
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+def own_files(module: str) -> dict[str, Path]:
+    """Path below the folder that the module is imported from -> file, of it and of the modules below that folder that it
+    imports; none of the suite's package, and none of installed ones. Nothing is imported for it.
+    """
+    start = file_of(module)
+    if start is None:
+        return {}
+    root = start.parents[module.count(".") + (start.name == "__init__.py")]
+    found: dict[str, Path] = {}
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        stem = root.joinpath(*name.split("."))
+        for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+            key = path.relative_to(root).as_posix()
+            if key not in found and path.is_file() and not set(INSTALLED) & set(path.parts):
+                found[key] = path
+                todo += [other for other in imported(path, name) if other.partition(".")[0] not in (PACKAGE, "")]
+        if "." in name:
+            todo.append(name.rpartition(".")[0])  # packages are imported with what is in them
+    return dict(sorted(found.items()))
+
+
+def imported(path: Path, module: str) -> Iterator[str]:
+    """Names of modules that a file imports, anywhere in it; `from a import b` gives a and a.b, one of which may be none."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def file_of(module: str) -> Optional[Path]:
+    """The source file that a module would be imported from; None where there is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    return Path(os.path.abspath(spec.origin))
+
+
+def source_diff() -> Optional[str]:
+    """Checksum of what `git diff HEAD` says of the source tree; None where nothing differs, or outside a checkout."""
+    root = Path(__file__).parent.parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "diff", "--no-ext-diff", "--binary", "HEAD"]
+        found = subprocess.run(command, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return checksum(found.stdout) if found.returncode == 0 and found.stdout else None
+
+
+def refuse_another_module(model_type: str, module: str) -> None:
+    """Raise UsageError where the script that runs has a recipe() of its own under the name of another module: tools, and
+    whoever goes on from a checkpoint, would take that one. module: what `model_type` names.
+    """
+    main = sys.modules.get("__main__")
+    recipe, file = getattr(main, "recipe", None), getattr(main, "__file__", None)
+    if getattr(recipe, "__module__", None) != "__main__" or file is None:
+        return
+    here, named = Path(os.path.abspath(file)), file_of(module)
+    if named is not None and named.exists() and here.exists() and named.samefile(here):
+        return
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec is not None else here.stem
+    raise UsageError(
+        f'{here.name} says model_type "{model_type}", which is {named.name if named else "no module"}',
+        "checkpoints keep it, and tools import the recipe from there",
+        f'say model_type "{name}"',
+    )
