@@ -711,7 +711,7 @@ class Logging:
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
     peak_tflops: Optional[float] = setting(
-        "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
+        "peak TFLOP/s of one rank's device for MFU (default: table; of a CPU nothing, and no MFU)", None
     )
     seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)

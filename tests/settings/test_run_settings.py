@@ -184,6 +184,14 @@ def test_mfu_is_a_share_of_the_peak(train):
         assert step["mfu"] == pytest.approx(step["tflops_per_rank"] / 1e-3, rel=1e-3)
 
 
+def test_a_cpu_has_no_mfu_of_its_own(train, capsys):
+    """What it reaches at the start is another figure with each start, and shares of it compare nothing."""
+    run = train(SMALL)
+    assert all("mfu" not in step and step["tflops_per_rank"] > 0 for step in run.steps)
+    assert run.kinds["run"][0]["peak"] == dict(flops=None, of="unknown")
+    assert "throughput per rank" in capsys.readouterr().out and "MFU" not in (run.folder / "train.log").read_text()
+
+
 @pytest.mark.parametrize(
     "level, parts", [(0, set()), (1, {"forward-backward"}), (2, {"forward-backward", "forward-compute"})]
 )
