@@ -3,8 +3,9 @@
 
     python scripts/screenshots.py [FILE.html FILE.svg ...] [--output runs/screenshots]
 
-Without files: the drawings of docs/ and the report of every run in runs/. Needs Chromium and its driver, which it asks over
-HTTP; where they are not installed it says so and does nothing. A drawing is shown as an image, as on a page of the docs.
+Without files: the drawings of docs/, the report of every run in runs/, and runs/compare.html. Needs Chromium and its
+driver, which it asks over HTTP; where they are not installed it says so and does nothing. A drawing is shown as an image,
+as on a page of the docs.
 """
 
 import argparse
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> None:
         print(f"no screenshots: {lacking} is not installed (Debian: apt-get install chromium chromium-driver)")
         return
     files = asked.files or [*sorted((ROOT / "docs").glob("*.svg")), *sorted((ROOT / "runs").glob("*/report.html"))]
+    files += [] if asked.files else sorted((ROOT / "runs").glob("compare.html"))
     asked.output.mkdir(parents=True, exist_ok=True)
     with session(browser, driver) as tell:
         for file in files:

@@ -17,8 +17,14 @@ FILE_HELP = (
 )
 
 
-def help_text(settings: list[Setting], prog: str, description: str, common: tuple[str, ...] | None) -> str:
-    """The text of `--help` (the settings named in `common`, and required ones) or of `--help-all` (`common=None`)."""
+def help_text(
+    settings: list[Setting], prog: str, description: str, common: tuple[str, ...] | None, own: tuple[str, ...] = ()
+) -> str:
+    """The text of `--help` (the settings named in `common`, and required ones) or of `--help-all` (`common=None`).
+
+    own: groups that a recipe, or a command, adds to those of all trainings: they come first, and whole.
+    """
+    settings = sorted(settings, key=lambda setting: setting.group not in own)
     width = min(shutil.get_terminal_size().columns, 118)
     lines = [f"usage: {prog} --flag value ... [--config FILE.yaml]", ""] + ([description, ""] if description else [])
     if common is None:
@@ -29,10 +35,14 @@ def help_text(settings: list[Setting], prog: str, description: str, common: tupl
                     lines += _entry(_head(setting), setting_help(setting, aliases=True), width)
             lines.append("")
     else:
-        for setting in settings:
-            if setting.required or setting.name in common:
-                lines += _entry(_head(setting), setting_help(setting), width)
-        lines.append("")
+        shown = [s for s in settings if s.group in own or s.required or s.name in common]
+        headings = dict.fromkeys(s.group if s.group in own else "of every training" for s in shown)
+        for heading in headings:
+            lines += [f"{heading}:"] if len(headings) > 1 else []
+            for setting in shown:
+                if heading == (setting.group if setting.group in own else "of every training"):
+                    lines += _entry(_head(setting), setting_help(setting), width)
+            lines.append("")
     for head, text in FILE_HELP:
         lines += _entry(head, text, width)
     return "\n".join(lines)

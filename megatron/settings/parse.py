@@ -110,7 +110,8 @@ def parse_with_origins(
     if asked & {"-h", "--help", "--help-all"}:
         from megatron.settings.help import help_text
 
-        _leave(help_text(settings, prog, description, None if "--help-all" in asked else common))
+        own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
+        _leave(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
     reader.read_files(
         [path for flag, paths in words if flag in ("--config", "-c") for path in paths or [""]],
         [word for flag, pairs in words if flag == "-o" for word in pairs or [""]],

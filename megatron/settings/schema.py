@@ -713,7 +713,7 @@ class Profiling:
 class Logging:
     """What is said, and where."""
 
-    log_interval: int = setting("steps between log lines", 100, "--logging-freq")
+    log_interval: int = setting("steps between log lines; the last step always has one", 100, "--logging-freq")
     timing_log_level: Literal[0, 1, 2] = setting(
         "timers in the log: 0 none but the time of a step, 1 its main parts, 2 what is in them, too", 0
     )
@@ -734,7 +734,7 @@ class Logging:
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
     peak_tflops: Optional[float] = setting(
-        "peak TFLOP/s of one rank's device for MFU (default: table, or measured on CPU)", None
+        "peak TFLOP/s of one rank's device for MFU (default: table; of a CPU nothing, and no MFU)", None
     )
     seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)

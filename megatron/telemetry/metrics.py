@@ -110,6 +110,7 @@ class Metrics:
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
         self.interval = _Interval()
+        self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
         self.json, self.trackers = None, []
@@ -150,9 +151,13 @@ class Metrics:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def record(self, step: StepMetrics) -> None:
-        """Take in a step that just ended; its time is what passed since the last one, pauses left out."""
+        """Take in a step that just ended; its time is what passed since the last one, pauses left out.
+
+        The log has a line at every multiple of --log-interval, and of the last step of the run.
+        """
         seconds = self._lap()
-        complete = step.iteration % self.log_interval == 0
+        complete = step.iteration % self.log_interval == 0 or step.iteration == self.run.train_iters
+        self._unlogged = None if complete else step
         times = self.timers.collect() if self.timers and complete else {}
         if not self.active:
             return
@@ -166,6 +171,15 @@ class Metrics:
         shown = {_short_name(name): f"{value:.4f}" for name, value in losses.items()}
         self.console.advance(shown | {"tok/s": short_count(rates["tokens_per_second"])})
         if complete:
+            self._log(step, times)
+
+    def log_rest(self) -> None:
+        """Training ends before its last step: a line of the steps since the last line, if any. All ranks together."""
+        step, self._unlogged = self._unlogged, None
+        if step is None:
+            return
+        times = self.timers.collect() if self.timers else {}
+        if self.active:
             self._log(step, times)
 
     def record_eval(
@@ -266,7 +280,7 @@ class Metrics:
 
     def rollback(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
-        self.interval = _Interval()
+        self.interval, self._unlogged = _Interval(), None
         if self.timers:
             self.timers.forget()
         self.console.rewind(iteration)

@@ -120,6 +120,17 @@ class History:
 
 
 EVENTS = ("run", "save", "spike", "rewind", "end")
+LOSS = "lm loss"
+OF_EVERY_STEP = {  # what a step has besides the means of what stages return
+    *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
+    *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
+}
+
+
+def own_sums(steps: list[dict]) -> list[str]:
+    """Names of what a model logs besides the language-model loss: of a recipe's sums and of what settings add."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return [name for name in names if name not in OF_EVERY_STEP and name != LOSS]
 
 
 def read_history(path: Path) -> History:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about a run: curves, settings, totals, samples.
+"""One self-contained HTML page about a run: curves, settings, totals, samples. Of several runs: one that compares them.
 
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
+    python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (report_compare.py)
 
 Read from the run's folder: metrics.jsonl (needed); evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
 and samples.txt or generations.jsonl (shown when there). The page needs no network: the pictures are inside it. The one
@@ -10,42 +11,38 @@ perplexity that it shows is that of the held-out evaluation, if there is one, el
 
 import json
 import math
+import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, run_main
+from megatron.errors import DataError, UsageError, run_main
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import count, duration, seconds
 from megatron.telemetry.run_folder import METRICS, find_metrics
-from megatron.telemetry.run_record import History, read_history
-from megatron.tools import report_facts
+from megatron.telemetry.run_record import LOSS, History, read_history
+from megatron.tools import report_compare, report_facts
 from megatron.tools.report_page import Section, page
 from megatron.tools.report_plots import memory_plot, plots
-
-LOSS = "lm loss"
 
 
 @dataclass(frozen=True)
 class ReportOptions:
     """What to report on."""
 
-    run: Optional[str] = setting("folder of the run, or its metrics.jsonl (also the first word)", None)
-    output: Optional[str] = setting("HTML file to write (default: report.html in the folder)", None)
-    title: Optional[str] = setting("heading (default: name of the folder)", None)
+    run: Optional[str] = setting("folder of the run, or its metrics.jsonl (also a word without a flag)", None)
+    output: Optional[str] = setting(
+        "HTML file to write (default: report.html in the folder; of several runs, compare.html in the folder around them)",
+        None,
+    )
+    title: Optional[str] = setting("heading (default: names of the folders)", None)
+    json: bool = setting("print figures as JSON and write no page", False)
 
 
 def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str] = None) -> str:
     """The page as text. Raises DataError when there is nothing to report on."""
-    path = metrics_file or find_metrics(folder) or folder / METRICS
-    if not path.is_file():
-        raise DataError(
-            f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"
-        )
-    history = read_history(path)
-    if not history.steps:
-        raise DataError(f"{path}: holds no training step yet", do="let the run reach its first iteration")
+    history = read(metrics_file or metrics_of(folder))
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
     sections = [
@@ -61,6 +58,23 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
         Section("Settings", tables=list(settings(history).items()), folded=True),
     ]
     return page(title or folder.resolve().name, subtitle(history), tiles(history, evaluation), sections)
+
+
+def metrics_of(place: Path) -> Path:
+    """The metrics file of a run's folder, or the file itself."""
+    return place if place.suffix == ".jsonl" else find_metrics(place) or place / METRICS
+
+
+def read(path: Path) -> History:
+    """What a metrics file says. Raises DataError when there is nothing to report on."""
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"
+        )
+    history = read_history(path)
+    if not history.steps:
+        raise DataError(f"{path}: holds no training step yet", do="let the run reach its first iteration")
+    return history
 
 
 # -- figures -------------------------------------------------------------------------------------------------------------
@@ -178,7 +192,9 @@ def provenance(history: History) -> dict[str, str]:
 
 def settings(history: History) -> dict[str, dict[str, str]]:
     """Group -> flag -> value, settings without a value left out."""
-    groups = history.run.get("config") or {}
+    groups = dict(history.run.get("config") or {})
+    groups = {**(groups.pop("extra", None) or {}), **groups}  # a recipe's own settings first
+    groups.pop("given", None)
     shown = {}
     for group, fields in groups.items():
         if isinstance(fields, dict):
@@ -256,21 +272,60 @@ def _rows(value, name: str = "") -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
+    """One run: a page about it. Several: a page that compares them with the first. --json: the figures alone."""
     from megatron.settings.parse import parse
 
-    if argv and not argv[0].startswith("-"):
-        argv = ["--run", *argv]
+    names, flags = split_names(argv)
     asked = parse(
-        argv,
+        flags,
         {"report": ReportOptions},
         prog="python -m megatron.tools.report",
-        description="Write an HTML page about a run.",
-        common=("run", "output", "title"),
+        description="Write an HTML page about a run, or one that compares several: RUN ... [--flag ...]",
+        common=("run", "output", "title", "json"),
     )["report"]
-    given = Path(asked.run or ".")
-    folder, metrics_file = (given, None) if given.is_dir() else (given.parent, given)
-    text = build(folder, metrics_file, asked.title)
-    output = Path(asked.output) if asked.output else folder / "report.html"
+    places = [Path(name) for name in [*([asked.run] if asked.run else []), *names] or ["."]]
+    if len(places) == 1 and not asked.json:
+        folder, metrics_file = (places[0], None) if places[0].is_dir() else (places[0].parent, places[0])
+        return write(build(folder, metrics_file, asked.title), asked.output or folder / "report.html")
+    runs = {name: read(metrics_of(place)) for name, place in zip(run_names(places), places, strict=True)}
+    if asked.json:
+        text = json.dumps(report_compare.figures(runs), indent=1)
+        return write(text + "\n", asked.output) if asked.output else print(text)
+    common = Path(os.path.commonpath([place.resolve().parent for place in places]))
+    write(report_compare.page_of(runs, asked.title or " and ".join(runs)), asked.output or common / "compare.html")
+
+
+def split_names(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(the runs, the flags with their values) of a command line: runs may stand before and behind the flags.
+
+    >>> split_names(["runs/a", "--output", "x.html", "runs/b", "--json"])
+    (['runs/a', 'runs/b'], ['--output', 'x.html', '--json'])
+    """
+    names, flags = [], []
+    for before, word in zip(["", *argv], argv):
+        of_flag = before in ("--run", "--output", "--title", "--config", "-c", "-o")
+        (flags if of_flag or word.startswith("-") else names).append(word)
+    return names, flags
+
+
+def run_names(places: list[Path]) -> list[str]:
+    """What runs are called side by side: the last parts of their paths, as many as tell them apart.
+
+    >>> run_names([Path("runs/a"), Path("runs/b/metrics.jsonl")]), run_names([Path("x/run"), Path("y/run")])
+    (['a', 'b'], ['x/run', 'y/run'])
+    """
+    paths = [(place.parent if place.name == METRICS else place.with_suffix("")).resolve().parts for place in places]
+    if len(set(paths)) < len(paths):
+        raise UsageError("a run is named twice", do="name each run once")
+    shown = 1
+    while len({path[-shown:] for path in paths}) < len(paths):
+        shown += 1
+    return ["/".join(path[-shown:]) for path in paths]
+
+
+def write(text: str, output: str | Path) -> None:
+    """Write a page, and say where it is."""
+    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     print(f"report: {output}")

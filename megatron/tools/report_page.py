@@ -27,24 +27,43 @@ figcaption { font-weight: 600; padding: 0 4px 6px }
 table { border-collapse: collapse; width: 100% } td { border-top: 1px solid var(--line); padding: 5px 8px 5px 0 }
 tr:first-child td { border-top: 0 } td:first-child { color: var(--soft); width: 38% }
 td { overflow-wrap: anywhere; vertical-align: top }
+.grid td, .grid th { min-width: 112px; padding-right: 16px; text-align: left } .grid td:first-child { width: auto }
+.grid thead + tbody tr:first-child td { border-top: 1px solid var(--line) } th { font-weight: 650; padding: 5px 8px 5px 0 }
+i.key { display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin: 0 6px 3px 0; background: var(--key) }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 10px 0 }
 pre { font: 13px/1.55 ui-monospace, Menlo, Consolas, monospace }
 mark { background: none; color: var(--accent); font-weight: 650 }
 summary { cursor: pointer; padding: 8px 0; color: var(--soft) }
 @media (max-width: 520px) { main { padding: 20px 12px 40px } .pictures { grid-template-columns: minmax(0, 1fr) }
 td, tr { display: block; padding: 2px 0 } td + td { border-top: 0; padding-bottom: 6px }
-td:first-child { width: auto; white-space: normal; overflow-wrap: anywhere } }
+td:first-child { width: auto; white-space: normal; overflow-wrap: anywhere }
+.grid td, .grid th { display: table-cell; padding: 5px 12px 5px 0 } .grid tr { display: table-row }
+.grid td + td { border-top: 1px solid var(--line) } .grid tr:first-child td { border-top: 0 } }
 @media print { body { background: #fff } details { display: none } figure, .tile { break-inside: avoid } }
 """
 
 
 @dataclass
+class Grid:
+    """A table of several columns: what stands over each, and rows of as many cells.
+
+    colours: of the columns behind the first, (in the light scheme, in the dark one).
+    """
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+    colours: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
 class Section:
-    """A heading with pictures (caption, data URL), tables (caption, rows) or quotes (prompt, text) below it."""
+    """A heading with pictures (caption, data URL), tables (caption, rows), grids or quotes (prompt, text) below it."""
 
     heading: str
     pictures: list[tuple[str, str]] = field(default_factory=list)
     tables: list[tuple[str, dict[str, str] | list[tuple[str, str]]]] = field(default_factory=list)
+    grids: list[Grid] = field(default_factory=list)
     quotes: list[tuple[str, str]] = field(default_factory=list)
     folded: bool = False
     wide: bool = False  # pictures over the whole width
@@ -81,6 +100,7 @@ def _section(section: Section) -> str:
             inner += (
                 f"<h3>{html.escape(caption)}</h3>" if caption else ""
             ) + f'<div class="card"><table>{lines}</table></div>'
+    inner += "".join(map(_grid, section.grids))
     for prompt, text in section.quotes:
         start = f"<mark>{html.escape(prompt)}</mark>" if prompt else ""
         inner += f'<div class="card"><pre>{start}{html.escape(text)}</pre></div>'
@@ -89,3 +109,16 @@ def _section(section: Section) -> str:
     if section.folded:
         inner = f"<details><summary>show all</summary>{inner}</details>"
     return f"<section><h2>{html.escape(section.heading)}</h2>{inner}</section>"
+
+
+def _grid(grid: Grid) -> str:
+    """A table that is scrolled sideways where it does not fit; none where it has no rows."""
+    if not grid.rows:
+        return ""
+    keys = ["", *(f'<i class="key" style="--key: light-dark({light}, {dark})"></i>' for light, dark in grid.colours)]
+    keys += [""] * (len(grid.head) - len(keys))
+    head = "".join(f"<th>{key}{html.escape(title)}</th>" for key, title in zip(keys, grid.head, strict=True))
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in grid.rows)
+    caption = f"<h3>{html.escape(grid.caption)}</h3>" if grid.caption else ""
+    table = f'<table class="grid"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'{caption}<div class="card">{table}</div>'

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT, VIOLET, new_figure, plain, svg_of
-from megatron.telemetry.run_record import History
+from megatron.telemetry.run_record import History, own_sums
 
 MOST_POINTS = 1500  # a curve of more points is thinned: the page stays small, the eye sees no difference
 
@@ -16,16 +16,18 @@ Points = list[tuple[int, float]]
 
 
 def plots(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) for loss, learning rate, throughput and gradient norm; curves without data are left out.
+    """(caption, SVG as a data URL) for loss, learning rate, throughput and gradient norm, and for each further sum that the
+    model logs; curves without data are left out.
 
     Dotted lines are where launches after the first one began, and (red) spikes.
     """
     steps = history.steps
     wanted: list[tuple[str, Optional[Callable]]] = [
         ("Loss in training and validation", _loss(steps, history.evals)),
-        ("Learning rate", _simple(_points(steps, "learning_rate"), ORANGE, "learning rate")),
+        ("Learning rate", _simple(points_of(steps, "learning_rate"), ORANGE, "learning rate")),
         ("Throughput of all ranks", _throughput(steps)),
         ("Gradient norm before clipping", _gradient_norm(steps)),
+        *((name, _own(steps, history.evals, name)) for name in own_sums(steps)),
     ]
     return [(caption, _picture(draw, history)) for caption, draw in wanted if draw]
 
@@ -33,11 +35,11 @@ def plots(history: History) -> list[tuple[str, str]]:
 def memory_plot(history: History) -> list[tuple[str, str]]:
     """The same of the memory of the first rank, where it was measured more than once."""
     points = [
-        (record["iteration"], record["bytes"] / 1e9) for record in history.memory if _is_number(record.get("bytes"))
+        (record["iteration"], record["bytes"] / 1e9) for record in history.memory if is_number(record.get("bytes"))
     ]
 
     def draw(axes):
-        axes.plot(*_thin(points), color=VIOLET, linewidth=1.6)
+        axes.plot(*thin(points), color=VIOLET, linewidth=1.6)
         axes.set_ylim(0, 1.15 * max(value for _, value in points))
         axes.set_ylabel("GB (10^9 bytes)")
 
@@ -47,8 +49,8 @@ def memory_plot(history: History) -> list[tuple[str, str]]:
 
 
 def _loss(steps: list[dict], evals: list[dict]) -> Optional[Callable]:
-    points = _points(steps, "lm loss")
-    valid = _points([e for e in evals if e.get("split") == "validation"], "lm loss")
+    points = points_of(steps, "lm loss")
+    valid = validation_points(evals, "lm loss")
 
     def draw(axes):
         _both(axes, points, BLUE, "training, ")
@@ -59,16 +61,38 @@ def _loss(steps: list[dict], evals: list[dict]) -> Optional[Callable]:
     return draw if points else None
 
 
+def _own(steps: list[dict], evals: list[dict], name: str) -> Optional[Callable]:
+    points = points_of(steps, name)
+    valid = validation_points(evals, name)
+
+    def draw(axes):
+        _both(axes, points, VIOLET, "training, ")
+        if valid:
+            axes.plot(*zip(*valid), color=ORANGE, linewidth=1.4, marker="o", markersize=4, label="validation")
+        axes.set_ylabel("mean over the tokens that count")
+
+    return draw if points else None
+
+
+def validation_points(evals: list[dict], name: str) -> Points:
+    """(iteration, value) of the validations, one of each iteration: the final one is over other samples than the others."""
+    found = {}
+    for record in evals:
+        if record.get("split") == "validation":
+            found.setdefault(record["iteration"], record)
+    return points_of(list(found.values()), name)
+
+
 def _simple(points: Points, colour: str, label: str) -> Optional[Callable]:
     def draw(axes):
-        axes.plot(*_thin(points), color=colour, linewidth=1.6)
+        axes.plot(*thin(points), color=colour, linewidth=1.6)
         axes.set_ylabel(label)
 
     return draw if points else None
 
 
 def _throughput(steps: list[dict]) -> Optional[Callable]:
-    points = _points(steps, "tokens_per_second")
+    points = points_of(steps, "tokens_per_second")
 
     def draw(axes):
         _both(axes, points, GREEN)
@@ -80,7 +104,7 @@ def _throughput(steps: list[dict]) -> Optional[Callable]:
 
 
 def _gradient_norm(steps: list[dict]) -> Optional[Callable]:
-    points = [(at, value) for at, value in _points(steps, "grad_norm") if value > 0]
+    points = [(at, value) for at, value in points_of(steps, "grad_norm") if value > 0]
 
     def draw(axes):
         _both(axes, points, INK)
@@ -93,23 +117,23 @@ def _gradient_norm(steps: list[dict]) -> Optional[Callable]:
 
 def _both(axes, points: Points, colour: str, what: str = "") -> None:
     """A pale line of all steps, and a strong one of their running mean."""
-    axes.plot(*_thin(points), color=colour, alpha=0.3, linewidth=0.8, label=f"{what}each step (pale)")
-    smoothed = f"{what}mean of {2 * _half(len(points), SHARE) + 1} steps"
-    axes.plot(*_thin(smooth(points)), color=colour, linewidth=1.7, label=smoothed)
+    axes.plot(*thin(points), color=colour, alpha=0.3, linewidth=0.8, label=f"{what}each step (pale)")
+    smoothed = f"{what}mean of {2 * half_window(len(points), SHARE) + 1} steps"
+    axes.plot(*thin(smooth(points)), color=colour, linewidth=1.7, label=smoothed)
 
 
-def _points(records: list[dict], name: str) -> Points:
-    return [(record["iteration"], record[name]) for record in records if _is_number(record.get(name))]
+def points_of(records: list[dict], name: str) -> Points:
+    return [(record["iteration"], record[name]) for record in records if is_number(record.get(name))]
 
 
-def _is_number(value) -> bool:
+def is_number(value) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 SHARE = 0.03  # of a curve: the window of its running mean
 
 
-def _half(count: int, share: float) -> int:
+def half_window(count: int, share: float) -> int:
     return max(2, round(share * count)) // 2
 
 
@@ -125,7 +149,7 @@ def smooth(points: Points, share: float = SHARE) -> Points:
     """
     values = [value for _, value in points]
     sums = [0.0, *itertools.accumulate(values)]
-    half, count = _half(len(points), share), len(points)
+    half, count = half_window(len(points), share), len(points)
     window = min(count, 2 * half + 1)
     slope, middle, mean = _line(values[count - window :])
     result = []
@@ -146,7 +170,7 @@ def _line(values: list[float]) -> tuple[float, float, float]:
     return sum((at - middle) * value for at, value in enumerate(values)) / (spread or 1.0), middle, mean
 
 
-def _thin(points: Points) -> tuple[list[int], list[float]]:
+def thin(points: Points) -> tuple[list[int], list[float]]:
     every = -(-len(points) // MOST_POINTS)
     kept = points[::every] + ([points[-1]] if (len(points) - 1) % every else [])
     return [at for at, _ in kept], [value for _, value in kept]

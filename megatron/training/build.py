@@ -30,7 +30,7 @@ from megatron.guard.watch import Watch
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
-from megatron.mpu.initialize import DTYPES, RankContext, weight_format
+from megatron.mpu.initialize import RankContext, weight_format
 from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, follow, sentence
@@ -569,22 +569,20 @@ def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Tim
 
 
 def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[float]:
-    """FLOP/s that MFU compares with: given, from the vendor's data sheet, or a CPU's own best matrix product."""
+    """FLOP/s that MFU compares with: given, or from the vendor's data sheet; None of a CPU, which has no such sheet.
+
+    What a CPU was measured to reach at the start depends on what else ran then: shares of it compare no two runs.
+    """
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
-    if context.device.type == "cpu":
-        return initialize.measured_flops(context.device, DTYPES[config.precision.precision])
-    return peak_flops(name, config.precision.precision)
+    return None if context.device.type == "cpu" else peak_flops(name, config.precision.precision)
 
 
 def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
     """What `peak_of` is the peak of, in words."""
-    precision = config.precision.precision
     if config.logging.peak_tflops:
         return "as --peak-tflops says"
-    if context.device.type == "cpu":
-        return f"the best {precision} matrix product measured on a rank's cores"
-    return f"the data sheet of {name} in {precision}"
+    return "unknown" if context.device.type == "cpu" else f"the data sheet of {name} in {config.precision.precision}"
 
 
 def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:

@@ -77,6 +77,7 @@ def stop_early(run: Run, stop: Stop) -> None:
     """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
     if run.checkpoint_manager:
         run.checkpoint_manager.wait()  # until the checkpoint is durable
+    run.metrics.log_rest()
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         kind = Interrupted if stop.interrupted else Preempted

@@ -148,8 +148,24 @@ def test_iterations_to_skip_are_passed_over(train, monkeypatch):
 
 
 def test_log_lines_come_at_their_interval(train, capsys):
-    train(f"{SMALL} --train-iters 7 --log-interval 3")
-    assert re.findall(r" iteration +(\d+)/", capsys.readouterr().out) == ["3", "6"]
+    """And of the last step, also where a run stops early; a line is the mean of the steps since the one before."""
+    cases = {"": [3, 6, 7], "--exit-interval 5": [3, 5], "--exit-interval 6": [3, 6]}
+    for number, (more, expected) in enumerate(cases.items()):
+        run = train(f"{SMALL} --train-iters 7 --log-interval 3 {more}", f"run{number}")
+        lines = re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", capsys.readouterr().out)
+        assert [int(at) for at, _ in lines] == expected
+        for start, (at, loss) in zip([0, *expected], lines, strict=False):
+            mean = sum(run.losses[start : int(at)]) / (int(at) - start)
+            assert float(loss) == pytest.approx(mean, rel=1e-6)
+
+
+def test_timers_are_told_with_the_last_line_too(run_ranks, command, capfd):
+    """Two ranks, which collect them together."""
+    flags = "--train-iters 5 --log-interval 3 --timing-log-level 1 --num-workers 0"
+    for more, expected in (("", ["3", "5"]), ("--exit-interval 4", ["3", "4"])):
+        run_ranks(2, lambda rank, words: pretrain_gpt.main(words), command(f"{SMALL} {flags} {more}"))
+        out = capfd.readouterr().out
+        assert re.findall(r" iteration +(\d+)/", out) == expected and out.count("forward-backward") == len(expected)
 
 
 def test_metrics_file(train, tmp_path):
@@ -166,6 +182,14 @@ def test_mfu_is_a_share_of_the_peak(train):
     for step in train(f"{SMALL} --peak-tflops 1e-3").steps:
         assert step["tflops_per_rank"] == pytest.approx(step["tokens_per_second"] * flops / 1e12, rel=1e-3)
         assert step["mfu"] == pytest.approx(step["tflops_per_rank"] / 1e-3, rel=1e-3)
+
+
+def test_a_cpu_has_no_mfu_of_its_own(train, capsys):
+    """What it reaches at the start is another figure with each start, and shares of it compare nothing."""
+    run = train(SMALL)
+    assert all("mfu" not in step and step["tflops_per_rank"] > 0 for step in run.steps)
+    assert run.kinds["run"][0]["peak"] == dict(flops=None, of="unknown")
+    assert "throughput per rank" in capsys.readouterr().out and "MFU" not in (run.folder / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
