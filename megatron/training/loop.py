@@ -35,7 +35,7 @@ from megatron.training.state import Run, State
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
     """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
-    with guarded(config.guard) as heartbeat:
+    with guarded(config.guard, config) as heartbeat:
         run = build_run(config, recipe, heartbeat)
         try:
             with Listening.with_timers(run.metrics.timers):

@@ -13,6 +13,7 @@ from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
+from megatron.guard.endings import peer_lost
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu.initialize import RankContext, leave_job
@@ -152,6 +153,7 @@ class Run:
 
     def close(self, error: Optional[BaseException] = None) -> None:
         """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        error = peer_lost(error, self.watch.heartbeat, self.config) or error
         orderly = error is None or isinstance(error, Preempted)
         if orderly:
             self.profiler.end(self.state.iteration)
