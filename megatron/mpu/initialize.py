@@ -54,6 +54,10 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
         )
     device = pick_device(kernels.device, here.local_rank)
     threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else ""
+    if world > 1 and parallel.distributed_backend == "nccl" and device.type == "cpu":  # before the ranks meet
+        raise SettingsError(
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU", do="leave the flag out (gloo)"
+        )
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")

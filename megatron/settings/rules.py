@@ -220,7 +220,9 @@ RULES = (
     ),
     Rule(
         lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
-        lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)",
+        lambda s: (
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave the flag out (gloo)"
+        ),
     ),
     Rule(
         lambda s: s.tokenizer is None and not s.tokenizer_model,
