@@ -90,6 +90,7 @@ EFFECTS: dict[str, Needs] = {
     "data_cache_path": FILES,
     "verify_data": FILES,
     "eval_interval": EVALUATION,
+    "skip_train": EVALUATION,
     # learning rate and weight decay
     "min_lr": FALLING,
     "lr_decay_iters": DECAYING,

@@ -326,6 +326,13 @@ NOT_YET = (Rule(lambda s: s.cp > 1, lambda s: f"--context-parallel-size {s.cp} i
 
 REMARKS = (
     Rule(
+        lambda s: s.skip_train,
+        lambda s: (
+            "skipping training (--skip-train is on)"
+            + ("" if s.load else "; without --load these are the weights that --seed draws")
+        ),
+    ),
+    Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
     ),

@@ -356,6 +356,11 @@ class Batch:
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_iters: int = setting("batches of an evaluation", 100)
+    skip_train: bool = setting(
+        "no training: --eval-iters batches of validation and test data, in the layout that is given",
+        False,
+        on_resume="irrelevant",
+    )
     exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None, on_resume="irrelevant")
     exit_duration_in_mins: Optional[float] = setting(
         "save and stop after this many minutes", None, on_resume="irrelevant"

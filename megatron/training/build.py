@@ -111,7 +111,9 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         log(resumed(config, record, state, lengths, context.mesh.sizes))
-        if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
+        if not config.batch.skip_train and state.iteration >= (
+            end := total_iterations(config.batch, context.mesh.dp.size)
+        ):
             notices.append(f"training ends at iteration {end}: nothing is left to train")
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")

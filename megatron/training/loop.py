@@ -55,7 +55,7 @@ def train(run: Run) -> None:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
-        while run.state.iteration < run.train_iters:
+        while run.state.iteration < run.train_iters and not batch.skip_train:
             run.profiler.before(run.state.iteration + 1)
             step = train_step(run)
             garbage.after_step()

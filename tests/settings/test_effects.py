@@ -99,6 +99,7 @@ CASES = {
     "split": ("--split 9,1,0", "--train-data-path d", "--data-path d"),
     "data_cache_path": ("--data-cache-path c", "", "--train-data-path d"),
     "verify_data": ("--verify-data", "", "--data-path d"),
+    "skip_train": ("--skip-train", "--eval-iters 0", ""),
     "eval_interval": ("--eval-interval 5", "--eval-iters 0", ""),
     "min_lr": ("--min-lr 1e-5", RATE, "--lr-decay-style cosine"),
     "lr_decay_iters": ("--lr-decay-iters 9", RATE, f"{RATE} --lr-warmup-fraction 0.1"),

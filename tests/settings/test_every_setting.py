@@ -137,6 +137,7 @@ CHECKS = dict(
         train_samples=f"{STEP}::test_length_of_training",
         eval_interval=f"{STEP}::test_evaluations",
         eval_iters=f"{STEP}::test_evaluations",
+        skip_train="test_skip_train::test_the_last_evaluation_of_training_in_another_layout",
         exit_interval=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",
         exit_duration_in_mins=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",
     ),

@@ -219,8 +219,6 @@ to start counting anew from loaded weights, use --finetune
     --reset-iteration --no-load-lr-state
 
 # Evaluation.
-to evaluate without training: python -m megatron.tools.evaluate
-    --skip-train
 evaluation uses the training batch, --eval-iters of it each --eval-interval
     --eval-global-batch-size --eval-micro-batch-size --full-validation --multiple-validation-sets
     --validation-set-names --start-eval-at-iter --test-iters
