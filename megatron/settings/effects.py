@@ -123,6 +123,7 @@ EFFECTS: dict[str, Needs] = {
     "save_retries": SAVE,
     "max_failed_saves": SAVE,
     "no_save_optim": SAVE,
+    "log_progress": SAVE,
     "exit_on_missing_checkpoint": LOAD,
     "resume_schedule": RESUMING,
     "load_strictness": LOAD,

@@ -407,6 +407,9 @@ class Kernels:
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
+    deterministic_mode: bool = setting(
+        "on CUDA: kernels that repeat bit by bit, and an error where torch has none (CPUs repeat anyway)", False
+    )
     manual_gc_interval: int = setting(
         "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
     )
@@ -704,7 +707,10 @@ class Logging:
     log_file: Optional[str] = setting(
         "file for the log with Megatron-LM's lines, appended to (default: train.log under --save)", None
     )
-    log_progress: bool = setting("a progress bar at the bottom of a terminal", True)
+    progress_bar: bool = setting("a bar at the bottom of a terminal", True)
+    log_progress: bool = setting(
+        "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
+    )
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)

@@ -24,6 +24,7 @@ from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import WIDTH, Console
 from megatron.telemetry.figures import duration, short_duration
+from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
@@ -100,6 +101,7 @@ class Metrics:
         *,
         header: Optional[dict] = None,
         iteration: int = 0,
+        consumed_samples: int = 0,
         save: Optional[str] = None,
         active: bool = True,
         timers: Optional[Timers] = None,
@@ -110,8 +112,8 @@ class Metrics:
         self.interval = _Interval()
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
-        self.json, self.trackers = None, []
-        self.console = console or Console(logging.console, bar=logging.log_progress, active=active)
+        self.json, self.trackers, self.progress = None, [], None
+        self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
         if not active:
             return
         path = log_path(logging, save)
@@ -135,6 +137,8 @@ class Metrics:
                 )
             )
         self.iteration = iteration
+        if logging.log_progress and save:
+            self.progress = ProgressLog(local_folder(save), run.ranks, self._operations(consumed_samples))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -200,6 +204,19 @@ class Metrics:
         times = self.timers.collect([timer]) if self.timers else {}
         if self.active:
             self._tell_times(times, 1, iteration, consumed_samples)
+
+    def record_save(self, iteration: int, consumed_samples: int, in_background: bool) -> None:
+        """A line of progress.txt (--log-progress)."""
+        if self.progress:
+            tokens = consumed_samples * self.run.seq_length
+            try:
+                self.progress.saved(iteration, self._operations(consumed_samples), tokens, in_background)
+            except OSError as error:
+                self.log(f"warning: {self.progress.path} is no longer written: {error}")
+                self.progress = None
+
+    def _operations(self, samples: int) -> float:
+        return samples * self.run.seq_length * self.run.flops_per_token
 
     def note(self, kind: str, iteration: int, **facts) -> None:
         """A record of something that happened behind an iteration, for the report alone."""

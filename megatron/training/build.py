@@ -60,7 +60,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    console = Console(config.logging.console, bar=config.logging.log_progress, active=context.is_rank_zero)
+    console = Console(config.logging.console, bar=config.logging.progress_bar, active=context.is_rank_zero)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
     watch = build_watch(config, context, heartbeat, log)
@@ -475,6 +475,7 @@ def build_metrics(config: schema.Config, context: RankContext, facts: Facts, sta
         rates,
         header=header,
         iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
         active=context.is_rank_zero,
         timers=build_timers(config.logging, context),
@@ -519,6 +520,17 @@ def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
     return f"the data sheet of {name} in {precision}"
 
 
+def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) -> list[str]:
+    """That the kernel which was asked for is none of this device's, and which one is taken."""
+    if context.device.type == "cuda" or config.kernels.attention_backend != "flash":
+        return []
+    kernel = getattr(facts, "attention_kernel", None)
+    setup = RankSetup(device="cpu", precision=config.precision.precision, backend="flash")
+    names = {"flash": "torch's scaled_dot_product_attention", "reference": "the reference kernel"}
+    name = kernel and names.get(kernel(setup), f"the {kernel(setup)} kernel")
+    return [f"note: --attention-backend flash is for CUDA: {name or 'another kernel'} computes attention on this CPU"]
+
+
 def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:
     """What is about to happen, in a few lines."""
     mesh, batch = context.mesh, config.batch
@@ -531,6 +543,7 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
             *([f" > {context.threads}"] if context.threads else []),
+            *kernel_instead(config, context, facts),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
         ]

@@ -129,6 +129,7 @@ class Run:
         with self.phase("save"):
             self._save()
         self.metrics.note("save", self.state.iteration, seconds=round(time.perf_counter() - started, 3))
+        self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
 
     def _save(self) -> None:

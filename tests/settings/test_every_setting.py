@@ -202,6 +202,7 @@ CHECKS = dict(
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
+        deterministic_mode="test_deterministic::test_cuda_is_asked_for_kernels_that_repeat",
         manual_gc_interval="test_garbage::test_a_run_collects_at_its_interval",
     ),
     checkpoint=dict(
@@ -247,7 +248,8 @@ CHECKS = dict(
         log_timers_to_tensorboard=f"{RUN}::test_timers_in_tensorboard",
         console="test_console::test_who_wants_it_otherwise",
         log_file="test_console::test_a_pipe_and_the_file_get_megatrons_lines",
-        log_progress="test_console::test_who_wants_it_otherwise",
+        progress_bar="test_console::test_who_wants_it_otherwise",
+        log_progress="test_progress_log::test_progress_of_a_run_that_is_taken_up_again",
         metrics_file=f"{RUN}::test_metrics_file",
         tensorboard_dir="test_metrics::test_tensorboard_has_megatrons_tags_over_iterations_and_samples",
         wandb_project="test_metrics::test_weights_and_biases_gets_the_settings_and_the_curves",

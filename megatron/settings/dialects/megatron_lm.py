@@ -91,8 +91,6 @@ there is no pipeline unless --pipeline-model-parallel-size is above 1
     --no-pipeline-parallel
 
 # Randomness and initial weights.
-runs repeat bit by bit anyway on the same CPU threads; on CUDA, attention's backward pass may still differ
-    --deterministic-mode
 randomness is a function of seed and position, so there is no random state to track, save or load
     --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks
 initial weights depend on --seed and their names alone, wherever they are drawn
