@@ -711,6 +711,11 @@ class Logging:
     log_progress: bool = setting(
         "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
     )
+    log_throughput: bool = setting(
+        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end)", False
+    )
+    log_params_norm: bool = setting("the norm of all parameters in the log, every --log-interval steps", False)
+    log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)

@@ -55,7 +55,15 @@ class StepMetrics:
     loss_scale: float = 1.0
     skipped: bool = False  # gradients overflowed (fp16): no update happened
     ledger: str = ""  # hash of the samples of the step
+    num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
+    params_norm: Optional[float] = None  # behind the update (--log-params-norm)
     extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
+
+    @property
+    def asked_for(self) -> dict[str, float]:
+        """Figures that are there at some steps only, by their names in files."""
+        found = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 @dataclass
@@ -283,7 +291,7 @@ class Metrics:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
         self.console.log(
-            console_line(step, interval, self.run, rates),
+            console_line(step, interval, self.run, rates, self.settings.log_throughput),
             short_line(step, interval, self.run, rates, self.console.width),
         )
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
@@ -352,29 +360,37 @@ def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     return local_folder(save) / "train.log" if save else None
 
 
-def console_line(step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float]) -> str:
+def console_line(
+    step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float], log_throughput: bool = False
+) -> str:
     """Megatron-LM's line for the steps since the last one, with our rates behind it.
 
+    log_throughput: TFLOP/s stand in Megatron-LM's words and place, whatever the device is.
     Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
     losses = {name: total / interval.advanced for name, total in interval.losses.items()}
+    digits, throughput = 1 if run.device == "cuda" else 3, []
+    if run.flops_per_token:
+        unit = "GPU (TFLOP/s/GPU)" if log_throughput or run.device == "cuda" else "rank (TFLOP/s)"
+        throughput = [f"throughput per {unit}: {rates['tflops_per_rank']:.{digits}f}"]
     parts = [
         f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        *(throughput if log_throughput else []),
         f"learning rate: {step.learning_rate:.6E}",
         f"global batch size: {step.batch_size:5d}",
         *(f"{name}: {value:.6E}" for name, value in losses.items()),
         f"loss scale: {step.loss_scale:.1f}",
         *([] if step.grad_norm is None else [f"grad norm: {float(step.grad_norm):.3f}"]),
+        *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
+        *([] if step.params_norm is None else [f"params norm: {step.params_norm:.3f}"]),
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
         f"tokens per second: {rates['tokens_per_second']:.1f}",
+        *([] if log_throughput else throughput),
     ]
-    if run.flops_per_token:
-        unit = "GPU (TFLOP/s/GPU)" if run.device == "cuda" else "rank (TFLOP/s)"
-        parts.append(f"throughput per {unit}: {rates['tflops_per_rank']:.{1 if run.device == 'cuda' else 3}f}")
     if "mfu" in rates:
         parts.append(f"MFU: {rates['mfu']:.1%}")
     left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
@@ -479,6 +495,7 @@ def _step_record(step: StepMetrics, losses: dict[str, float], seconds: float, ra
         | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
         | ({"ledger": step.ledger} if step.ledger else {})
         | {name: float(f"{value:.5g}") for name, value in rates.items()}
+        | step.asked_for
         | {name: float(value) for name, value in step.extra.items()}
     )
 
@@ -487,4 +504,5 @@ def _step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)
+    tags |= {name.replace("_", "-"): value for name, value in step.asked_for.items()}
     return tags | losses | {name: float(value) for name, value in step.extra.items()}

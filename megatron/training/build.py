@@ -105,7 +105,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         said, warnings = drift_told(config, record, context.mesh.dp.size)
         notices += said
         config, lengths = follow(config, record, context.mesh.dp.size)
-    log(summary(config, context, facts, state))
+    log(summary(config, context, facts, state, stages, record))
     if len(pipeline.stages) > 1 and context.is_rank_zero:
         log(f" > {pipeline.describe(num_microbatches_of(config, context))}")
     if record and not config.checkpoint.finetune:
@@ -531,8 +531,32 @@ def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) ->
     return [f"note: --attention-backend flash is for CUDA: {name or 'another kernel'} computes attention on this CPU"]
 
 
-def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:
-    """What is about to happen, in a few lines."""
+def loaded_line(config: schema.Config, mesh, state: State) -> str:
+    """Megatron-LM's line."""
+    place = f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ]"
+    return f"  successfully loaded checkpoint from {config.checkpoint.load} {place} at iteration {state.iteration}"
+
+
+def model_parallel_sizes(context: RankContext, stages: list[torch.nn.Module]) -> list[str]:
+    """Megatron-LM's lines about the parameters of each model parallel rank. All ranks together."""
+    mesh, parameters = context.mesh, {p for stage in stages for p in stage.parameters()}
+    first_copy = mesh.dp.rank == mesh.cp.rank == 0
+    own = (mesh.pp.rank, mesh.tp.rank, sum(parameter.numel() for parameter in parameters)) if first_copy else None
+    return [
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}"
+        for pp, tp, count in sorted(found for found in all_gather_object_over(context)(own) if found)
+    ]
+
+
+def summary(
+    config: schema.Config,
+    context: RankContext,
+    facts: Facts,
+    state: State,
+    stages: list[torch.nn.Module],
+    record: Optional[dict[str, Any]] = None,
+) -> str:
+    """What is about to happen, in a few lines. record: of the checkpoint that was loaded."""
     mesh, batch = context.mesh, config.batch
     size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
     return "\n".join(
@@ -540,11 +564,13 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
             f" > {facts.describe(f'{facts.parameters:,}')}",
+            *model_parallel_sizes(context, stages),
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
             *([f" > {context.threads}"] if context.threads else []),
             *kernel_instead(config, context, facts),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+            *([loaded_line(config, mesh, state)] if record else []),
         ]
     )

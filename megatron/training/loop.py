@@ -107,6 +107,7 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with run.phase("reduce"):
         totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     *values, tokens = watch.count(totals)
+    num_zeros = run.num_zeros_in_grad()
     factor = unscale(tokens)
     means, norm = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, norm * factor
     loss = next(iter(means.values()))
@@ -138,6 +139,8 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         loss_scale=run.state.scaler.scale,
         skipped=verdict is StepVerdict.SKIP,
         ledger=watch.ledger,
+        num_zeros=num_zeros,
+        params_norm=run.params_norm(),
         extra=({"spike": watch.spike.score} if watch.spike else {})
         | ({} if decoupled is None else {"decoupled_learning_rate": decoupled}),
     )

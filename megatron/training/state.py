@@ -118,6 +118,19 @@ class Run:
     def train_iters(self) -> int:
         return total_iterations(self.config.batch, self.dp)
 
+    def num_zeros_in_grad(self) -> Optional[int]:
+        """Of the step under way, where it is one that the log tells (--log-num-zeros-in-grad); all ranks together."""
+        wanted = self.config.logging.log_num_zeros_in_grad and self._logs(self.state.iteration + 1)
+        return self.optimizer.num_zeros_in_grad() if wanted else None
+
+    def params_norm(self) -> Optional[float]:
+        """Behind a step that the log tells (--log-params-norm); all ranks together."""
+        wanted = self.config.logging.log_params_norm and self._logs(self.state.iteration)
+        return self.optimizer.params_norm() if wanted else None
+
+    def _logs(self, iteration: int) -> bool:
+        return iteration % self.config.logging.log_interval == 0
+
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
         """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
         self.watch.heartbeat.beat(name, step)

@@ -38,7 +38,8 @@ ALWAYS = """
     param_cpu_offload gradient_accumulation_fusion loss_averaging
     auto_parallel parallel_plan dry_run preflight
     profile
-    log_interval timing_log_level progress_bar metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
+    log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
+    metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
     debug console log_file
 """.split()
 

@@ -131,12 +131,12 @@ only local files are read
 
 # Logs.
 every figure that the run logs goes to TensorBoard as well, at --log-interval
-    --log-throughput --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
+    --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
     --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard
     --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --tensorboard-log-interval
     --tensorboard-queue-size
 this figure is not logged yet
-    --log-num-zeros-in-grad --log-params-norm --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
+    --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy
     --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
     --logging-level --measure-activation-memory
