@@ -26,6 +26,7 @@ from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
 AllGatherObject = Callable[[Any], list]
+RELEASE = "release"  # in the place of an iteration: Megatron-LM's name for weights that a converter has written
 NEW_RUN = "check --load; a new run begins where --save and --load are the same new folder, or with --auto-resume"
 
 
@@ -82,6 +83,8 @@ def choose(
             )
         return Choice((found[step],))
     if not found:
+        if problem := of_megatron(folder):
+            raise CheckpointError(problem)
         if allow_empty() if callable(allow_empty) else allow_empty:
             return Choice(())
         if (folder / "config.json").exists():
@@ -110,17 +113,31 @@ def choose(
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def _visible_damage(path: CheckpointPath) -> Optional[str]:
-    if not (path / "index.json").exists() and any(path.glob("mp_rank_*")):
+def of_megatron(folder: CheckpointPath) -> Optional[str]:
+    """What to do with a folder whose only checkpoint is a `release` of Megatron-LM's, or that is one itself."""
+    return next(filter(None, map(_foreign, (folder / RELEASE, folder))), None)
+
+
+def _foreign(path: CheckpointPath) -> Optional[str]:
+    """What to do with one checkpoint of Megatron-LM's own two formats; None: it is none."""
+    if (path / "index.json").exists():
+        return None
+    if any(path.glob("mp_rank_*")):
         return (
             f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
             f"from-megatron {path.parent} OUT"
         )
-    if not (path / "index.json").exists() and any(path.glob("*.distcp")):
+    if any(path.glob("*.distcp")):
         return (
             f"{path} is in torch's distributed format; if it is Megatron-LM's, make one of this with python -m "
             f"megatron.tools.checkpoint from-megatron {path.parent} OUT"
         )
+    return None
+
+
+def _visible_damage(path: CheckpointPath) -> Optional[str]:
+    if foreign := _foreign(path):
+        return foreign
     try:
         with Reader(path) as reader:
             reader.check_files()

@@ -173,6 +173,7 @@ def _many(case: Case) -> bool:
     return "cached" not in case.asks or case.queries > 1
 
 
+_HALF_ON_CUDA = _on("cuda", torch.bfloat16, torch.float16)
 NO_CUDA = "" if torch.cuda.is_available() else "no CUDA device"
 EXPLICIT_KEYS = 4096  # beyond this the stored weights of explicit attention cost more memory than they save time
 
@@ -182,7 +183,7 @@ TABLE: dict[str, list[Implementation]] = {
             "flash-attn",
             attention.flash_attn,
             "the fastest attention on many NVIDIA GPUs",
-            _on("cuda", torch.bfloat16, torch.float16),
+            lambda case: _HALF_ON_CUDA(case) and not torch.are_deterministic_algorithms_enabled(),  # backward: atomics
             _package("flash_attn", NO_CUDA),
             "flash",
             _flash_attn(),

@@ -45,6 +45,7 @@ MEANINGS = {
 }
 # The rank that fails first drags others along; what says most about the cause comes first.
 TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
+FOR_ANOTHER = "for another rank"  # said by a rank that gave up waiting first; others only see how its connections end
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # how launchers end the other ranks
 
 

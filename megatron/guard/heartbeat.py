@@ -64,7 +64,7 @@ class Heartbeat:
 
     def __init__(self, folder: Optional[str] = None, rank: int = 0):
         self.file, self.stacks = None, None
-        self.count, self.step, self.since, self.phase = 0, 0, 0, "start"
+        self.count, self.step, self.since, self.phase, self.group = 0, 0, 0, "start", ""
         self.at = time.monotonic() - age()  # the imports came before this
         self.usual: dict[str, float] = {}
         self.totals: dict[str, float] = {}
@@ -122,6 +122,7 @@ class Heartbeat:
 
     def enter_group(self, group: str) -> None:
         """About to wait for the ranks of a group: less than a microsecond."""
+        self.group = group
         if self.file is not None:
             self._put(group.encode("ascii", "replace")[:GROUP].ljust(GROUP), SIZE - GROUP)
 

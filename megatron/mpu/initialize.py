@@ -53,7 +53,13 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             "let torchrun set them, or unset them for a single process",
         )
     device = pick_device(kernels.device, here.local_rank)
+    if kernels.deterministic_mode and device.type == "cuda":
+        repeat_bit_by_bit()
     threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else ""
+    if world > 1 and parallel.distributed_backend == "nccl" and device.type == "cpu":  # before the ranks meet
+        raise SettingsError(
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU", do="leave the flag out (gloo)"
+        )
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -97,6 +103,17 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def repeat_bit_by_bit() -> None:
+    """On CUDA: torch takes kernels whose results repeat, attention's backward pass too, and raises where it has none.
+
+    Before the first product on the device: cuBLAS reads its variable then. `fused_kernels` leaves out packages that
+    torch does not know.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def use_threads(ranks_here: int = 1) -> str:

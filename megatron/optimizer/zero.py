@@ -17,6 +17,7 @@ Gradients are *sums* of token losses over the global batch times the scale that 
 says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
 """
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -265,6 +266,42 @@ class DistributedOptimizer:
                 square = torch.stack(torch._foreach_norm(views)).double().square().sum()
                 total = total + square / getattr(self.mesh, name).size  # each of its ranks holds the same
         return total
+
+    # ---- figures for the log ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """The norm of all parameters (main weights, fp32), each counted once over all ranks, which all call it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for state in self.states:
+            main = state.main
+            views = [
+                main[where.start - state.span.start : where.stop - state.span.start] for *_, where in self._mine(state)
+            ]
+            if views:
+                total += torch.stack(torch._foreach_norm(views)).double().square().sum().to(self.device)
+        return collectives.all_reduce(total, self.mesh.world).sqrt().item()
+
+    @torch.no_grad()
+    def num_zeros_in_grad(self) -> int:
+        """How many elements of the step's gradient are 0, padding left out, behind `finalize_grads`; all ranks together."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for state in self.states:
+            for own, slot, where in self._mine(state):
+                if own.low <= slot.start < own.high:  # where the parameter begins, the whole of it is counted
+                    _, extent = slot.placement.box(slot.parameter.shape, self.mesh.coordinates)
+                    total += math.prod(extent)
+                total -= torch.count_nonzero(self.reduced[where])  # padding has no gradient
+        return int(collectives.all_reduce(total, self.mesh.world).item())
+
+    def _mine(self, state: OwnedState) -> Iterable[tuple[OwnedRange, Slot, slice]]:
+        """What this rank counts of a state, so that of all ranks together each element is counted once."""
+        place = self.mesh.coordinates
+        for own in state.owned:
+            if getattr(self.mesh, own.unit.replicate).rank == 0:
+                for slot, where in own.slots():
+                    if slot.placement.owned(place):
+                        yield own, slot, where
 
     # ---- the step --------------------------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ def _quiet(config: schema.Config) -> schema.Config:
         log_interval=10**9,
         log_file=None,
         log_progress=False,
+        progress_bar=False,
         metrics_file=None,
         tensorboard_dir=None,
         wandb_project=None,

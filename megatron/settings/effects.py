@@ -97,6 +97,7 @@ EFFECTS: dict[str, Needs] = {
     "eval_same_samples": Needs(
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
     ),
+    "skip_train": VALIDATION,
     # learning rate and weight decay
     "min_lr": FALLING,
     "lr_decay_iters": DECAYING,
@@ -141,6 +142,7 @@ EFFECTS: dict[str, Needs] = {
     "save_retries": SAVE,
     "max_failed_saves": SAVE,
     "no_save_optim": SAVE,
+    "log_progress": SAVE,
     "exit_on_missing_checkpoint": LOAD,
     "resume_schedule": RESUMING,
     "load_strictness": LOAD,

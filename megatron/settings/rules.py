@@ -243,7 +243,9 @@ RULES = (
     ),
     Rule(
         lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
-        lambda s: "--distributed-backend nccl needs --device cuda; CPUs talk through gloo (the default)",
+        lambda s: (
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave the flag out (gloo)"
+        ),
     ),
     Rule(
         lambda s: s.tokenizer is None and not s.tokenizer_model,
@@ -344,6 +346,13 @@ RULES = (
 )
 
 REMARKS = (
+    Rule(
+        lambda s: s.skip_train,
+        lambda s: (
+            "skipping training (--skip-train is on)"
+            + ("" if s.load else "; without --load these are the weights that --seed draws")
+        ),
+    ),
     Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",

@@ -372,6 +372,11 @@ class Batch:
     eval_same_samples: bool = setting(
         "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
     )
+    skip_train: bool = setting(
+        "no training: --eval-iters batches of validation and test data, in the layout that is given",
+        False,
+        on_resume="irrelevant",
+    )
     exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None, on_resume="irrelevant")
     exit_duration_in_mins: Optional[float] = setting(
         "save and stop after this many minutes", None, on_resume="irrelevant"
@@ -427,6 +432,9 @@ class Kernels:
     cross_entropy_loss_fusion: bool = setting("softmax, loss and its gradient in one kernel", True)
     fused_linear: bool = setting("products add their bias themselves", True)
     fuse_attn_qkv: bool = setting("queries, keys and values by one product", True)
+    deterministic_mode: bool = setting(
+        "on CUDA: kernels that repeat bit by bit, and an error where torch has none (CPUs repeat anyway)", False
+    )
     manual_gc_interval: int = setting(
         "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
     )
@@ -728,7 +736,15 @@ class Logging:
     log_file: Optional[str] = setting(
         "file for the log with Megatron-LM's lines, appended to (default: train.log under --save)", None
     )
-    log_progress: bool = setting("a progress bar at the bottom of a terminal", True)
+    progress_bar: bool = setting("a bar at the bottom of a terminal", True)
+    log_progress: bool = setting(
+        "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
+    )
+    log_throughput: bool = setting(
+        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end)", False
+    )
+    log_params_norm: bool = setting("the norm of all parameters in the log, every --log-interval steps", False)
+    log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)

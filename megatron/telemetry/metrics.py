@@ -24,6 +24,7 @@ from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import WIDTH, Console
 from megatron.telemetry.figures import duration, short_duration
+from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
@@ -56,7 +57,15 @@ class StepMetrics:
     loss_scale: float = 1.0
     skipped: bool = False  # gradients overflowed (fp16): no update happened
     ledger: str = ""  # hash of the samples of the step
+    num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
+    params_norm: Optional[float] = None  # behind the update (--log-params-norm)
     extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
+
+    @property
+    def asked_for(self) -> dict[str, float]:
+        """Figures that are there at some steps only, by their names in files."""
+        found = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 @dataclass
@@ -102,6 +111,7 @@ class Metrics:
         *,
         header: Optional[dict] = None,
         iteration: int = 0,
+        consumed_samples: int = 0,
         save: Optional[str] = None,
         active: bool = True,
         timers: Optional[Timers] = None,
@@ -113,8 +123,8 @@ class Metrics:
         self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
-        self.json, self.trackers = None, []
-        self.console = console or Console(logging.console, bar=logging.log_progress, active=active)
+        self.json, self.trackers, self.progress = None, [], None
+        self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
         if not active:
             return
         path = log_path(logging, save)
@@ -139,6 +149,8 @@ class Metrics:
                 )
             )
         self.iteration = iteration
+        if logging.log_progress and save:
+            self.progress = ProgressLog(local_folder(save), run.ranks, self._operations(consumed_samples))
 
     def _point_to(self, path: Path, save: Optional[str]) -> None:
         """Leave in the run's folder where its metrics are, for tools that know the folder alone."""
@@ -232,6 +244,19 @@ class Metrics:
         if self.active:
             self._tell_times(times, 1, iteration, consumed_samples)
 
+    def record_save(self, iteration: int, consumed_samples: int, in_background: bool) -> None:
+        """A line of progress.txt (--log-progress)."""
+        if self.progress:
+            tokens = consumed_samples * self.run.seq_length
+            try:
+                self.progress.saved(iteration, self._operations(consumed_samples), tokens, in_background)
+            except OSError as error:
+                self.log(f"warning: {self.progress.path} is no longer written: {error}")
+                self.progress = None
+
+    def _operations(self, samples: int) -> float:
+        return samples * self.run.seq_length * self.run.flops_per_token
+
     def note(self, kind: str, iteration: int, **facts) -> None:
         """A record of something that happened behind an iteration, for the report alone."""
         self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
@@ -297,7 +322,7 @@ class Metrics:
         interval, self.interval = self.interval, _Interval()
         rates = self._rates(interval.samples, interval.seconds)
         self.console.log(
-            console_line(step, interval, self.run, rates),
+            console_line(step, interval, self.run, rates, self.settings.log_throughput),
             short_line(step, interval, self.run, rates, self.console.width),
         )
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
@@ -366,29 +391,37 @@ def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     return local_folder(save) / "train.log" if save else None
 
 
-def console_line(step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float]) -> str:
+def console_line(
+    step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float], log_throughput: bool = False
+) -> str:
     """Megatron-LM's line for the steps since the last one, with our rates behind it.
 
+    log_throughput: TFLOP/s stand in Megatron-LM's words and place, whatever the device is.
     Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
     losses = {name: total / interval.advanced for name, total in interval.losses.items()}
+    digits, throughput = 1 if run.device == "cuda" else 3, []
+    if run.flops_per_token:
+        unit = "GPU (TFLOP/s/GPU)" if log_throughput or run.device == "cuda" else "rank (TFLOP/s)"
+        throughput = [f"throughput per {unit}: {rates['tflops_per_rank']:.{digits}f}"]
     parts = [
         f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        *(throughput if log_throughput else []),
         f"learning rate: {step.learning_rate:.6E}",
         f"global batch size: {step.batch_size:5d}",
         *(f"{name}: {value:.6E}" for name, value in losses.items()),
         f"loss scale: {step.loss_scale:.1f}",
         *([] if step.grad_norm is None else [f"grad norm: {float(step.grad_norm):.3f}"]),
+        *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
+        *([] if step.params_norm is None else [f"params norm: {step.params_norm:.3f}"]),
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
         f"tokens per second: {rates['tokens_per_second']:.1f}",
+        *([] if log_throughput else throughput),
     ]
-    if run.flops_per_token:
-        unit = "GPU (TFLOP/s/GPU)" if run.device == "cuda" else "rank (TFLOP/s)"
-        parts.append(f"throughput per {unit}: {rates['tflops_per_rank']:.{1 if run.device == 'cuda' else 3}f}")
     if "mfu" in rates:
         parts.append(f"MFU: {rates['mfu']:.1%}")
     left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
@@ -493,6 +526,7 @@ def _step_record(step: StepMetrics, losses: dict[str, float], seconds: float, ra
         | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
         | ({"ledger": step.ledger} if step.ledger else {})
         | {name: float(f"{value:.5g}") for name, value in rates.items()}
+        | step.asked_for
         | {name: float(value) for name, value in step.extra.items()}
     )
 
@@ -501,4 +535,5 @@ def _step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)
+    tags |= {name.replace("_", "-"): value for name, value in step.asked_for.items()}
     return tags | losses | {name: float(value) for name, value in step.extra.items()}

@@ -150,6 +150,7 @@ def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
     else:
         folders = list(checkpoints(path).values())
     if not folders:
+        choose(path)  # says what there is instead
         raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
     count = 0
     for folder in folders:

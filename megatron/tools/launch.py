@@ -28,10 +28,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
 
-from megatron.errors import LAUNCHER, Interrupted, PeerLost, SettingsError, UsageError, did_you_mean, explain, run_main
+from megatron.errors import (
+    LAUNCHER,
+    Failure,
+    Interrupted,
+    PeerLost,
+    SettingsError,
+    UsageError,
+    did_you_mean,
+    explain,
+    run_main,
+)
 from megatron.guard import processes
-from megatron.guard.command import COMMAND, started_by
-from megatron.guard.exits import judge
+from megatron.guard.command import COMMAND, config_of, last_checkpoint, started_by
+from megatron.guard.exits import FOR_ANOTHER, judge
+from megatron.guard.stacks import spans
 
 MODULE = "megatron.tools.launch"
 AT_ONCE = 2.0  # seconds that ranks have to end after the second Ctrl-C
@@ -47,6 +58,7 @@ class Ending(NamedTuple):
     code: int  # negative: by a signal
     said: str  # its message, as far as it should be printed; "": it left none
     told: bool = False  # it has printed it itself
+    killed: bool = False  # by this launcher: its end is no cause of anything
 
 
 def main(argv: list[str]) -> None:
@@ -135,6 +147,7 @@ class Launch:
         self.failures: Mapping[int, object] = {}  # rank -> torch's ProcessFailure
         self.error: Optional[BaseException] = None  # of the agent itself
         self.signals: list[int] = []  # that were handed on
+        self.killed: set[int] = set()  # processes of ranks that did not end when they were told to
         self.signalled: set[int] = set()  # the ranks' processes that heard them
 
     def run(self) -> list[Ending]:
@@ -157,14 +170,15 @@ class Launch:
             return [self.ending_in_files()]
         if self.error is not None:
             raise failure_of(self.error)
-        return [ending_of(rank, failure) for rank, failure in self.failures.items()]
+        return [ending_of(rank, failure, self.killed) for rank, failure in self.failures.items()]
 
     def work(self) -> None:
         """Of the thread: torch's agent, until all ranks have finished or one has failed."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         try:
-            start(self.args)
+            with noting_kills(self.killed, self.patience()):
+                start(self.args)
         except ChildFailedError as failed:
             self.failures = failed.failures
         except BaseException as error:
@@ -193,7 +207,9 @@ class Launch:
         return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else given)
 
     def kill(self) -> None:
-        signal_groups(processes.children(os.getpid()), signal.SIGKILL)
+        ranks = processes.children(os.getpid())
+        self.killed.update(ranks)
+        signal_groups(ranks, signal.SIGKILL)
 
     def all_signalled_are_gone(self) -> bool:
         return not self.signalled.intersection(processes.children(os.getpid()))
@@ -212,15 +228,26 @@ class Launch:
         return Ending(0, -self.signals[-1], "")
 
     def last_words(self, endings: Iterable[Ending]) -> tuple[str, int, int]:
-        """(what is printed, the exit code, whose it is): of the rank that says most about the cause."""
+        """(what is printed, the exit code, whose it is): of the rank that says most about the cause.
+
+        Ranks that the launcher has killed itself are named beside it: the others waited for them, as a rule.
+        """
         endings = sorted(endings, key=lambda ending: ending.rank)
-        code = judge(ending.code for ending in endings).code
-        rank, _, said, told = min(
-            (ending for ending in endings if ending.code == code), key=lambda ending: not ending.said
+        killed = [ending.rank for ending in endings if ending.killed]
+        left = [ending for ending in endings if not ending.killed] or endings
+        code = judge(ending.code for ending in left).code
+        rank, _, said, told, _ = min(
+            (ending for ending in left if ending.code == code),
+            key=lambda ending: (not ending.said, FOR_ANOTHER not in ending.said),
         )
         if signal.SIGINT in self.signals and not said:
             said, code = "interrupted: ended at once, nothing was saved\n", Interrupted.code
-        text = "" if told else said or unsaid(rank, code, asked=bool(self.signals))
+        elif killed and left is endings:
+            said = f"error: {not_answered(killed, self.patience())}\n"
+        elif killed and not told:
+            said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args))
+            said = with_reason(said, not_answered(killed, self.patience()))
+        text = "" if told else said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args))
         return text, code if code >= 0 else 128 - code, rank
 
 
@@ -256,16 +283,69 @@ def failure_of(error: BaseException) -> BaseException:
     return error
 
 
-def ending_of(rank: int, failure) -> Ending:
-    """torch's record of a rank that failed."""
-    return Ending(rank, failure.exitcode, failure.error_file_data.get("brief", ""))
+def ending_of(rank: int, failure, killed: Iterable[int] = ()) -> Ending:
+    """torch's record of a rank that failed. killed: processes that the launcher has killed."""
+    gone = failure.pid in killed and failure.exitcode == -signal.SIGKILL
+    return Ending(rank, failure.exitcode, failure.error_file_data.get("brief", ""), killed=gone)
+
+
+@contextlib.contextmanager
+def noting_kills(killed: set[int], patience: float) -> Iterator[None]:
+    """Inside, torch's agent leaves here the processes that it kills because they did not end at SIGTERM.
+
+    patience: seconds that it gives them; its own are 30 where a rank has failed, whatever --shutdown-timeout says
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    close_all, close = SubprocessContext._close, SubprocessHandler.close
+
+    def patient(context, death_sig, timeout=30) -> None:
+        close_all(context, death_sig, patience)
+
+    def noted(handler, death_sig=None) -> None:
+        if death_sig == signal.SIGKILL:
+            killed.add(handler.proc.pid)
+        close(handler, death_sig)
+
+    SubprocessContext._close, SubprocessHandler.close = patient, noted
+    try:
+        yield
+    finally:
+        SubprocessContext._close, SubprocessHandler.close = close_all, close
+
+
+def not_answered(ranks: list[int], seconds: float) -> str:
+    """
+    >>> not_answered([1], 30)
+    'rank 1 did not answer SIGTERM within 30 s and was killed by the launcher: it was stopped or hangs'
+    """
+    one = len(ranks) == 1
+    who, were, hang = ("rank", "was", "it was stopped or hangs") if one else ("ranks", "were", "stopped, or they hang")
+    return f"{who} {spans(ranks)} did not answer SIGTERM within {seconds:g} s and {were} killed by the launcher: {hang}"
+
+
+def with_reason(said: str, reason: str) -> str:
+    """A message with one more line, before the one that says what to do."""
+    lines = said.rstrip("\n").split("\n")
+    at = len(lines) - (len(lines) > 1 and lines[-1].startswith("  -> "))
+    return "\n".join([*lines[:at], f"  {reason}", *lines[at:]]) + "\n"
+
+
+def last_checkpoint_of(args: Namespace) -> Optional[str]:
+    """Where the job has its newest complete checkpoint, as far as its command line says."""
+    words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    with contextlib.suppress(Failure, OSError):  # a script that is none of ours
+        config = config_of(words)
+        return config and last_checkpoint(config.checkpoint)
+    return None
 
 
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
 
 
-def unsaid(rank: int, code: int, asked: bool) -> str:
-    """What is said of a rank that has left no message. asked: the ranks were told to end."""
+def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None) -> str:
+    """What is said of a rank that has left no message. asked: the ranks were told to end; saved: the last checkpoint."""
     if code >= 0:
         return (
             f"error: rank {rank} ended with exit code {code} and left no message\n"
@@ -277,13 +357,19 @@ def unsaid(rank: int, code: int, asked: bool) -> str:
         name = f"signal {-code}"
     if name == "SIGKILL":
         hint = "  -> if nobody has sent it, memory has run out: dmesg | grep -i oom\n"
+    elif name == "SIGABRT":
+        hint = (
+            "  -> a crash in compiled code (PYTHONFAULTHANDLER=1 shows where), or NCCL's watchdog, which says above that\n"
+            "     a rank has waited for another for longer than --distributed-timeout-minutes\n"
+        )
     elif name in CRASHES:
         hint = "  -> a crash in compiled code: PYTHONFAULTHANDLER=1 shows where\n"
     elif asked and name == "SIGTERM":
         hint = "  -> with --exit-signal-handler the ranks save first\n"
     else:
         hint = ""
-    return f"error: rank {rank} was ended by {name}\n{hint}"
+    where = f"  the last checkpoint: {saved}\n" if saved else ""
+    return f"error: rank {rank} was ended by {name}\n{where}{hint}"
 
 
 def signal_groups(ranks: Iterable[int], number: int) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import Failure, Interrupted, Preempted, SettingsError, StorageError, UsageError, run_main
+from megatron.errors import Failure, Interrupted, PeerLost, Preempted, SettingsError, StorageError, UsageError, run_main
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
@@ -279,7 +279,9 @@ class Supervisor:
                     return False
                 continue
             if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
-                gone = gone or now
+                if gone is None:
+                    gone = now
+                    self.tell_lost(beats, {beat.rank: now - seen[beat.rank][1] for beat in beats})
                 if now - gone > LINGER:
                     return False
                 continue
@@ -308,6 +310,20 @@ class Supervisor:
         numbers = ", ".join(str(beat.rank) for beat in over)
         log(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
         for line in explain(standstills(beats, self.beats, silent)):
+            log(f"  {line}")
+
+    def tell_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
+        """A rank has given up waiting for another, earlier than --hang-timeout: say which one has been silent longest."""
+        left = [beat for beat in beats if processes.alive_here(beat)]
+        if not (left and any(beat.ended == PeerLost.code for beat in beats)):
+            return
+        oldest = max(left, key=lambda beat: silent[beat.rank])
+        gave_up = ", ".join(str(beat.rank) for beat in beats if beat.ended == PeerLost.code)
+        log(
+            f"rank {gave_up} gave up waiting; "
+            f"the oldest word is that of rank {oldest.rank}, {silent[oldest.rank]:.0f} s ago"
+        )
+        for line in explain(standstills(left, self.beats, silent)):
             log(f"  {line}")
 
     def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:

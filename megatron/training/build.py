@@ -61,7 +61,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    console = Console(config.logging.console, bar=config.logging.log_progress, active=context.is_rank_zero)
+    console = Console(config.logging.console, bar=config.logging.progress_bar, active=context.is_rank_zero)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
     watch = build_watch(config, context, heartbeat, log)
@@ -107,15 +107,14 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         said, warnings = drift_told(config, record, context.mesh.dp.size)
         notices += said
         config, lengths = follow(config, record, context.mesh.dp.size)
-    log(summary(config, context, facts, state))
+    log(summary(config, context, facts, state, stages, record))
     if len(pipeline.stages) > 1 and context.is_rank_zero:
         log(f" > {pipeline.describe(num_microbatches_of(config, context))}")
     if record and not config.checkpoint.finetune:
         notices += check_samples(config, record, train, context)
         notices += code_notes(record.get("code"), code)
         log(resumed(config, record, state, lengths, context.mesh.sizes))
-        if state.iteration >= (end := total_iterations(config.batch, context.mesh.dp.size)):
-            notices.append(f"training ends at iteration {end}: nothing is left to train")
+        notices += nothing_left(config.batch, state, context.mesh.dp.size)
     notices += fused_kernels.told(context.device.type, dtype)
     for notice in [*remarks(config, context.mesh.world_size), *notices]:
         log(f"note: {notice}")
@@ -171,6 +170,13 @@ def all_gather_object_over(context: RankContext):
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
+    """What to say of a run that goes on from where it ends."""
+    end = total_iterations(batch, dp)
+    done = state.iteration >= end and not batch.skip_train
+    return [f"training ends at iteration {end}: nothing is left to train"] if done else []
 
 
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
@@ -543,6 +549,7 @@ def build_metrics(
         rates,
         header=header,
         iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
         active=context.is_rank_zero,
         timers=build_timers(config.logging, context),
@@ -585,8 +592,43 @@ def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
     return "unknown" if context.device.type == "cpu" else f"the data sheet of {name} in {config.precision.precision}"
 
 
-def summary(config: schema.Config, context: RankContext, facts: Facts, state: State) -> str:
-    """What is about to happen, in a few lines."""
+def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) -> list[str]:
+    """That the kernel which was asked for is none of this device's, and which one is taken."""
+    if context.device.type == "cuda" or config.kernels.attention_backend != "flash":
+        return []
+    kernel = getattr(facts, "attention_kernel", None)
+    setup = RankSetup(device="cpu", precision=config.precision.precision, backend="flash")
+    names = {"flash": "torch's scaled_dot_product_attention", "reference": "the reference kernel"}
+    name = kernel and names.get(kernel(setup), f"the {kernel(setup)} kernel")
+    return [f"note: --attention-backend flash is for CUDA: {name or 'another kernel'} computes attention on this CPU"]
+
+
+def loaded_line(config: schema.Config, mesh, state: State) -> str:
+    """Megatron-LM's line."""
+    place = f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ]"
+    return f"  successfully loaded checkpoint from {config.checkpoint.load} {place} at iteration {state.iteration}"
+
+
+def model_parallel_sizes(context: RankContext, stages: list[torch.nn.Module]) -> list[str]:
+    """Megatron-LM's lines about the parameters of each model parallel rank. All ranks together."""
+    mesh, parameters = context.mesh, {p for stage in stages for p in stage.parameters()}
+    first_copy = mesh.dp.rank == mesh.cp.rank == 0
+    own = (mesh.pp.rank, mesh.tp.rank, sum(parameter.numel() for parameter in parameters)) if first_copy else None
+    return [
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}"
+        for pp, tp, count in sorted(found for found in all_gather_object_over(context)(own) if found)
+    ]
+
+
+def summary(
+    config: schema.Config,
+    context: RankContext,
+    facts: Facts,
+    state: State,
+    stages: list[torch.nn.Module],
+    record: Optional[dict[str, Any]] = None,
+) -> str:
+    """What is about to happen, in a few lines. record: of the checkpoint that was loaded."""
     mesh, batch = context.mesh, config.batch
     size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
     return "\n".join(
@@ -595,10 +637,13 @@ def summary(config: schema.Config, context: RankContext, facts: Facts, state: St
             f"{f'context-parallel size: {mesh.cp.size}, ' * (mesh.cp.size > 1)}"
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
             f" > {facts.describe(f'{facts.parameters:,}')}",
+            *model_parallel_sizes(context, stages),
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
             *([f" > {context.threads}"] if context.threads else []),
+            *kernel_instead(config, context, facts),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+            *([loaded_line(config, mesh, state)] if record else []),
         ]
     )

@@ -38,7 +38,7 @@ from megatron.training.state import Run
 
 def pretrain(config: schema.Config, recipe: Recipe) -> None:
     """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
-    with guarded(config.guard) as heartbeat:
+    with guarded(config.guard, config) as heartbeat:
         run = build_run(config, recipe, heartbeat)
         try:
             with Listening.with_timers(run.metrics.timers):
@@ -58,7 +58,7 @@ def train(run: Run) -> None:
         stage.train()
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
-        while run.state.iteration < run.train_iters:
+        while run.state.iteration < run.train_iters and not run.config.batch.skip_train:
             before = run.state.iteration
             run.profiler.before(before + 1)
             step = train_step(run)
@@ -161,6 +161,7 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples),
         figures,
         skip=watch.refuses(state.recent, figures.judged) if late else None,
+        num_zeros=run.num_zeros_in_grad(iteration),
     )
     verdict = None if late else judge(run, outcome)
     if verdict is StepVerdict.ROLLBACK:
@@ -182,8 +183,9 @@ def reads_at_once(run: Run, iteration: int) -> bool:
     """
     if not run.reads_late or iteration >= run.train_iters or run.watch.stop:
         return True
-    batch, manager = run.config.batch, run.checkpoint_manager
-    intervals = [run.config.guard.check_replicas_interval, batch.exit_interval]
+    batch, manager, logging = run.config.batch, run.checkpoint_manager, run.config.logging
+    intervals = [logging.log_interval] if logging.log_params_norm or logging.log_num_zeros_in_grad else []
+    intervals += [run.config.guard.check_replicas_interval, batch.exit_interval]
     intervals += [batch.eval_interval] if run.valid_loader else []
     return any(due(interval, iteration) for interval in intervals) or bool(manager and manager.due(iteration))
 
@@ -243,6 +245,8 @@ def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
         loss_scale=run.state.scaler.scale,
         skipped=verdict is StepVerdict.SKIP,
         ledger=run.watch.ledger,
+        num_zeros=outcome.num_zeros,
+        params_norm=run.params_norm(outcome.iteration),
         extra=({"spike": spike.score} if spike else {})
         | ({} if outcome.decoupled is None else {"decoupled_learning_rate": outcome.decoupled}),
     )

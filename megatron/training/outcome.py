@@ -65,6 +65,7 @@ class Outcome:
     decoupled: Optional[float]
     figures: InitVar[Figures]
     skip: Optional[torch.Tensor] = None
+    num_zeros: Optional[int] = None  # elements of the gradient, at steps where the log tells them
     repeated: bool = False  # the passes were made once more, to find a cause: gradients of a later step are lost
 
     def __post_init__(self, figures: Figures):

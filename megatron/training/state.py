@@ -13,6 +13,7 @@ from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
+from megatron.guard.endings import peer_lost
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu.initialize import RankContext, leave_job
@@ -132,6 +133,18 @@ class Run:
         """Steps of which it is known what came of them."""
         return self.state.iteration - (self.unread is not None)
 
+    def num_zeros_in_grad(self, iteration: int) -> Optional[int]:
+        """Of the gradients of a step, where the log wants it (--log-num-zeros-in-grad); all ranks together."""
+        logging = self.config.logging
+        wanted = logging.log_num_zeros_in_grad and iteration % logging.log_interval == 0
+        return self.optimizer.num_zeros_in_grad() if wanted else None
+
+    def params_norm(self, iteration: int) -> Optional[float]:
+        """Behind a step, where the log wants it (--log-params-norm); all ranks together."""
+        logging = self.config.logging
+        wanted = logging.log_params_norm and iteration % logging.log_interval == 0
+        return self.optimizer.params_norm() if wanted else None
+
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
         """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
         self.watch.heartbeat.beat(name, step)
@@ -143,6 +156,7 @@ class Run:
         with self.phase("save"):
             self._save()
         self.metrics.note("save", self.state.iteration, seconds=round(time.perf_counter() - started, 3))
+        self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
 
     def _save(self) -> None:
@@ -168,6 +182,7 @@ class Run:
 
     def close(self, error: Optional[BaseException] = None) -> None:
         """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        error = peer_lost(error, self.watch.heartbeat, self.config) or error
         orderly = error is None or isinstance(error, Preempted)
         if orderly:
             self.profiler.end(self.state.iteration)

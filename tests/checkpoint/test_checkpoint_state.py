@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from megatron.checkpoint import folder as module
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
 from megatron.checkpoint.store import Piece
+from megatron.checkpoint.traces import may_begin
 from megatron.errors import CheckpointError, Locked, StorageError
 from megatron.guard.processes import state
+from megatron.inference.load import load_model
+from megatron.planner import problems
+from megatron.settings.schema import Checkpoint
 from megatron.storage.durable import Damaged
+from megatron.tools import checkpoint as tool
 
 
 def pieces_of(value, names=("weight", "moment")):
@@ -166,6 +172,28 @@ def test_checkpoints_of_megatron_lm_are_recognised(tmp_path):
         choose(tmp_path)
     (tmp_path / "release").mkdir()
     assert list(checkpoints(tmp_path)) == [5]
+
+
+@pytest.mark.parametrize("name", ["release/mp_rank_00", "release/mp_rank_00_001", "release/__0_0.distcp", "mp_rank_00"])
+@pytest.mark.parametrize("auto_resume", [False, True])
+def test_a_release_of_megatron_lm_is_no_folder_that_lost_its_checkpoints(name, auto_resume, tmp_path):
+    """Its tracker says `release`: neither a trace of a run of ours, nor a reason to begin anew."""
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    settings = Checkpoint(load=str(tmp_path), save=str(tmp_path), auto_resume=auto_resume)
+    with pytest.raises(CheckpointError, match=r"make one of this with \S+ -m \S+checkpoint\s+from-megatron") as refused:
+        restore(tmp_path, [], allow_empty=lambda: may_begin(settings))
+    assert "holds no checkpoint" not in str(refused.value)
+    which = SimpleNamespace(ckpt_step=None)
+    for look in (
+        lambda: tool.verify(tmp_path, which, SimpleNamespace(all=True)),
+        lambda: tool.inspect(tmp_path, which, SimpleNamespace()),
+        lambda: load_model(str(tmp_path)),
+    ):
+        with pytest.raises(CheckpointError, match="from-megatron"):
+            look()
+    if "release" in name:
+        assert "from-megatron" in problems._folders(settings, None)[0]
 
 
 # ---------------------------------------------------------------------------------------------------- saving

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.errors import SettingsError
 from megatron.mpu.initialize import join_job
 from megatron.mpu.mesh import Mesh, ranks_along
 from megatron.pipeline.schedule import looped
@@ -92,3 +93,13 @@ def test_every_group_gives_up_a_silent_rank_when_the_settings_say_so(run_ranks):
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
     assert run_ranks(4, body) == [[420.0, 420.0]] * 4
+
+
+def test_nccl_without_cuda_is_refused_before_the_ranks_meet(monkeypatch):
+    """--device auto finds no CUDA: nobody waits for other ranks, which are not there at all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="9").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match="nccl needs CUDA devices, and this run is on the CPU") as refused:
+        join_job(Parallel(distributed_backend="nccl", distributed_timeout_minutes=0.001), Kernels())
+    assert (refused.value.do, refused.value.code) == ("leave the flag out (gloo)", 3)

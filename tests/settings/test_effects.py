@@ -28,7 +28,7 @@ ALWAYS = """
     data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples eval_iters exit_interval exit_duration_in_mins
-    precision device torch_compile attention_backend cross_entropy_chunk manual_gc_interval
+    precision device torch_compile attention_backend deterministic_mode cross_entropy_chunk manual_gc_interval
     masked_softmax_fusion fuse_attn_qkv
     recompute_granularity recompute_method recompute_num_layers
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
@@ -39,7 +39,8 @@ ALWAYS = """
     param_cpu_offload gradient_accumulation_fusion loss_averaging
     auto_parallel parallel_plan dry_run preflight
     profile
-    log_interval timing_log_level log_progress metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
+    log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
+    metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
     debug console log_file
 """.split()
 
@@ -109,6 +110,7 @@ CASES = {
     "verify_data": ("--verify-data", "", "--data-path d"),
     "eval_interval": ("--eval-interval 5", "--eval-iters 0", "--eval-iters 0 --full-validation"),
     "eval_same_samples": ("--eval-same-samples", "--full-validation", ""),
+    "skip_train": ("--skip-train", "--eval-iters 0", "--eval-iters 0 --full-validation"),
     "min_lr": ("--min-lr 1e-5", RATE, "--lr-decay-style cosine"),
     "lr_decay_iters": ("--lr-decay-iters 9", RATE, f"{RATE} --lr-warmup-fraction 0.1"),
     "lr_decay_samples": ("--lr-decay-samples 9", RATE, "--lr-decay-style inverse-square-root"),
@@ -132,6 +134,7 @@ CASES = {
     "save_retries": ("--save-retries 1", "", "--save s"),
     "max_failed_saves": ("--max-failed-saves 1", "", "--save s"),
     "no_save_optim": ("--no-save-optim", "", "--save s"),
+    "log_progress": ("--log-progress", "", "--save s"),
     "exit_on_missing_checkpoint": ("--exit-on-missing-checkpoint", "--save s", "--load s"),
     "resume_schedule": ("--override-opt_param-scheduler", "--load s --finetune", "--load s"),
     "load_strictness": ("--dist-ckpt-strictness log_all", "", "--load s"),

@@ -235,7 +235,8 @@ def test_a_long_megatron_command_line_is_understood(capsys):
     assert config.precision.precision == "bf16" and config.data.split == "949,50,1"
     notes = capsys.readouterr().err
     assert "note: --use-mcore-models, --transformer-impl have no effect: there is one implementation" in notes
-    assert notes.count("note:") < 12 and "--log-params-norm" in notes
+    assert notes.count("note:") < 12 and "--log-memory-to-tensorboard" in notes
+    assert config.logging.log_params_norm and config.logging.log_num_zeros_in_grad
     assert config.checkpoint.resume_schedule == "checkpoint"
 
 

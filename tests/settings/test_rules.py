@@ -93,7 +93,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             3,
             "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads",
         ),
-        ("--device cpu --distributed-backend nccl", 1, "--distributed-backend nccl needs --device cuda"),
+        (
+            "--device cpu --distributed-backend nccl",
+            1,
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave",
+        ),
         # not yet
         ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
         ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),

@@ -37,7 +37,7 @@ metrics.time.perf_counter = lambda: clock[0]
 real, metrics.datetime = metrics.datetime, Fixed
 logging = Logging(log_interval=2, {more})
 sizes = metrics.RunSizes(4, 16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
-console = Console(logging.console, bar=logging.log_progress)
+console = Console(logging.console, bar=logging.progress_bar)
 console.log("a line from before there was a file, which is rather long: " + "word " * 15)
 with metrics.Metrics(logging, sizes, console=console) as run:
     run.start(dict(imports=1.0))
@@ -178,11 +178,11 @@ def test_the_bar_stays_at_the_bottom(say):
 
 
 def test_who_wants_it_otherwise(say):
-    long = say('console="megatron", log_progress=False', columns=400)
+    long = say('console="megatron", progress_bar=False', columns=400)
     assert [line for line in long.replace("\r\n", "\n").splitlines() if "iteration  " in line] == LONG
     short = say('console="short"').splitlines()
     assert len([line for line in short if line.startswith("iter ")]) == 2 and LONG[0] not in short
-    assert "/4 [" in say(columns=100) and "/4 [" not in say("log_progress=False", columns=100)
+    assert "/4 [" in say(columns=100) and "/4 [" not in say("progress_bar=False", columns=100)
     assert [
         line for line in say(TERM="dumb", columns=400).replace("\r", "").splitlines() if "iteration  " in line
     ] == LONG

@@ -45,6 +45,10 @@ def main(argv):
         return
     if rank == 1:
         act(what)
+    while what == "stopped":
+        if Path("stopped").exists():
+            raise errors.PeerLost("rank 0 waited 2 s for another rank", "in all_reduce", "the last checkpoint is x")
+        time.sleep(0.01)
     try:
         time.sleep(60)
     except KeyboardInterrupt:
@@ -55,6 +59,9 @@ def main(argv):
 def act(what, depth=9):
     if depth:
         return act(what, depth - 1)
+    if what == "stopped":
+        Path("stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
     if what == "peer and cause":
         raise errors.DataError("the cause")
     if what == "raises":
@@ -175,6 +182,34 @@ def test_the_exit_code_is_that_of_the_rank(what, code, text, start, tmp_path):
     found, said = start("rank.py", what).end()
     assert (found, said[0]) == (code, text) and len(said) <= 3
     assert not list(tmp_path.glob("launch-*"))
+
+
+def test_a_rank_that_the_launcher_has_killed_itself_is_no_cause(start):
+    """SIGTERM does not wake a stopped rank; the launcher's own SIGKILL looks like that of a system without memory."""
+    code, said = start("--shutdown-timeout", "1", "rank.py", "stopped").end()
+    assert (code, said) == (
+        errors.PeerLost.code,
+        [
+            "error: rank 0 waited 2 s for another rank",
+            "  in all_reduce",
+            "  rank 1 did not answer SIGTERM within 1 s and was killed by the launcher: it was stopped or hangs",
+            "  -> the last checkpoint is x",
+        ],
+    )
+
+
+def test_a_killed_rank_is_told_with_the_last_checkpoint(start, tmp_path):
+    (tmp_path / "saved" / "iter_0000007").mkdir(parents=True)
+    (tmp_path / "saved" / "iter_0000007" / "index.json").touch()
+    (tmp_path / "pretrain_own.py").write_text(
+        "import os, signal, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    )
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 50 --save saved".split()
+    code, said = start("pretrain_own.py", *flags).end()
+    assert (code, said[:2]) == (
+        137,
+        ["error: rank 1 was ended by SIGKILL", "  the last checkpoint: saved/iter_0000007"],
+    )
 
 
 def test_ranks_that_are_started_again_speak_for_themselves(start):

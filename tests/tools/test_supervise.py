@@ -370,6 +370,16 @@ def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(sup
     assert "finished after" in (said := capsys.readouterr().out) and "could not be written" in said
 
 
+def test_the_oldest_rank_is_named_when_another_gives_up_before_the_supervisor_does(root, memory_folder):
+    """--distributed-timeout-minutes below --hang-timeout: rank 0 ends with 7, rank 1 is stopped by a signal."""
+    job = Supervised(root, memory_folder, "SIGSTOP:1:8 7:0:9")
+    code, said, _ = job.end()
+    assert code == 0
+    assert re.search(r"rank 0 gave up waiting; the oldest word is that of rank 1, \d+ s ago\n", said), said
+    assert re.search(r"rank 1 on \S+, pid \d+: is stopped by a signal \(SIGSTOP\), .*, step 8\b", said), said
+    assert "attempt 0 ended: peer lost (exit 7)" in said
+
+
 def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, run_ranks, memory_folder):
     import torch
 

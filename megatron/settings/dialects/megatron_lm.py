@@ -89,8 +89,6 @@ there is no pipeline unless --pipeline-model-parallel-size is above 1
     --no-pipeline-parallel
 
 # Randomness and initial weights.
-runs repeat bit by bit anyway on the same CPU threads; on CUDA, attention's backward pass may still differ
-    --deterministic-mode
 randomness is a function of seed and position, so there is no random state to track, save or load
     --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks
 initial weights depend on --seed and their names alone, wherever they are drawn
@@ -131,12 +129,12 @@ only local files are read
 
 # Logs.
 every figure that the run logs goes to TensorBoard as well, at --log-interval
-    --log-throughput --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
+    --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
     --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard
     --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --tensorboard-log-interval
     --tensorboard-queue-size
 this figure is not logged yet
-    --log-num-zeros-in-grad --log-params-norm --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
+    --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy
     --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
     --logging-level --measure-activation-memory
@@ -217,8 +215,6 @@ to start counting anew from loaded weights, use --finetune
     --reset-iteration --no-load-lr-state
 
 # Evaluation.
-to evaluate without training: python -m megatron.tools.evaluate
-    --skip-train
 evaluation uses the training batch, --eval-iters of it each --eval-interval
     --eval-global-batch-size --eval-micro-batch-size --multiple-validation-sets
     --validation-set-names --start-eval-at-iter --test-iters

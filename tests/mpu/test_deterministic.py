@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--deterministic-mode on CUDA, as far as it can be seen without one: what torch is asked for, and what is not chosen."""
+
+import os
+
+import pytest
+import torch
+
+from megatron import fused_kernels
+from megatron.fused_kernels import TABLE, Case
+from megatron.mpu import initialize
+from megatron.settings.schema import Kernels, Parallel
+
+
+@pytest.mark.parametrize(
+    "device, asked, expected", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_cuda_is_asked_for_kernels_that_repeat(device, asked, expected, monkeypatch):
+    monkeypatch.setattr(initialize, "pick_device", lambda wanted, local_rank: torch.device(device))
+    monkeypatch.setattr(initialize, "use_threads", lambda ranks: "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "1")
+    try:
+        initialize.join_job(Parallel(), Kernels(deterministic_mode=asked))
+        assert torch.are_deterministic_algorithms_enabled() is expected
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if expected else None)
+        flash = next(entry for entry in TABLE["attention"] if entry.name == "flash-attn")
+        case = Case("cuda", torch.bfloat16, 0, 0)
+        assert flash.suits(case) is not expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_cpu_says_which_kernel_takes_the_place_of_flash_attention(capsys):
+    import pretrain_gpt
+
+    tiny = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-3 "
+        "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --device cpu --attention-dropout 0"
+    ).split()
+    used = []
+    choose = fused_kernels.choose_kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.model.attention.choose_kernel", lambda *args: used.append(choose(*args)) or used[-1])
+        pretrain_gpt.main([*tiny, "--use-flash-attn"])
+        said = capsys.readouterr().out
+        assert f"the {used[0].name} kernel computes attention on this CPU" in said
+        pretrain_gpt.main(tiny)
+    assert "computes attention" not in capsys.readouterr().out
