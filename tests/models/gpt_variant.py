@@ -29,8 +29,9 @@ class VariantFacts(GPTFacts):
 
 
 class GatedAttention(Attention):
-    def __init__(self, model, layer, tp, weights, *, seed, kernels, recompute_core=False, **common):
-        super().__init__(model, layer, tp, weights, seed=seed, kernels=kernels, recompute_core=recompute_core, **common)
+    def __init__(self, model, layer, tp, weights, *, sequence_parallel, dtype, device, **more):
+        common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        super().__init__(model, layer, tp, weights, **common, **more)
         self.gate = ColumnParallelLinear(take_prefix(weights, "gate"), tp, **common)
 
     def project(self, attended, x):  # [s, b, heads/tp x head_dim], [s, b, h] or [s/tp, b, h]
