@@ -169,7 +169,7 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     if verdict is not StepVerdict.SKIP:
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
-            run.optimizer.step(outcome.rate, decay, outcome.scale, outcome.decoupled, outcome.skip)
+            run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
     run.state = state.behind(size)
     if late:
         run.unread = outcome
@@ -294,7 +294,7 @@ def make_loss_func(
     size: int,
     num_microbatches: int,
 ):
-    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens, fp64) -> factor that takes
+    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens, or 1, fp64) -> factor that takes
     the loss scale and the averaging out of gradients, fp64.
 
     weights: name of a sum -> its weight; the scalar is None where a stage has none of weight.
@@ -331,7 +331,7 @@ def make_loss_func(
     nominal = size * config.model.seq_length
     return (
         scaled(lambda batch: loss_scale / nominal),
-        lambda tokens: torch.full_like(tokens, nominal) / tokens.clamp(min=1.0) / loss_scale,
+        lambda tokens: torch.full_like(tokens, nominal) / tokens / loss_scale,
     )
 
 

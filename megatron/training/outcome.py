@@ -17,22 +17,21 @@ from megatron.mpu.transfer import Arriving
 
 
 class Figures:
-    """The numbers of a step on its device, fp64.
+    """The numbers of a step on its device, fp64: `norm` and `means` of the losses as they are logged, and `scale`, what
+    gradients are multiplied with to be averaged, without loss scale and clipped.
 
     totals:    [gradient norm, sums of all ranks ..., tokens, what guards have sent ...], as reduced: with the loss scale
     num_sums:  how many sums there are, tokens among them
-    unscale:   tokens -> what gradients are multiplied with to be those of the mean
+    unscale:   tokens, at least 1 -> what gradients are multiplied with to be those of the mean
     limit:     of the norm, above which gradients are clipped; 0: none
     """
 
     def __init__(self, totals: torch.Tensor, num_sums: int, unscale: Callable, limit: float):
-        tokens = totals[num_sums]
+        tokens = totals[num_sums].clamp(min=1.0)
         factor = unscale(tokens)
         self.norm = totals[0] * factor
-        self.means = totals[1:num_sums] / tokens.clamp(min=1.0)
-        self.scale = (
-            clip_coefficient(self.norm, limit) * factor
-        )  # of the gradients: averaged, without loss scale, clipped
+        self.means = totals[1:num_sums] / tokens
+        self.scale = clip_coefficient(self.norm, limit) * factor
         self.sent = totals[1 + num_sums :]
 
     @property
@@ -52,8 +51,7 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 class Outcome:
     """A step whose passes are done, and whose numbers are on their way to the host.
 
-    skip:   a flag on the device that the update goes by; None where the host reads first, and decides
-    scale:  of the gradients: an fp32 scalar on the device, once it is read a number
+    skip: a flag on the device that the update goes by; None where the host reads first, and decides
     """
 
     iteration: int
@@ -69,16 +67,26 @@ class Outcome:
     repeated: bool = False  # the passes were made once more, to find a cause: gradients of a later step are lost
 
     def __post_init__(self, figures: Figures):
-        norm = figures.norm
-        made = torch.ones_like(norm) if self.skip is None else (~self.skip).to(norm.dtype)
-        self.scale = figures.scale.float()
-        self.overflow = ~torch.isfinite(norm)  # a flag on the device, by which the loss scale changes
-        self._arriving = Arriving(torch.cat([torch.stack([norm, figures.scale, made]), figures.means, figures.sent]))
+        self._norm, self._scale = figures.norm, figures.scale
+        numbers = [figures.norm.view(1), figures.scale.view(1), figures.means, figures.sent]
+        made = [] if self.skip is None else [(~self.skip).to(figures.norm.dtype).view(1)]
+        self._arriving = Arriving(torch.cat([*numbers, *made]))
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """A flag on the device, by which the loss scale changes."""
+        return ~torch.isfinite(self._norm)
+
+    @property
+    def factor(self) -> float | torch.Tensor:
+        """Of the gradients: a number once it is read, else an fp32 scalar on the device."""
+        return self._scale.float() if isinstance(self._scale, torch.Tensor) else self._scale
 
     def read(self, names: Iterable[str], count: Callable[[list[float]], list[float]]) -> None:
-        """Have on the host: `norm`, `scale`, `means` of the losses `names`, and whether the device `made` the update.
+        """Have on the host: `norm`, `factor`, `means` of the losses `names`, and whether the device `made` the update.
 
         count: takes note of what guards have sent, and gives the rest back (`Watch.count`)
         """
-        self.norm, self.scale, made, *rest = self._arriving.read()
-        self.made, self.means = made > 0.5, dict(zip(names, count(rest), strict=True))
+        self.norm, self._scale, *rest = self._arriving.read()
+        self.made = self.skip is not None and rest.pop() > 0.5
+        self.means = dict(zip(names, count(rest), strict=True))
