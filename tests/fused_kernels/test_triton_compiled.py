@@ -35,9 +35,7 @@ def norm(op: str, width: int) -> dict:
 
 
 FEW = [
-    norm("add_layer_norm", 4096),
-    norm("rms_norm", 12288),
-    dict(op="bias_gelu", shapes=[[TOKENS, 2, 16384], [16384]]),
+    norm("add_layer_norm", 12288),  # blocks of rows
     dict(op="swiglu", shapes=[[TOKENS, 2, 28672 // 8 * 2]]),
     dict(op="rotate", shapes=[[TOKENS, 2, 8, 4, 128], [128]]),
     dict(op="dropout_add", shapes=[[TOKENS, 2, 4096]] * 2),
@@ -46,7 +44,7 @@ FEW = [
 MORE = [
     *[norm(op, width) for op in NORMS for width in (768, 4096, 12288, 25600)],
     *[dict(op="rms_norm", shapes=[[TOKENS, 2, 8, 4, head], [head]]) for head in (64, 128)],  # of queries
-    *[dict(op="bias_gelu", shapes=[[TOKENS, 2, width], [width]]) for width in (3072, 6144, 49152 // 8)],
+    *[dict(op="bias_gelu", shapes=[[TOKENS, 2, width], [width]]) for width in (3072, 16384, 49152 // 8)],
     *[dict(op="swiglu", shapes=[[TOKENS, 2, 2 * width]]) for width in (14336, 14336 // 8)],
     *[dict(op="rotate", shapes=[[TOKENS, 1, g, q, d], [n]]) for g, q, d, n in ((1, 8, 128, 64), (32, 1, 80, 80))],
     *[dict(op="dropout_add", shapes=[[TOKENS, 2, width]] * 2) for width in (1024, 12288)],

@@ -114,6 +114,8 @@ def backward_kernel(
                 if CENTRED:
                     tl.store(d_bias + own, bias_sum + tl.load(d_bias + own, before, 0.0), column < H)
                 weight_sum, bias_sum = weight_sum * 0.0, bias_sum * 0.0
+        if H > BLOCK:
+            tl.debug_barrier()  # another thread may read them for the next tile
     if H <= BLOCK:
         own = program.to(tl.int64) * H + columns
         tl.store(d_weight + own, weight_sum, columns < H)
