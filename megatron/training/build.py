@@ -236,7 +236,19 @@ def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size:
         if recipe.own_data:
             raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
+    refuse_short_validation(config.data, datasets[1], sizes[1])
     return datasets
+
+
+def refuse_short_validation(data: schema.Data, valid, wanted: int) -> None:
+    """Raise DataError where a recipe's validation set ends before the run does: the last evaluations had no samples."""
+    if valid is None or data.full_validation or data.dataloader_type == "cyclic" or len(valid) >= wanted:
+        return
+    raise DataError(
+        f"the validation set has {len(valid):,} samples, and all evaluations of this run take {wanted:,}",
+        "each goes on behind the one before",
+        "--eval-same-samples or --full-validation, fewer --eval-iters, or a larger --eval-interval",
+    )
 
 
 def build_batches(
