@@ -144,6 +144,11 @@ def _described(history: History) -> dict[str, str]:
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
     settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
+    code = (
+        run.get("code") or {}
+    )  # checksums, where runs keep them: the commit alone says nothing of files that git ignores
+    rows |= {f"checksum of {name}": told for name, told in (code.get("files") or {}).items()}
+    rows |= {"uncommitted changes": code.get("diff")}
     rows |= {"parameters": run.get("parameters") and f"{run['parameters']:,}"}
     rows |= {f"{name} version": version for name, version in (run.get("versions") or {}).items()}
     rows |= {"host": run.get("host"), "device": run.get("device")}

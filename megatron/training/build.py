@@ -275,9 +275,9 @@ def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple
     once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
     evaluations = sizes[1] // max(sizes[2], 1)
     needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, once
-    fewer = "a shorter run", "fewer of --eval-iters, or a longer --eval-interval", "fewer of --eval-iters"
+    fewer = "a shorter run", "--eval-same-samples or fewer of --eval-iters", "fewer of --eval-iters"
     for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
-        if dataset is None or wanted == 0:
+        if dataset is None or wanted == 0 or (split == "validation" and config.data.full_validation):
             continue
         name = type(dataset).__name__
         if not hasattr(dataset, "__len__"):

@@ -81,6 +81,15 @@ def test_settings_that_differ(tmp_path):
     assert list(found.values()) == [["c0ffee", "c0ffee"], ["1", "1"], ["0.001", "0.002"], ["-", "0.5"], save]
 
 
+def test_checksums_of_code_that_differ(tmp_path):
+    runs = {name: read_history(write_run(tmp_path / name) / "metrics.jsonl") for name in "ab"}
+    runs["a"].run["code"] = dict(files={"mine.py": "11", "data.py": "22"}, diff=None)
+    runs["b"].run["code"] = dict(files={"mine.py": "12", "data.py": "22"}, diff="33")
+    found = {name: list(values.values()) for name, values in figures(runs)["settings"].items()}
+    assert (found["checksum of mine.py"], found["uncommitted changes"]) == (["11", "12"], ["-", "33"])
+    assert "checksum of data.py" not in found
+
+
 def test_runs_say_whether_they_had_the_same_samples(tmp_path):
     """Runs as they are trained: with another rate, another seed, further validations, without a common one."""
     flags = f"{SIZE} --train-iters 4 --eval-interval 2 --eval-iters 1"

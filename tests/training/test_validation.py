@@ -13,9 +13,11 @@ import torch
 
 from megatron.data import manifest
 from megatron.data.indexed import write_index
+from megatron.data.mock import MockDataset
 from megatron.errors import DataError
 from megatron.tools.pretrain import start
 from pretrain_gpt import recipe
+from tests.models import own_dataset
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses
 from tests.training.test_plain_loop import FLAGS, PLAIN, pretrain, records
 
@@ -136,3 +138,20 @@ def test_perplexities_are_those_of_language_model_losses(tmp_path, capsys):
     start(f"{FLAGS} {STILL} --train-iters 2 --eval-iters 1 --z-loss-coeff 1e-3".split(), mine)
     printed = capsys.readouterr().out
     assert "lm loss PPL:" not in printed and "z loss PPL:" in printed
+
+
+def test_a_recipes_set_that_ends_before_the_run_does_is_refused_at_the_start(tmp_path):
+    """4 steps take three validations of 8 samples, 24; it failed behind the last step."""
+
+    def datasets(config, tokenizer, vocab_size, sizes, log):
+        train, valid, _ = (MockDataset(size, LENGTH, vocab_size, EOD, 1234, n) for n, size in enumerate((32, held, 1)))
+        return train, valid, None
+
+    mine = replace(own_dataset.recipe(), build_datasets=datasets)
+    flags = f"{FLAGS} {STILL} --eval-iters 1 --mock-data false".split()
+    for held, more in ((23, ""), (7, "--eval-same-samples")):
+        with pytest.raises(DataError, match=f"has {held} samples, and all evaluations of this run take"):
+            start([*flags, *more.split(), "--save", str(tmp_path / "refused")], mine)
+    for number, (held, more) in enumerate(((24, ""), (8, "--eval-same-samples"), (5, "--full-validation"))):
+        start([*flags, *more.split(), "--save", str(tmp_path / f"{number}")], mine)
+        assert records(tmp_path / f"{number}", "eval")[-1]["samples"] == min(held, 8)
