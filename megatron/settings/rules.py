@@ -338,6 +338,12 @@ REMARKS = (
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(
+        lambda s: s.save and s.save_interval is None and not s.skip_train and steps(s) > LONG,
+        lambda s: (
+            "--save-interval is not given: the only checkpoints are those at the end and at Ctrl-C; --save-interval auto"
+        ),
+    ),
+    Rule(
         lambda s: s.save and isinstance(location(s.save), UrlPath),
         lambda s: (
             f"--save {s.save} is for checkpoints; metrics.jsonl, profiles and supervise/ stay on this machine, in "
@@ -355,6 +361,16 @@ REMARKS = (
 
 
 # Words for the rules --------------------------------------------------------------------------------------------------
+
+
+LONG = 1000  # steps that nobody wants to make again
+
+
+def steps(s: SimpleNamespace) -> int:
+    """Of the whole run; 0 where its length is not known."""
+    if s.train_iters is None and s.train_samples is None:
+        return 0
+    return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
 
 
 def multiples(value: int, of: int) -> list[int]:
