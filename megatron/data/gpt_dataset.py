@@ -242,7 +242,7 @@ def _build_blend(
     weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
-        config.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
+        config.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} dataset{'s' * (len(datasets) > 1)}")
         return dict(zip(names, interleave(weights, size, limits)))
 
     key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)

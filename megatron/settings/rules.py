@@ -351,7 +351,7 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters,
+        lambda s: s.train_iters and s.eval_iters and s.eval_interval > s.train_iters and validates(s),
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"
@@ -361,6 +361,14 @@ REMARKS = (
 
 
 # Words for the rules --------------------------------------------------------------------------------------------------
+
+
+def validates(s: SimpleNamespace) -> bool:
+    """Whether --split leaves something for validation, as far as it can be read."""
+    try:
+        return not s.data_path or float(s.split.split(",")[1]) > 0
+    except (ValueError, IndexError):
+        return len(s.split.split(",")) > 1  # what is no number is told elsewhere
 
 
 LONG = 1000  # steps that nobody wants to make again
