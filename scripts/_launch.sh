@@ -21,13 +21,8 @@ fail() { # exit code, lines
     exit "$1"
 }
 
-if [ -n "${PYTHON:-}" ]; then
-    command -v "$PYTHON" >/dev/null || fail 1 "PYTHON=$PYTHON is no program here"
-elif [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
-    PYTHON=$ROOT/.venv/bin/python
-else
-    PYTHON=$(command -v python || command -v python3) || fail 1 "there is no python here" "PYTHON=/path/to/it bash $0"
-fi
+# shellcheck source=scripts/_python.sh
+source "$ROOT/scripts/_python.sh"
 
 launch() { # GPUs and device that the flags are made for, then flags of pretrain_gpt.py
     MADE_FOR=$1 DEVICE=$2 FLAGS=("${@:3}")

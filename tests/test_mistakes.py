@@ -257,7 +257,7 @@ CHECKPOINTS = [  # exit code 5
     ("evaluate", "--load nope --data-path tokens", "nope holds no checkpoint"),
     ("generate", "--load nope --prompt hello", "nope holds no checkpoint"),
     ("checkpoint", "inspect nope", "nope holds no checkpoint"),
-    ("checkpoint", "verify ck-flipped", "1 problems in 2 checkpoints of ck-flipped"),
+    ("checkpoint", "verify ck-flipped", "1 problem in 2 checkpoints of ck-flipped"),
 ]
 STORAGE = [  # exit code 6; a path below a file cannot be written, not by root either
     ("preprocess_data", f"{PRE} --output-prefix empty.jsonl/x", "cannot write empty.jsonl/x.partial: Not a directory"),

@@ -203,6 +203,9 @@ def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
         datasets = [_build_file(prefix, count, split, config) for prefix, count in zip(blend.prefixes, built)]
         return _build_blend(datasets, blend.prefixes, blend.weights, sum(planned), split, config)
     if len(blend.prefixes) == 1:
+        if split == TEST and (note := _no_test(config.open(blend.prefixes[0]), config)):
+            config.log(note)
+            return None
         return _build_file(blend.prefixes[0], size, split, config)
     datasets = [_build_file(prefix, None, split, config) for prefix in blend.prefixes]
     lengths = [len(dataset) for dataset in datasets]
@@ -259,12 +262,21 @@ def _build_blend(
     weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
-        config.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} datasets")
+        config.log(f"mixing {size:,} {SPLITS[split]} samples from {len(datasets)} dataset{'s' * (len(datasets) > 1)}")
         return dict(zip(names, interleave(weights, size, limits)))
 
     key = dict(kind="blend", weights=[weight.hex() for weight in weights], size=size, limits=limits)
     maps = config.cached(prefixes[0], f"blend-{SPLITS[split]}", key, build, names)
     return BlendedDataset(datasets, maps["dataset"], maps["sample"])
+
+
+def _no_test(tokens: IndexedDataset, config: GPTDatasetConfig) -> str:
+    """That --split leaves no document for the test, which Megatron-LM goes on without, too; "" where it leaves some."""
+    mine = sequences_of(config.shares[TEST], len(tokens))
+    if not tokens.sequence_lengths.any() or tokens.sequence_lengths[mine.start : mine.stop].any():
+        return ""
+    refusal = _empty_split(tokens, TEST, config)
+    return f"note: {refusal.what} ({refusal.do}): there is no evaluation on test data"
 
 
 def _empty_split(tokens: IndexedDataset, split: int, config: GPTDatasetConfig) -> DataError:

@@ -209,6 +209,10 @@ def _missing(prefix: str) -> tuple[str | None, str]:
             f"{prefix} is a file, not a prefix",
             "text becomes .bin/.idx by preprocess_data.py --input; give its prefix",
         )
+    there, lost = (Path(f"{prefix}{ending}") for ending in (".bin", ".idx"))
+    if there.exists() or lost.exists():
+        there, lost = (there, lost) if there.exists() else (lost, there)
+        return f"{there} is there: its {lost.suffix} was not copied", f"copy {lost.name} too, or preprocess again"
     likely = path.glob("*.idx") if path.is_dir() else path.parent.glob(f"{path.name}*.idx")
     near = sorted(str(found)[:-4] for found in likely) if path.parent.is_dir() else []
     if near and near != [prefix]:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from megatron.data.indexed import token_dtype
 from megatron.data.json_input import STDIN, Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
-from megatron.data.preprocess_output import Totals, Written, finish
+from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
 from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, Worker
 from megatron.data.sentences import make_splitter
@@ -67,6 +67,9 @@ def preprocess(
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
     encoder = BlockEncoder(tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions)
     with Workspace(settings.output_prefix) as workspace:
+        for prefix in output_prefixes(settings):
+            if words := replaced(prefix):
+                log(f"note: {words}")
         team = Team(settings, blocks, encoder, workspace, partitions)
         log(f"Time to startup: {time.perf_counter() - started}")
         with team:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import LENGTH_TYPE, stream_index
+from megatron.data.indexed import LENGTH_TYPE, IndexedDataset, stream_index
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.workspace import Workspace, append_file, publish
 from megatron.errors import DataError
@@ -53,20 +53,34 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         if rejected == lines and "not JSON" in reason:
             do = f"a document is a line of JSON; for a file of plain text: {PLAIN_TEXT}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
-    level = "sentence" if settings.split_sentences else "document"
     outputs = {}
-    for index, key in enumerate(settings.json_keys):
+    for index, (key, prefix) in enumerate(zip(settings.json_keys, output_prefixes(settings), strict=True)):
         parts = [(lane, index * partitions + residue) for lane, residue in _order(shared.lines, partitions)]
         parts = [part for part in parts if shared.totals[part][2]]
         sizes = np.sum([shared.totals[part] for part in parts], axis=0).tolist()
         _join(workspace, parts, str(index), dtype, sizes)
-        outputs[key] = dict(
-            prefix=f"{settings.output_prefix}_{key}_{level}", documents=sizes[2], sequences=sizes[1], tokens=sizes[0]
-        )
+        outputs[key] = dict(prefix=prefix, documents=sizes[2], sequences=sizes[1], tokens=sizes[0])
     for index, output in enumerate(outputs.values()):
         publish(workspace, str(index), output["prefix"])
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
     return Totals(outputs, rejected, rejected_path, reason, lines, int(shared.progress[:, 1].sum()), seconds)
+
+
+def output_prefixes(settings) -> list[str]:
+    """What is written, for each key, without .bin and .idx."""
+    level = "sentence" if settings.split_sentences else "document"
+    return [f"{settings.output_prefix}_{key}_{level}" for key in settings.json_keys]
+
+
+def replaced(prefix: str) -> str:
+    """What new token files of this name take the place of, in words; "" where there are none."""
+    files = [path for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")) if path.exists()]
+    if not files:
+        return ""
+    try:
+        return f"replaces {prefix} ({IndexedDataset(prefix).num_tokens:,} tokens)"
+    except (DataError, OSError):
+        return f"replaces {' and '.join(map(str, files))}"
 
 
 def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:

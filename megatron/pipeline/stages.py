@@ -77,8 +77,9 @@ class Pipeline:
         plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
         found = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
+        name = "interleaved" if self.name == "1f1b" and self.chunks > 1 else self.name
         return (
-            f"pipeline {self.name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
+            f"pipeline {name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
             f"{max(found.live) / self.chunks:g} of {num_microbatches} micro-batches"
         )
 

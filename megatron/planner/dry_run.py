@@ -67,7 +67,7 @@ def _sections(
     head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"
     yield f"{head}\n{text.memory_tables(shown, cluster.device.memory_bytes, width)}"
     if layout.pp > 1:
-        yield _schedule(job, layout, min(width, 160))
+        yield _schedule(job, layout, width)
     if cluster.world_size > 1:
         yield text.traffic(transfers(job, layout, 0), width)
     yield "\n".join(sentence(line, width) for line in _data(config, job, layout))
@@ -146,6 +146,9 @@ def _range(layers: range) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else (str(layers[0]) if layers else "none")
 
 
+FEW, MUCH = 4, 1 << 16  # micro-batches of a picture that has little room; columns of one that is never cut
+
+
 def _schedule(job: Job, layout: Layout, width: int) -> str:
     """A diagram of a short step, and the gaps of the real one."""
     pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
@@ -158,7 +161,15 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
         if pipeline.custom
         else make_rank_schedules(layout.schedule, layout.pp, short, layout.chunks)
     )
-    picture = diagram(simulate(plan, pipeline.stages), width=width)
+    picture = diagram(simulate(plan, pipeline.stages), width=min(width, 160))
+    if "..." in picture:  # cut: backward passes may be missing
+        if width >= WIDE:
+            picture = diagram(simulate(plan, pipeline.stages), width=MUCH)
+        else:
+            if not pipeline.custom:
+                short = min(short, FEW)
+                plan = make_rank_schedules(layout.schedule, layout.pp, short, layout.chunks)
+            picture = diagram(simulate(plan, pipeline.stages), width=width, whole=True)
     return f"{sentence(f'{head}, of which {short} are drawn' if short < num_microbatches else head, width)}\n{picture}"
 
 

@@ -17,6 +17,7 @@ from megatron.settings import batch, schema
 from megatron.settings.rules import tokenizer_type
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.trackers import missing_tracker
 from megatron.training import rules
 
 
@@ -131,8 +132,10 @@ def file_problems(config: schema.Config) -> list[str]:
             lacking = " and no ".join(other for _, other in lost if other in (f"{prefix}.idx", f"{prefix}.bin"))
             found.append(f"{flag}: there is no {lacking}; preprocess_data.py writes them")
             told.add(prefix)
+    untracked = missing_tracker(config.logging)
     return (
         found
+        + ([_one_line(untracked)] if untracked else [])
         + _damaged(config)
         + _vocabulary(config, bool(lost))
         + _folders(config.checkpoint, metrics_path(config.logging, config.checkpoint.save))

@@ -250,7 +250,11 @@ class FlagReader:
         if flag in self.spellings:
             return [flag]
         near = difflib.get_close_matches(flag, self.spellings, n=2, cutoff=0.75)
-        return near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
+        near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
+        # Part of a name: --vocab, --keys.
+        return (
+            near or [known for known in self.spellings if known.startswith(f"{flag}-") or known.endswith(flag[1:])][:2]
+        )
 
     def read_files(self, paths: list[str], overrides: list[str]) -> None:
         """Take what files say, those of PaddleFleetX included, and each `Section.key=value` that overrides them."""

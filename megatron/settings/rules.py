@@ -366,6 +366,12 @@ REMARKS = (
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(
+        lambda s: s.save and s.save_interval is None and not s.skip_train and steps(s) > LONG,
+        lambda s: (
+            "--save-interval is not given: the only checkpoints are those at the end and at Ctrl-C; --save-interval auto"
+        ),
+    ),
+    Rule(
         lambda s: s.save and isinstance(location(s.save), UrlPath),
         lambda s: (
             f"--save {s.save} is for checkpoints; metrics.jsonl, profiles and supervise/ stay on this machine, in "
@@ -373,7 +379,9 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and (s.eval_iters or s.full_validation) and s.eval_interval > s.train_iters,
+        lambda s: (
+            s.train_iters and (s.eval_iters or s.full_validation) and s.eval_interval > s.train_iters and validates(s)
+        ),
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"
@@ -383,6 +391,24 @@ REMARKS = (
 
 
 # Words for the rules --------------------------------------------------------------------------------------------------
+
+
+def validates(s: SimpleNamespace) -> bool:
+    """Whether --split leaves something for validation, as far as it can be read."""
+    try:
+        return not s.data_path or float(s.split.split(",")[1]) > 0
+    except (ValueError, IndexError):
+        return len(s.split.split(",")) > 1  # what is no number is told elsewhere
+
+
+LONG = 1000  # steps that nobody wants to make again
+
+
+def steps(s: SimpleNamespace) -> int:
+    """Of the whole run; 0 where its length is not known."""
+    if s.train_iters is None and s.train_samples is None:
+        return 0
+    return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
 
 
 def multiples(value: int, of: int) -> list[int]:

@@ -132,7 +132,9 @@ class Model:
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
     squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
     bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
-    disable_bias_linear: bool = setting("linear layers without bias", False, on_resume="another model")
+    disable_bias_linear: bool = setting(
+        "linear layers without bias", False, "--add-bias-linear=false", on_resume="another model"
+    )
     untie_embeddings_and_output_weights: bool = setting(
         "output layer with a weight of its own", False, on_resume="another model"
     )

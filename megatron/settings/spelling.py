@@ -13,6 +13,7 @@ import typing
 from dataclasses import MISSING, dataclass, fields
 
 from megatron.errors import did_you_mean
+from megatron.settings.dialects.megatron_lm import INSTEAD
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -131,7 +132,8 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
             if str(choice).lower() == word.lower():
                 return choice
         known = [*map(str, kind), *also]
-        raise BadValue(f"'{word}' is none of {', '.join(known)}{did_you_mean(word, known)}")
+        hint = f"; {INSTEAD[word]}" if word in INSTEAD else did_you_mean(word, known)
+        raise BadValue(f"'{word}' is none of {', '.join(known)}{hint}")
     if kind is bool:
         if word.lower() in YES + NO:
             return word.lower() in YES

@@ -5,9 +5,24 @@ A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The 
 made, not before.
 """
 
+import importlib.util
+import sys
 import time
+from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.settings.schema import Logging
+
+
+def missing_tracker(logging: Logging) -> Optional[SettingsError]:
+    """What is wrong with trackers whose package is not installed; looked for, not imported. None: nothing."""
+    for flag, wanted, package in (
+        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", logging.wandb_project, "wandb"),
+    ):
+        if wanted and package not in sys.modules and importlib.util.find_spec(package) is None:
+            return _missing(flag, package, ModuleNotFoundError(f"No module named '{package}'"))
+    return None
 
 
 class TensorBoard:

@@ -159,14 +159,14 @@ def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
         seconds = time.perf_counter() - started
         print(
             f"{folder}: {size:,} bytes in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s): "
-            + (f"{len(problems)} PROBLEMS" if problems else "good")
+            + (f"{len(problems)} PROBLEM{'S' * (len(problems) > 1)}" if problems else "good")
         )
         for problem in problems:
             print(f"  {problem}", flush=True)
         count += len(problems)
     if count:
         raise CheckpointError(
-            f"{count} problems in {len(folders)} checkpoints of {path}",
+            f"{count} problem{'s' * (count > 1)} in {len(folders)} checkpoint{'s' * (len(folders) > 1)} of {path}",
             do="a run that loads takes the newest one without damage",
         )
 

@@ -38,7 +38,7 @@ TABLES = (
         megatron_lm.REFUSED,
         "## Megatron-LM flags that are not supported",
         f"They are refused, except with `false` or a value that asks for nothing:\n"
-        f"{', '.join(f'`{pair}`' for pair in megatron_lm.NEUTRAL.replace('=', ' ').split(' --'))}.",
+        f"{', '.join(f'`{pair}`'.replace('=', ' ') for pair in megatron_lm.NEUTRAL.split())}.",
     ),
 )
 

@@ -19,6 +19,7 @@ from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Config
 from megatron.telemetry.own_code import refuse_another_module
+from megatron.telemetry.trackers import missing_tracker
 from megatron.training.rules import layout_is_open, resolve
 
 TASKS = ("GPT",)
@@ -60,6 +61,8 @@ def _start(config: Config, recipe: Recipe) -> None:
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)
+    if missing := missing_tracker(config.logging):
+        raise missing
     choose_waiting(rank_env.ranks().local_world_size or 1)  # before torch is loaded
     if config.planner.preflight:
         from megatron.planner.preflight.run import preflight

@@ -48,13 +48,16 @@ def main(argv: list[str]) -> None:
         seconds = time.perf_counter() - start
         print(
             f"{prefix}: {size / 1e6:,.1f} MB in {seconds:.2f} s: "
-            + (f"{len(problems)} PROBLEMS" if problems else "good")
+            + (f"{len(problems)} PROBLEM{'S' * (len(problems) > 1)}" if problems else "good")
         )
         for problem in problems:
             print(f"  {problem}", flush=True)
         damaged += bool(problems)
     if damaged:
-        raise DataError(f"{damaged} of {len(prefixes)} datasets are damaged", do="copy them again, or preprocess again")
+        raise DataError(
+            f"{damaged} of {len(prefixes)} dataset{'s' * (len(prefixes) > 1)} {'is' if damaged == 1 else 'are'} damaged",
+            do="copy them again, or preprocess again",
+        )
 
 
 def examine(prefix: str, write: bool) -> tuple[list[str], int]:

@@ -226,7 +226,7 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
         raise DataError(
             "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
         )
-    log(f" > verified {len(prefixes)} datasets in {time.perf_counter() - started:.1f} s")
+    log(f" > verified {len(prefixes)} dataset{'s' * (len(prefixes) > 1)} in {time.perf_counter() - started:.1f} s")
 
 
 def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -> tuple[int, int, int]:

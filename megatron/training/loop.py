@@ -83,10 +83,17 @@ def train(run: Run) -> None:
                 return stop_early(run, stop)
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
+    tell_end_of_training(run)
     validated = first < run.train_iters and ends_with_validation(run)
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
+
+
+def tell_end_of_training(run: Run) -> None:
+    """Megatron-LM's line."""
+    if not run.config.batch.skip_train:
+        run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 
 def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:

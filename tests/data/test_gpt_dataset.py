@@ -236,9 +236,18 @@ def broken(
     return str(caught.value)
 
 
+def test_a_test_without_documents_is_left_out_with_a_note(tmp_path):
+    """As in Megatron-LM; a validation without documents is an error."""
+    prefix, said = write_tokens(tmp_path / "a", (5,) * 20), []
+    train, valid, test = build_datasets(Data(data_path=[prefix]), 4, (10, 2, 2), 1, log=said.append)
+    assert len(train) >= 10 and len(valid) >= 2 and test is None
+    [note] = [line for line in said if line.startswith("note: ")]
+    assert "leaves nothing for test" in note and "--split 18,1,1" in note  # 969,30,1 of 20 gives 19, 1, 0
+    text = broken(tmp_path, "leaves nothing for valid", data_path=["P"], split="99,0.5,0.5")
+    assert "--split 18,1,1" in text and "--eval-iters 0" in text
+
+
 def test_mistakes_are_answered(tmp_path):
-    text = broken(tmp_path, "leaves nothing for test", data_path=["P"])
-    assert "--split 18,1,1" in text and "--eval-iters 0" in text  # 969,30,1 of 20 gives 19, 1, 0
     broken(tmp_path, "has no tokens", data_path=["P"], lengths=[0, 0])
     broken(tmp_path, "has no tokens", data_path=["P"], lengths=[])
     assert "more documents" in broken(tmp_path, "leaves nothing", data_path=["P"], lengths=[9, 0, 0], sizes=(1, 1, 1))

@@ -46,9 +46,9 @@ def test_a_flipped_bit_is_located(tmp_path, small_blocks, capsys):
     prefix = token_files(tmp_path / "d")
     flip(tmp_path / "d.bin", 5000)
     assert manifest.verify(prefix) == [f"{prefix}.bin is damaged between bytes 4,096 and 6,000"]
-    with pytest.raises(DataError, match="1 of 1 datasets are damaged") as caught:
+    with pytest.raises(DataError, match="1 of 1 dataset is damaged") as caught:
         tool.main([prefix])
-    assert caught.value.code == 4 and "1 PROBLEMS" in capsys.readouterr().out
+    assert caught.value.code == 4 and "1 PROBLEM" in capsys.readouterr().out
 
 
 def test_ranks_share_the_reading(tmp_path, small_blocks):
@@ -128,7 +128,7 @@ def test_training_verifies_first(tmp_path, capsys):
         f"--data-path {prefix}"
     )
     pretrain_gpt.main(flags.split())
-    assert "verified 1 datasets" in capsys.readouterr().out
+    assert "verified 1 dataset in" in capsys.readouterr().out
     flip(tmp_path / "d.bin", 77)
     with pytest.raises(DataError, match="not what was written") as caught:
         pretrain_gpt.main(flags.split())

@@ -362,3 +362,20 @@ def test_tokenizers_are_renewed_when_their_caches_grow(vocab, corpus, tmp_path, 
     before = tokenizer.encoder
     Tokenizer.renew(tokenizer)
     assert tokenizer.encoder is not before and tokenizer.encode("a b") == list(before("a b"))
+
+
+def test_files_that_are_replaced_are_said_before_the_work(vocab, corpus, tmp_path):
+    """Megatron-LM replaces them, too; with how many tokens they are is what somebody needs to stop in time."""
+    settings = preprocess_data.check(
+        preprocess_data.PreprocessOptions([corpus], str(tmp_path / "out"), json_keys=["text", "title"], workers=1)
+    )
+    said = []
+    preprocess(settings, build_tokenizer(vocab), log=said.append)
+    assert not [line for line in said if "replaces" in line]
+    prefixes = [str(tmp_path / f"out_{key}_document") for key in ("text", "title")]
+    sizes = [os.path.getsize(f"{prefix}.bin") // 2 for prefix in prefixes]  # 500 ids: two bytes each
+    os.unlink(f"{prefixes[1]}.idx")
+    preprocess(settings, build_tokenizer(vocab), log=said.append)
+    told = [line for line in said if "replaces" in line]
+    assert told == [f"note: replaces {prefixes[0]} ({sizes[0]:,} tokens)", f"note: replaces {prefixes[1]}.bin"]
+    assert said.index(told[-1]) < said.index("Done! Now finalizing.", 2)

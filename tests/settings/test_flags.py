@@ -17,9 +17,10 @@ from megatron.errors import UsageError
 from megatron.settings.dialects import megatron_lm
 from megatron.settings.help import config_text, value_text
 from megatron.settings.parse import parse, parse_pretrain
-from megatron.settings.schema import GROUPS, Model, Optimizer, setting
+from megatron.settings.schema import GROUPS, Model, Optimizer, TokenizerSettings, setting
 from megatron.settings.spelling import settings_of, spellings_of
 from megatron.tools import flag_docs
+from preprocess_data import PreprocessOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
@@ -273,10 +274,59 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--use_mcore_model", "did you mean --use-mcore-models"),
         ("--bf16;", "did you mean --bf16?"),
         ("--optimizer lamb", "'lamb' is none of adam"),
+        ("--tokenizer-type Llama2Tokenizer", "; say SentencePieceTokenizer"),
+        ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
+        ("--hybrid-override-pattern M*M*", "Mamba layers, and hybrids of them"),
+        ("--softmax-type off-by-one", "attention sinks"),
+        ("--spec a b", "--model-type MODULE, docs/extending.md"),
+        ("--adlr-autoresume", "supervise --on-preempt requeue"),
+        ("--use-fsdp2", "use --sharding-stage 3"),
     ],
 )
 def test_what_is_not_supported_says_what_to_do(line, words):
     assert words in refused(line)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--object-storage-cache-path c", "lies in --data-cache-path"),
+        ("--s3-cache-path c", "lies in --data-cache-path"),
+        ("--result-rejected-tracker-filename f", "repeated steps are not compared"),
+        ("--logging-level 20", "the log has one level"),
+        ("--config-logger-dir d", "--print-config"),
+        ("--train-sync-interval 5", "how far the host may run ahead"),
+        ("--enable-one-logger", "no outside service"),
+        ("--perform-initialization", "initial weights depend on --seed"),
+        ("--delay-grad-reduce", "when and how ranks exchange data"),
+        ("--no-delay-grad-reduce", "when and how ranks exchange data"),
+        ("--align-grad-reduce", "when and how ranks exchange data"),
+        ("--align-param-gather", "when and how ranks exchange data"),
+        ("--scatter-gather-tensors-in-pipeline", "when and how ranks exchange data"),
+        ("--clone-scatter-output-in-embedding", "when and how ranks exchange data"),
+        ("--create-attention-mask-in-dataloader", "causal masks are never stored"),
+        ("--log-loss-scale-to-tensorboard", "every figure that the run logs goes to TensorBoard"),
+        ("--microbatch-group-size-per-vp-stage 4", "the interleaved schedule groups"),
+    ],
+)
+def test_what_has_no_effect_is_said_with_its_own_reason(line, words, capsys):
+    read(line)
+    said = capsys.readouterr().err
+    assert f"note: {line.split()[0]} has no effect: " in said and words in said
+
+
+def test_biases_are_asked_for_in_both_ways(capsys):
+    assert not read("--add-bias-linear").model.disable_bias_linear
+    assert capsys.readouterr().err == ""
+    assert "contradict" in refused("--add-bias-linear --disable-bias-linear")
+
+
+def test_a_part_of_a_flags_name_is_enough_for_a_hint():
+    """Megatron-LM's older names of preprocess_data.py's flags."""
+    groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
+    for words, hint in (("--vocab v.json", "--vocab-file"), ("--keys text", "--json-keys")):
+        with pytest.raises(UsageError, match=f"unknown flag {words.split()[0]}; did you mean {hint}"):
+            parse(["--input", "i", "--output-prefix", "o", *words.split()], groups)
 
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):

@@ -372,5 +372,9 @@ def test_any_numbers_are_answered_or_work(values, world):
 
 def test_remarks():
     assert remarks(config("--save x --eval-interval 5"), 1) == []
+    alone = "the only checkpoints are those at the end and at Ctrl-C; --save-interval auto"
+    told = lambda flags: any(alone in remark for remark in remarks(config(flags), 1))
+    assert told("--save x --train-iters 5000") and not told("--save x --train-iters 500")
+    assert not told("--save x --train-iters 5000 --save-interval 9") and not told("--train-iters 5000")
     found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
     assert "90 times as slow" in found and "nothing of this training will be kept" in found

@@ -96,7 +96,7 @@ def test_verify_names_damaged_missing_and_foreign_files(tmp_path, capsys):
 def test_verify_looks_at_every_checkpoint_of_a_folder(folder, capsys):
     save(folder, tensors(1), iteration=2)
     flip(folder / "iter_0000001" / "index.json")
-    with pytest.raises(CheckpointError, match="1 problems in 2"):
+    with pytest.raises(CheckpointError, match="1 problem in 2"):
         tool.main(["verify", str(folder)])
     tool.main(["verify", str(folder), "--ckpt-step", "2"])
     tool.main(["verify", str(folder), "--no-all"])

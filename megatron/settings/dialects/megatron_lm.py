@@ -31,7 +31,9 @@ def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
         for pattern, sentence in table.items():
             if "*" in pattern and fnmatchcase(name, pattern):
                 return _judge(refused, sentence, name, words)
-    return None
+    # The other half of a pair: the sentence says that neither has an effect.
+    other = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name.removeprefix('--')}"
+    return _judge(False, _IGNORED[other], name, words) if other in _IGNORED else None
 
 
 def known_flags() -> list[str]:
@@ -74,7 +76,8 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --delay-wgrad-compute --create-all-gather-group --high-priority-* --use-nccl-ub --use-sharp
     --sharp-enabled-group --nccl-communicator-config-path --disable-gloo-process-groups --no-paired-barrier
     --no-pre-communication-optimization --pipeline-model-parallel-comm-backend --suggested-communication-unit-size
-    --segment-broadcast-mb --no-data-sharding --no-clone-scatter-output-in-embedding
+    --segment-broadcast-mb --no-data-sharding --no-clone-scatter-output-in-embedding --delay-grad-reduce
+    --align-grad-reduce --align-param-gather
     --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
 ranks are always ordered tensor, context, data, pipeline
@@ -82,9 +85,11 @@ ranks are always ordered tensor, context, data, pipeline
 all ranks collect garbage between the same steps anyway, at evaluations and saves too; see --manual-gc-interval
     --manual-gc --no-manual-gc-eval --disable-manual-gc-eval
 memory is kept and freed as torch does by itself
-    --empty-unused-memory-level --train-sync-interval
+    --empty-unused-memory-level
+how far the host may run ahead of the device changes no result
+    --train-sync-interval
 the interleaved schedule groups micro-batches by itself
-    --microbatch-group-size-per-virtual-pipeline-stage --interleave-group-size
+    --microbatch-group-size-per-vp-stage --microbatch-group-size-per-virtual-pipeline-stage --interleave-group-size
 there is no pipeline unless --pipeline-model-parallel-size is above 1
     --no-pipeline-parallel
 
@@ -92,7 +97,7 @@ there is no pipeline unless --pipeline-model-parallel-size is above 1
 randomness is a function of seed and position, so there is no random state to track, save or load
     --no-load-rng --no-save-rng --te-rng-tracker --inference-rng-tracker --use-same-sampling-seed-across-dp-ranks
 initial weights depend on --seed and their names alone, wherever they are drawn
-    --use-cpu-initialization --no-initialization --init-model-with-meta-device --lazy-mpu-init
+    --use-cpu-initialization --no-initialization --perform-initialization --init-model-with-meta-device --lazy-mpu-init
     --init-on-meta
 torchrun or srun tells each process its rank and where the first one is
     --local-rank --rank --from-torch --from-slurm --host --port
@@ -124,8 +129,8 @@ causal masks are never stored
     --no-create-attention-mask-in-dataloader
 the fastest tokenizer whose ids agree is chosen
     --use-gigatoken --legacy-tokenizer
-only local files are read
-    --enable-msc --disable-msc --object-storage-cache-path
+s3:// and its like are read wherever a path is; what is fetched of data lies in --data-cache-path
+    --enable-msc --disable-msc --object-storage-cache-path --s3-cache-path
 
 # Logs.
 every figure that the run logs goes to TensorBoard as well, at --log-interval
@@ -137,15 +142,19 @@ this figure is not logged yet
     --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy
     --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
-    --logging-level --measure-activation-memory
+    --measure-activation-memory
+the log has one level; --console and --timing-log-level say what is in it
+    --logging-level
+--print-config shows every setting, and metrics.jsonl keeps them
+    --config-logger-dir
 no outside service is told about the run
-    --no-one-logger --one-logger-* --app-tag-run-* --otel-* --config-logger-dir --run-workload-inspector-server
+    --no-one-logger --enable-one-logger --one-logger-* --app-tag-run-* --otel-* --run-workload-inspector-server
 wandb reads WANDB_ENTITY and WANDB_DIR from the environment
     --wandb-entity --wandb-save-dir
 
 # Checks.
 repeated steps are not compared; replicas are, see --check-replicas-interval
-    --rerun-mode --test-mode --enable-exactly-numeric-match
+    --rerun-mode --test-mode --enable-exactly-numeric-match --result-rejected-tracker-filename
     --enable-optimizer-post-validation
 """
 
@@ -175,7 +184,7 @@ training is as long as --train-iters or --train-samples say
 
 # Sharding and distribution by other means.
 use --sharding-stage 3
-    --use-megatron-fsdp --use-torch-fsdp2 --use-custom-fsdp --megatron-fsdp-* --fsdp-* --torch-fsdp2-*
+    --use-megatron-fsdp --use-fsdp2 --use-torch-fsdp2 --use-custom-fsdp --megatron-fsdp-* --fsdp-* --torch-fsdp2-*
     --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
 use --sharding-degree
     --num-distributed-optimizer-instances
@@ -226,10 +235,12 @@ mixtures of experts are not part of this suite; models are dense
 attention is multi-head or grouped-query (--group-query-attention)
     --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
     --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
-    --disable-dsa-* --gdp-* --hybrid-* --attention-output-gate --softmax-type --qk-clip* --qk-l2-norm
+    --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
     --enable-gpt-oss
-Mamba layers are not part of this suite
-    --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+attention sinks are not part of this suite: the softmax is over the keys alone
+    --softmax-type
+Mamba layers, and hybrids of them and attention, are not part of this suite
+    --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
 8- and 4-bit training is not part of this suite; use --bf16
     --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16
     --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
@@ -250,7 +261,9 @@ biases are on, or off everywhere with --disable-bias-linear
 blocks are pre-norm
     --apply-residual-connection-post-layernorm
 all layers are alike and predict one token
-    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --spec --freeze-all-layers --enable-experimental
+    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers --enable-experimental
+a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
+    --spec
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
     --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size --vocab-extra-ids
 encoder-decoder models are not part of this suite yet
@@ -267,7 +280,7 @@ reinforcement learning is not part of this suite
     --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
 retrieval models are not part of this suite
     --retro-* --retriever-* --ict-* --biencoder-* --block-data-path --embedding-path --evidence-data-path
-    --indexer-* --query-in-block-prob --titles-data-path --use-one-sent-docs --result-rejected-tracker-filename
+    --indexer-* --query-in-block-prob --titles-data-path --use-one-sent-docs
 vision models are not part of this suite
     --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction
     --data-per-class-fraction --sample-rate
@@ -306,7 +319,9 @@ there is one kind of checkpoint: --save, --save-interval
     --save-params-interval --save-wgrads-interval
 restarting inside the process and injecting faults are not part of this suite
     --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
-    --adlr-autoresume* --gpu-sniff-test-interval
+    --gpu-sniff-test-interval
+a job that is taken away goes back into the queue by python -m megatron.tools.supervise --on-preempt requeue
+    --adlr-autoresume*
 see --distributed-timeout-minutes
     --distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*
     --fake-process-group --throughput-check-only
@@ -320,6 +335,13 @@ NEUTRAL = """
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
+
+
+# Values of Megatron-LM's that have another name here, and what to say for them.
+INSTEAD = {
+    "Llama2Tokenizer": "say SentencePieceTokenizer",
+    "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
+}
 
 
 def sentences(table: str) -> dict[str, list[str]]:
