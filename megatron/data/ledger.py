@@ -27,10 +27,9 @@ def sample_hash(place: int, tokens: np.ndarray) -> tuple[int, int]:
     return first, second
 
 
-def batch_hash(places: Iterable[int], tokens: np.ndarray) -> tuple[int, int]:
-    """The hash of a micro-batch: tokens int64 [b, s], one sample a row."""
-    rows = np.ascontiguousarray(tokens)
-    return sum_hashes(sample_hash(place, row) for place, row in zip(places, rows))
+def batch_hash(places: Iterable[int], rows: Iterable[np.ndarray]) -> tuple[int, int]:
+    """The hash of a micro-batch: int64 [seq_length] of each sample."""
+    return sum_hashes(sample_hash(place, np.ascontiguousarray(row)) for place, row in zip(places, rows))
 
 
 def sum_hashes(hashes: Iterable[Sequence[int]]) -> tuple[int, int]:

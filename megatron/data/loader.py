@@ -145,15 +145,16 @@ class MicroBatchLoader:
     def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
-        rows = np.stack([self.tokens(position) for position in positions])  # [b, s + 1]
+        samples = [self.sample(position) for position in positions]
+        rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
+        loss_mask = self._loss_mask(tokens, [mask for _, mask in samples])
 
         def column_major(array):
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
 
         data = self.data
-        loss_mask = masks.loss_mask(tokens, self.eod) if data.eod_mask_loss else None
         if self.whole and positions.stop > len(self.dataset):
             loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
             loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
@@ -162,7 +163,7 @@ class MicroBatchLoader:
             tokens=column_major(tokens[:, own]),
             labels=column_major(rows[:, 1:][:, own]),
             samples=torch.arange(positions.start, positions.stop),
-            hash=batch_hash(positions, tokens),
+            hash=batch_hash(positions, [hashed(*sample) for sample in samples]),
             loss_mask=None if loss_mask is None else column_major(loss_mask[:, own]),
             position_ids=column_major(masks.position_ids(tokens, self.eod)[:, own])
             if data.reset_position_ids
@@ -172,34 +173,61 @@ class MicroBatchLoader:
         )
         return batch.pinned() if self.pin_memory else batch
 
+    def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
+        """[b, s] float32: what each token's loss counts, as the samples and --eod-mask-loss say; None: all count alike.
+        own: of each sample None, or a mask [s + 1] beside its ids.
+        """
+        mask = masks.loss_mask(tokens, self.eod) if self.data.eod_mask_loss else None
+        if all(each is None for each in own):
+            return mask
+        ones = np.ones(tokens.shape[1], np.float32)
+        given = np.stack([ones if each is None else each[1:] for each in own])  # that of a label stands beside it
+        return given if mask is None else given * mask
+
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a place of the order of training."""
-        return sample_hash(place, self.tokens(place)[:-1])
+        return sample_hash(place, hashed(*self.sample(place)))
 
-    def tokens(self, place: int) -> np.ndarray:
-        """The sample at a place of the order of training, [seq_length + 1] int64.
+    def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
+        """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
+        float32 if it has one.
 
         Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
         where the embedding's padding has a row for it.
         """
         number = self._sample(place)
-        sample = np.asarray(self.dataset[number])
         where = f"{type(self.dataset).__name__}[{number}]"
-        length = self.seq_length + 1 if self.seq_length else sample.size
-        if sample.shape != (length,) or sample.dtype.kind not in "iu":
+        try:
+            ids, mask = parts_of(self.dataset[number], where)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
+            raise
+        length = self.seq_length + 1 if self.seq_length else ids.size
+        if ids.shape != (length,) or ids.dtype.kind not in "iu":
+            told = f"{ids.dtype} of shape {list(ids.shape)}"
             raise DataError(
-                f"{where} is no sample: {sample.dtype} of shape {list(sample.shape)}",
-                f"a dataset gives --seq-length + 1 = {length} whole numbers by index",
-                "mend the dataset (docs/extending.md)",
+                f"{where} is no sample: {told}",
+                f"a dataset gives --seq-length + 1 = {length} whole numbers by index{MASKED}",
+                "mend the dataset (docs/extending.md#a-dataset)",
             )
-        if self.vocab_size is not None and not 0 <= sample.min() <= sample.max() < self.vocab_size:
-            at = int(np.argmax((sample < 0) | (sample >= self.vocab_size)))
+        if self.vocab_size is not None and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
             raise DataError(
-                f"{where} holds token {sample[at]} at position {at}, outside of the vocabulary of {self.vocab_size}",
+                f"{where} holds token {ids[at]} at position {at}, outside of the vocabulary of {self.vocab_size}",
                 f"it is sample {place} in the order of training",
                 "give a --vocab-size above its largest id, or mend the dataset",
             )
-        return sample.astype(np.int64, copy=False)
+        if mask is not None:
+            good = mask.shape == ids.shape and mask.dtype.kind in "biuf" and np.isfinite(mask).all() and mask.min() >= 0
+            if not good:
+                raise DataError(
+                    f"{where} has a loss mask that is none: {mask.dtype} of shape {list(mask.shape)}",
+                    f"it has a number from 0 for each of the {length} ids: what the loss of predicting this one counts",
+                    "mend the dataset (docs/extending.md#a-dataset)",
+                )
+            mask = mask.astype(np.float32, copy=False)
+        return ids.astype(np.int64, copy=False), mask
 
     def describe(self, place: int) -> str:
         """Where the sample at a place of the order of training comes from, in words."""
@@ -248,6 +276,35 @@ class MicroBatchLoader:
             return position
         epoch, index = cyclic_position(position, len(self.dataset))
         return int(cyclic_order(epoch, len(self.dataset))[index])
+
+
+IDS, MASK = "input_ids", "loss_mask"  # of a sample that is a dict
+MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {MASK}"
+
+
+def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    """(ids, loss mask or None) of what a dataset gives. Raises DataError for a dict of other things.
+
+    >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")
+    (array([5, 6]), array([0, 1]))
+    """
+    mask = None
+    if isinstance(sample, dict):
+        if IDS not in sample or sample.keys() - {IDS, MASK}:
+            raise DataError(
+                f"{where} is a dict with {', '.join(map(repr, sample))}",
+                f"a sample is whole numbers{MASKED}",
+                "name its parts so, and leave others out (docs/extending.md#a-dataset)",
+            )
+        sample, mask = sample[IDS], sample.get(MASK)
+    elif isinstance(sample, tuple) and len(sample) == 2 and np.ndim(sample[0]):
+        sample, mask = sample
+    return np.asarray(sample), None if mask is None else np.asarray(mask)
+
+
+def hashed(ids: np.ndarray, mask: Optional[np.ndarray]) -> np.ndarray:
+    """What the ledger hashes of a sample: its input, and its loss mask where it has one."""
+    return ids[:-1] if mask is None else np.concatenate([ids[:-1], mask[1:].view(np.int32).astype(np.int64)])
 
 
 @lru_cache(maxsize=2)  # an epoch and the next one, which prefetching may reach into

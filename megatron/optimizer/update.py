@@ -114,7 +114,8 @@ class UpdateRule:
 
         weights, gradients: flat fp32 tensors of the same sizes, on one device; gradients may be overwritten
         states:             such tensors for each name of `state_of` of their group
-        step:               how many updates there have been
+        step:               how many updates there have been before this one, 0 at the first: Adam divides its means by
+                            1 - beta ** (step + 1)
         decay:              weight decay
         """
         raise NotImplementedError

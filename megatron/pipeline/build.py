@@ -72,12 +72,19 @@ def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object:
     held: dict[str, int] = {}
     for name, _, extent in set().union(*all_gather_object(own)):
         held[name] = held.get(name, 0) + math.prod(extent)
+    if ghosts := sorted(weights.keys() - held.keys()):
+        raise SettingsError(
+            f"the model's facts list {', '.join(ghosts[:8])} and no module creates {'them' if len(ghosts) > 1 else 'it'}",
+            "facts are `layer_weights` of each layer, and the tables of embedding, norm and output",
+            "create parameters from their table (mpu.layers.create_parameters), or take them out of it "
+            "(docs/extending.md#a-model)",
+        )
     wrong = _different(held, {name: math.prod(placed.shape) for name, placed in weights.items()})
     if wrong:
         raise SettingsError(
             "the ranks do not hold the model that the settings describe",
             "; ".join(wrong[:8]),
-            "this is a mistake of this program: please report it with the command line",
+            "a model of your own: docs/extending.md#a-model; one of the suite's: please report it with the command line",
         )
 
 

@@ -71,6 +71,10 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
+    if recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1:
+        log(
+            f"note: the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"
+        )
     checkpoint_manager = open_checkpoint_manager(
         config.checkpoint, context, log
     )  # before the work: a locked or read-only folder is told at once

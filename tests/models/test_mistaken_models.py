@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a model of a user's own is said in words, on every rank, before it has trained on nonsense."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from megatron.errors import SettingsError
 from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.forked import RankFailed, run_ranks
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import Constant, Placement
 from megatron.tools.pretrain import start
 from tests.models import mlp_language_model as mlp
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, SP, TP, ZERO3
@@ -173,3 +174,24 @@ def test_what_evaluation_returns_is_looked_at_too():
 
     with pytest.raises(SettingsError, match='the sum "lm los", which .* did you mean lm loss'):
         train(replace(mlp.recipe(), build_model=build_model), "--eval-iters 1")
+
+
+# ---- tables of weights -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Haunted(mlp.MLPFacts):
+    """Lists a weight that no module creates."""
+
+    def layer_weights(self, kind, sequence_parallel):
+        return super().layer_weights(kind, sequence_parallel) | {"ghost.weight": Placement((3,), Constant(1.0))}
+
+
+@pytest.mark.parametrize("more", ["", f"--preflight --world-size 2 {PP}"])
+def test_a_weight_that_no_module_creates(more, monkeypatch):
+    facts = lambda config, vocab_size: Haunted(config.model, vocab_size, config.extra["mlp"].mlp_window)
+    haunted = replace(mlp.recipe(), facts=facts)
+    monkeypatch.setattr(mlp, "recipe", lambda: haunted)
+    with pytest.raises(SettingsError, match=r"blocks\.0\.ghost\.weight.* no module creates") as found:
+        train(haunted, more)
+    assert "please report" not in str(found.value)

@@ -57,6 +57,16 @@ class Design:
     build: Callable
 
     @property
+    def known(self) -> bool:
+        """Whether the model is one of the suite's."""
+        return self.config.model.model_type in MODEL_TYPES
+
+    @property
+    def blame(self) -> str:
+        """Whose mistake it is where the model is not what its facts say."""
+        return OURS if self.known else THEIRS
+
+    @property
     def sizes(self) -> dict[str, int]:
         return sizes_of(self.config.parallel, self.world_size)
 
@@ -107,11 +117,13 @@ def check_ranks(design: Design) -> Iterator[Check]:
     )
     count = sum(math.prod(shape) for shape in held.shapes.values())
     wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
+    if ghosts := sorted(design.facts.weights.keys() - held.shapes.keys()):
+        wrong = f"the model's facts list {', '.join(ghosts[:4])}, which no module creates"
     yield Check(
         "parameters",
         f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
         "; ".join([wrong] * bool(wrong) + held.miscounted[:4]),
-        OURS,
+        design.blame,
     )
     flaws = [f"{name}: {flaw}" for name, shape in held.shapes.items() if (flaw := find_flaw(shape, held.boxes[name]))]
     number = sum(map(len, held.boxes.values()))
@@ -247,8 +259,7 @@ def check_shapes(design: Design) -> Check:
     started, kinds, wrong = time.perf_counter(), set(), []
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
     pipeline = design.pipeline
-    known = design.config.model.model_type in MODEL_TYPES
-    if known:
+    if design.known:
         kind_of = design.facts.layer_kind
         pipeline = replace(
             pipeline, layers=tuple(sample_layers(layers, recompute, kind_of) for layers in pipeline.layers)
@@ -259,7 +270,7 @@ def check_shapes(design: Design) -> Check:
         for mesh in places:
             if mesh.tp.rank not in (0, last):
                 continue
-            alike = _kind(design, pipeline, mesh.pp.rank) if known else (mesh.pp.rank,)
+            alike = _kind(design, pipeline, mesh.pp.rank) if design.known else (mesh.pp.rank,)
             kind = (mesh.tp.rank, mesh.cp.rank, *alike)
             if kind in kinds:
                 continue
@@ -277,7 +288,7 @@ def check_shapes(design: Design) -> Check:
     told = (
         f"[s={model.seq_length}, b={micro}, h={model.hidden_size}] forward and back through {len(kinds)} kinds of ranks"
     )
-    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), OURS if known else THEIRS)
+    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), design.blame)
 
 
 def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
