@@ -76,6 +76,7 @@ CASES = [
     ("cp2a2a-pp2", "--recompute-granularity full_attn"),
     ("tp2sp-cp2-zero3", PLAIN),
     ("cp2-dp2-zero1", "--sharding-degree 1"),
+    ("cp2", f"{PLAIN} --attention-backend sdpa --window-size 5,0 --window-attn-skip-freq 2"),
     ("cp2a2a-dp2-zero3", "--recompute-granularity core_attn"),
 ]
 
