@@ -160,11 +160,11 @@ def test_tensor_parallel(run_ranks, shape, sp):
     "shape, backend",
     [
         (dict(), "auto"),
-        (LLAMA, "auto"),
+        pytest.param(LLAMA, "auto", marks=pytest.mark.full),
         (LLAMA, "sdpa"),
-        (dict(LLAMA, num_query_groups=2), "sdpa"),
+        pytest.param(dict(LLAMA, num_query_groups=2), "sdpa", marks=pytest.mark.full),
         (dict(LLAMA, num_query_groups=2, qk_layernorm=True, attention_dropout=0.1), "auto"),
-        (dict(PLAIN, num_query_groups=2, seq_length=600), "auto"),
+        pytest.param(dict(PLAIN, num_query_groups=2, seq_length=600), "auto", marks=pytest.mark.full),
         (dict(LLAMA, seq_length=600, window_size="100,0", attn_logit_softcapping=2.0), "auto"),
     ],
 )
