@@ -24,7 +24,12 @@ from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.chunks import own_chunks
-from megatron.mpu.context_parallel import gather_from_context_parallel_region, heads_to_rows, rows_to_heads
+from megatron.mpu.context_parallel import (
+    GatheredAgain,
+    gather_from_context_parallel_region,
+    heads_to_rows,
+    rows_to_heads,
+)
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
@@ -87,7 +92,8 @@ def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
 class Attention(nn.Module):
     """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
 
-    cp: ranks that share each sequence; by_heads: they exchange rows for heads, instead of gathering keys and values.
+    cp: ranks that share each sequence; by_heads: they exchange rows for heads, instead of gathering keys and values;
+    gather_again: these are gathered in the backward pass, too, instead of kept.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Attention(nn.Module):
         recompute_core=False,
         cp: Optional[Axis] = None,
         by_heads=False,
+        gather_again=False,
         **common,
     ):
         super().__init__()
@@ -117,7 +124,7 @@ class Attention(nn.Module):
                 NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
                 for name in ("q_norm", "k_norm")
             )
-        self.cp, self.by_heads = cp or Axis("cp", (0,)), by_heads
+        self.cp, self.by_heads, self.gather_again = cp or Axis("cp", (0,)), by_heads, gather_again
         heads = _divided_by_both(tp, self.cp) if by_heads else tp
         self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=heads)
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
@@ -167,19 +174,20 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
 
 def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """Keys and values of all ranks of cp are gathered; each of the two chunks of queries attends to the keys up to its own
-    end, or to those of them that are in its window.
+    end, or to those of them that are in its window. For the backward pass they are gathered again, unless all of this is.
     """
-    key, value = gather_from_context_parallel_region(torch.stack((key, value), 2), layer.cp).unbind(
-        2
-    )  # [t, b, g/tp, d]
-    t, c, attended = len(key), len(query) // 2, []
+    own = torch.stack((key, value), 2)
+    whole = gather_from_context_parallel_region(own, layer.cp)  # [t, b, 2, g/tp, d]
+    (key, value), t, c, attended = whole.unbind(2), len(whole), len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
-    for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
-        rows = slice(number * c, number * c + c)
-        keys = slice(0 if layer.window is None else max(0, start - layer.window), stop)
-        own = replace(context, allowed=None if context.allowed is None else context.allowed[:, rows, keys])
-        kept = dropout and dropout._replace(words=dropout.words[:, :, start:stop, keys])
-        attended.append(scaled_dot_product_attention(query[rows], key[keys], value[keys], layer, own, kept))
+    with GatheredAgain(whole, own, layer.cp) if layer.gather_again else nullcontext():
+        for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
+            rows = slice(number * c, number * c + c)
+            keys = slice(0 if layer.window is None else max(0, start - layer.window), stop)
+            allowed = None if context.allowed is None else context.allowed[:, rows, keys]
+            kept = dropout and dropout._replace(words=dropout.words[:, :, start:stop, keys])
+            part = replace(context, allowed=allowed)
+            attended.append(scaled_dot_product_attention(query[rows], key[keys], value[keys], layer, part, kept))
     return torch.cat(attended)
 
 

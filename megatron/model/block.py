@@ -60,6 +60,7 @@ class Block(nn.Module):
             recompute_core=recompute == "core_attn",
             cp=cp,
             by_heads=by_heads,
+            gather_again=not recompute and not kernels.torch_compile,
             **common,
         )
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)

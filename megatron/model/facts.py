@@ -73,6 +73,7 @@ class Exchange(NamedTuple):
     """What ranks that share sequences (context parallelism) send for the attention of one micro-batch, in bytes.
 
     rows:     keys and values of all their tokens, which are gathered, and whose gradients are reduced; 0 without that
+    again:    they are gathered in the backward pass, too, where a kernel would keep them as they are
     into:     queries, keys and values of a rank, which are sent for other heads of other rows, and back as gradients
     out_of:   what they attend to, the same
     """
@@ -80,12 +81,13 @@ class Exchange(NamedTuple):
     rows: int = 0
     into: int = 0
     out_of: int = 0
+    again: bool = False
 
     def calls(self, granularity: str) -> list[tuple[str, int, int]]:
         """(op, bytes of a call, calls) of a forward and a backward pass with `granularity` of the layer recomputed."""
         again = bool(granularity)
         whole = granularity in ("full", "full_attn")  # what follows attention keeps what comes out
-        found = [("all_gather", self.rows, 1 + again), ("reduce_scatter", self.rows, 1)]
+        found = [("all_gather", self.rows, 1 + (again or self.again)), ("reduce_scatter", self.rows, 1)]
         found += [("all_to_all", self.into, 2 + again), ("all_to_all", self.out_of, 2 + whole)]
         return [call for call in found if call[1]]
 

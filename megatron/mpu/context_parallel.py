@@ -61,6 +61,39 @@ def _to_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return torch.cat(parts.chunk(axis.size), 2)
 
 
+def _storage(x: torch.Tensor) -> int:
+    """What tells memory from other memory, also on devices that have none: an address would be 0 on all of them."""
+    return x.untyped_storage()._cdata
+
+
+class GatheredAgain(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, autograd keeps no views of `whole`, which is gathered from the `own` rows of all ranks: the backward pass
+    gathers it again. Nothing is gathered for kernels that keep copies.
+    """
+
+    def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis):
+        super().__init__(self._pack, self._unpack)
+        self.storage, self.own, self.axis = _storage(whole), own.detach(), axis
+        self.whole, self.kept, self.read = None, 0, 0
+
+    def _pack(self, x: torch.Tensor):
+        if _storage(x) != self.storage:
+            return x
+        self.kept += 1
+        return tuple(x.shape), x.stride(), x.storage_offset()
+
+    def _unpack(self, kept) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if self.whole is None:
+            self.whole = _gathered(self.own, self.axis)
+        self.read += 1
+        view = self.whole.as_strided(*kept)
+        if self.read == self.kept:  # the last of them holds it now
+            self.whole, self.read = None, 0
+        return view
+
+
 gather_from_context_parallel_region = conjugate(_gathered, _own_rows_of_total)
 rows_to_heads = conjugate(_to_heads, _to_rows)
 heads_to_rows = conjugate(_to_rows, _to_heads)

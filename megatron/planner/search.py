@@ -198,13 +198,10 @@ def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[in
 
 
 def _granularities(share: RankSetup, job: Job) -> list[Optional[str]]:
-    """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores, or keys of
-    other ranks.
-    """
+    """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
     branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
     cores = [branch.core for branch in branches if branch.core]
-    gathers = share.cp > 1 and not share.by_heads
-    useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) and not gathers else set()
+    useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
     return [one for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 

@@ -360,8 +360,8 @@ REMARKS = (
     Rule(
         lambda s: "p2p" in s.cp_comm,
         lambda s: (
-            "--cp-comm-type p2p gathers keys and values as allgather does: the result is that of Megatron-LM's ring, and "
-            "a layer keeps those of all ranks for its backward pass unless --recompute-granularity says otherwise"
+            "--cp-comm-type p2p gathers keys and values as allgather does: the result is that of Megatron-LM's ring, with "
+            "those of all ranks in memory while a layer attends, forward and backward"
         ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),

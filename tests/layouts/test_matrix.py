@@ -70,7 +70,6 @@ CASES = """
     tp4-dp2-zero1
     tp2sp-pp2-dp2-zero1 dropout
     cp2 llama dropout documents
-    cp2-tp2sp-a2a-zero1 dropout
 """.strip().splitlines()
 FULL = """
     cp2a2a documents dropout full_attn
@@ -83,6 +82,7 @@ FULL = """
     cp2a2a-pp2-zbv-zero2 selective documents
     cp2-tp2-a2a-zero3 llama documents full
     cp2-tp2sp-a2a-zero1 llama dropout
+    cp2-tp2sp-a2a-zero1 dropout
     cp2-tp4sp-zero3 documents dropout full_attn
     cp2a2a-pp4-zbv selective dropout documents
     cp2-pp2-dp2-zero3-gpipe full llama documents

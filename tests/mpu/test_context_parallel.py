@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of shared sequences, and the mappings between ranks that have them, against places that are counted by hand."""
 
+import contextlib
+
 import pytest
 import torch
 
-from megatron.mpu import context_parallel
+from megatron.mpu import collectives, context_parallel
 from megatron.mpu.chunks import row_numbers
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import Dropout
@@ -66,6 +68,30 @@ def test_mappings_and_their_gradients(cp, run_ranks):
         wanted = (x, sum(up)[rows]), (x[:, :, heads[rank]], by_heads[rows]), (x[rows], by_rows[:, :, heads[rank]])
         for pair, want in zip((gathered, exchanged, back), wanted, strict=True):
             torch.testing.assert_close(pair, want)
+
+
+def test_what_is_gathered_is_not_kept_and_comes_again(run_ranks):
+    """Once for each backward pass, whatever is kept of it; gradients are those that come without."""
+    x = _random(0, 24, 2, 6)
+
+    def body(rank, again):
+        axis, gathers = Mesh(rank, cp=2).cp, []
+        real = collectives.all_gather
+        collectives.all_gather = lambda *args: gathers.append(1) or real(*args)
+        own = x[ROWS[2][rank]].clone().requires_grad_()
+        whole = context_parallel.gather_from_context_parallel_region(own, axis)
+        hooks = context_parallel.GatheredAgain(whole, own, axis)
+        with hooks if again else contextlib.nullcontext():
+            value = (whole[:13] * whole[3:16]).sum() + (
+                whole[5:].transpose(0, 1) * whole[5:].exp().transpose(0, 1)
+            ).sum()
+        first = torch.autograd.grad(value, own, retain_graph=True)[0]
+        return first, torch.autograd.grad(value, own)[0], len(gathers)
+
+    for (plain, _, once), (first, second, thrice) in zip(
+        run_ranks(2, body, False), run_ranks(2, body, True), strict=True
+    ):
+        assert first.equal(plain) and second.equal(plain) and (once, thrice) == (1, 3)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

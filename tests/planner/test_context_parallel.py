@@ -62,21 +62,22 @@ def test_messages_and_their_time():
     rows, heads = (Layout(cp=4, by_heads=by_heads, micro_batch_size=b) for by_heads in (False, True))
     sent = {(one.op, one.axis): (one.bytes, one.calls) for one in transfers(job, rows) if one.axis == "cp"}
     whole = 2 * s * b * g * d * e * layers * 2  # keys and values, all layers, two micro-batches
-    assert sent == {("all_gather", "cp"): (whole, 2 * layers), ("reduce_scatter", "cp"): (whole, 2 * layers)}
+    # The flash kernel's are gathered again for the backward pass.
+    assert sent == {("all_gather", "cp"): (2 * whole, 4 * layers), ("reduce_scatter", "cp"): (whole, 2 * layers)}
     sent = {(one.op, one.axis): (one.bytes, one.calls) for one in transfers(job, heads) if one.axis == "cp"}
     there_and_back = 2 * (s // 4) * b * g * ((q + 2) + q) * d * e * layers * 2
     assert sent == {("all_to_all", "cp"): (there_and_back, 8 * layers)}
     took, device = step(job, rows, Cluster(find("H100-80GB"), 4)).parts["context parallel"], NODE.device
-    assert took == pytest.approx(2 * whole * 3 / 4 / device.inner + 4 * layers * 2 * device.latency, rel=0.001)
+    assert took == pytest.approx(3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001)
 
 
-def test_activations_are_divided_but_for_gathered_keys():
-    s, b, e, g, d, layers = 65536, 1, 2, 8, 128, 8
+def test_activations_are_divided():
+    """Of the keys and values that are gathered a rank keeps its own."""
+    s, b = 65536, 1
     whole, shared, heads = (
         memory_report(job_of(s), Layout(cp=cp, by_heads=by_heads, micro_batch_size=b), NODE.device).device[
             "activations"
         ]
         for cp, by_heads in ((1, False), (8, False), (8, True))
     )
-    gathered = layers * 2 * s * b * g * d * e
-    assert shared - gathered == pytest.approx(whole / 8, rel=0.1) and heads == pytest.approx(whole / 8, rel=0.1)
+    assert all(whole / 8 <= own < 1.1 * whole / 8 for own in (shared, heads))

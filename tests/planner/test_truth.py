@@ -73,10 +73,9 @@ CASES = [
     ("cp2", LLAMA),
     ("cp2-zero1", "--recompute-granularity core_attn"),
     ("cp2a2a-zero2", f"{LLAMA} --recompute-granularity full --bf16"),
-    ("cp2a2a-pp2", "--recompute-granularity full_attn"),
     ("tp2sp-cp2-zero3", PLAIN),
     ("cp2-dp2-zero1", "--sharding-degree 1"),
-    ("cp2a2a-dp2-zero3", "--recompute-granularity core_attn"),
+    ("cp2", f"{PLAIN} --attention-backend sdpa --window-size 5,0 --window-attn-skip-freq 2"),
 ]
 
 

@@ -183,8 +183,10 @@ def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple
         exchange = Exchange(into=n * fused * e, out_of=n * width * e)
         scores += 2 * exchange.into  # their gradients, on their way
     elif share.cp > 1:
-        exchange = Exchange(rows=2 * s * b * keys * e)
-        scores += 3 * exchange.rows  # of each chunk, their sum, and that in the order of ranks
+        exchange = Exchange(rows=2 * s * b * keys * e, again=core.kernel == "flash")
+        scores += (
+            4 * exchange.rows
+        )  # gathered again; gradients of each chunk, their sum, and that in the order of ranks
     up = (ffn, ffn) if m.swiglu else (ffn,)
     mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
     kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
@@ -233,7 +235,7 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
     if share.by_heads:
         views = fused
     elif gathers:
-        views = (q if own else fused) + 2 * kv * share.cp
+        views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # gathered again from its own
     calls = _calls(facts, share, window)
     if kernel == "flash":
         copied = (
