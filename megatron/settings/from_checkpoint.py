@@ -16,7 +16,6 @@ from megatron.storage.urls import location
 
 # Of the model's settings those that are not its shape and arithmetic; which model it is, the command says.
 OF_TRAINING = ("model_type", "model_name_or_path", "label_smoothing", "z_loss_coeff", "init_method_std")
-SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def saved_record(folder: str, step: Optional[int] = None) -> tuple[str, dict[str, Any]]:

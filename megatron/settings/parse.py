@@ -21,11 +21,9 @@ from types import MappingProxyType
 from megatron.errors import UsageError, did_you_mean, numbered
 from megatron.settings import schema
 from megatron.settings.dialects.megatron_lm import answer, known_flags
-from megatron.settings.from_checkpoint import SHAPE, saved_record, settings_of_shape, shape_of
 from megatron.settings.plan_file import GivenPlan, read_plan, refuse_another_model
 from megatron.settings.presets import SHAPES, preset
 from megatron.settings.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
-from megatron.storage.durable import Damaged
 
 COMMON = (
     "num_layers",
@@ -359,10 +357,13 @@ class FlagReader:
     def take_shape(self, chosen: dict[str, Given], groups: dict[str, type]) -> None:
         """`--use-checkpoint-args`, or `--finetune` without a shape: what nobody gave of it is that of the checkpoint."""
         values = {name: one.value for name, one in chosen.items()}
-        lacks_shape = not set(SHAPE) <= set(chosen)
+        lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
         asked = values.get("use_checkpoint_args")
         if not self.pretraining or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
             return
+        # Here, because it needs packages, and a python without them is told of that by `run_main`.
+        from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
+
         origin = "--use-checkpoint-args" if asked else "--finetune"
         try:
             where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
