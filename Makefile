@@ -2,13 +2,17 @@
 # Short names for what a developer does often. `make` alone lists them.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
+CHECKS = tests/test_floors.py tests/test_source_form.py tests/settings/test_flags.py::test_docs_are_up_to_date
+
 help:            ## list these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## */\t/' | expand -t 16
 
 check:           ## lint, format, import floors, form of sources, flag table (seconds)
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest tests/test_floors.py tests/test_source_form.py tests/settings/test_flags.py::test_docs_are_up_to_date
+	@failed=; \
+	echo "ruff check"; $(PYTHON) -m ruff check . || failed="$$failed, lint"; \
+	echo "ruff format --check"; $(PYTHON) -m ruff format --check . || failed="$$failed, format (make format)"; \
+	echo "floors, form of sources, flag table"; $(PYTHON) -m pytest $(CHECKS) || failed="$$failed, floors, form or flag table"; \
+	test -z "$$failed" || { echo "failed: $${failed#, }"; exit 1; }
 
 format:          ## let ruff repair format and imports
 	$(PYTHON) -m ruff check --fix .

@@ -250,10 +250,14 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
     if load is None:
         return words
     words = with_flag(words, "--load", load)
+    finetunes = _given(words, "--finetune")
     for flag in ("--finetune", "--no-load-optim", "--auto-resume"):
         if _given(words, flag):
             words = with_flag(words, flag, "false")
-    return without(words, "--ckpt-step")
+    words = without(words, "--ckpt-step")
+    if finetunes and config_of(words) is None:  # its shape was that of the checkpoint that it began with
+        words = with_flag(words, "--use-checkpoint-args")
+    return words
 
 
 COMMAND = "MEGATRON_COMMAND"  # in the environment of ranks: the command line that started the job

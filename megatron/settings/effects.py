@@ -146,6 +146,7 @@ EFFECTS: dict[str, Needs] = {
     "exit_on_missing_checkpoint": LOAD,
     "resume_schedule": RESUMING,
     "load_strictness": LOAD,
+    "use_checkpoint_args": LOAD,
     "no_load_optim": RESUMING,
     # guards
     "check_replicas_interval": RANKS,

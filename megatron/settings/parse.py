@@ -124,11 +124,12 @@ def parse_with_origins(
             reader.give(flag, values, flag, COMMAND)
     reader.apply_preset()
     chosen = {name: Given(None, value, "the recipe", DEFAULT) for name, value in defaults.items()} | reader.choose()
+    reader.take_shape(chosen, groups)
     plan = reader.follow_plan(chosen)
     said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
-        reader.problems.append(_missing(missing))
+        reader.problems.append(_missing(missing, "load" in chosen))
     if reader.problems:
         raise usage_error(reader.problems, prog)
     reader.say_notices()
@@ -200,6 +201,7 @@ class FlagReader:
         self.given: list[Given] = []
         self.turn = 0
         self.problems: list[str] = []
+        self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> flags
 
     def refuse_word(self, word: str) -> bool:
@@ -357,8 +359,44 @@ class FlagReader:
                 chosen[name] = Given(spelling, value, origin, FILE)
         return plan
 
+    def take_shape(self, chosen: dict[str, Given], groups: dict[str, type]) -> None:
+        """`--use-checkpoint-args`, or `--finetune` without a shape: what nobody gave of it is that of the checkpoint."""
+        values = {name: one.value for name, one in chosen.items()}
+        lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
+        asked = values.get("use_checkpoint_args")
+        if not self.pretraining or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
+            return
+        # Here, because it needs packages, and a python without them is told of that by `run_main`.
+        from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
+
+        origin = "--use-checkpoint-args" if asked else "--finetune"
+        try:
+            where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
+        except (Damaged, OSError) as error:
+            if lacks_shape:  # otherwise it is a run that has not saved yet, and loading says what is wrong
+                self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
+            return
+        mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
+        if mine != theirs:
+            self.problems.append(f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}")
+            return
+        given = {name for name, one in chosen.items() if one.level > DEFAULT}
+        for name, value in shape_of(record, settings_of_shape(groups), given).items():
+            spelling = self.spellings.get(dashed(name))
+            if spelling is None:  # of a later version
+                continue
+            try:
+                value = spelling.setting.value([str(one) for one in (value if isinstance(value, list) else [value])])
+            except BadValue as bad:
+                self.problems.append(f"{origin}: {where}: {name} {bad}")
+            else:
+                chosen[name] = Given(spelling, value, f"{origin} {where}", PRESET)
+        self.notes.append(f"the shape of the model, and its tokenizer, are those of {where} ({origin})")
+
     def say_notices(self) -> None:
         if os.environ.get("RANK", "0") == "0":
+            for note in self.notes:
+                print(f"note: {note}", file=sys.stderr, flush=True)
             for sentence, flags in self.notices.items():
                 flags = list(dict.fromkeys(flags))
                 verb = "has" if len(flags) == 1 else "have"
@@ -384,10 +422,11 @@ def _key(flag: str) -> str:
     return flag[2:].replace("-", "_")
 
 
-def _missing(settings: list[Setting]) -> str:
-    shape = (
-        " (or a whole shape: --model-name-or-path gpt2-medium)" if settings[0].name in (preset("gpt2") or ()) else ""
-    )
+def _missing(settings: list[Setting], loading: bool = False) -> str:
+    shape = ""
+    if settings[0].name in (preset("gpt2") or ()):
+        there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
+        shape = f" (or a whole shape: --model-name-or-path gpt2-medium{there})"
     return "missing: " + ", ".join(s.flag for s in settings) + shape
 
 

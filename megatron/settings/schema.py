@@ -520,6 +520,12 @@ class Checkpoint:
         "--override-lr-scheduler=command",
     )
     finetune: bool = setting("load weights alone and start counting anew", False)
+    use_checkpoint_args: bool = setting(
+        "take the shape of the model and the tokenizer from the checkpoint at --load, where no flag says them (--finetune "
+        "does, where no flag says a shape)",
+        False,
+        on_resume="irrelevant",
+    )
     load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
         "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
         "strict",

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
-OF_THE_READER = {"own_model.py", "pretrain_my_model.py"}  # files that a page lets its reader write
+# Files that a page lets its reader write.
+OF_THE_READER = {"own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py"}
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
 
 

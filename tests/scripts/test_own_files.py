@@ -42,3 +42,22 @@ def test_models_in_the_root(root, tree):
     files = ["tests/test_floors.py", "tests/test_source_form.py"]
     done = run(tree, "pytest", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("fails", ["", "check", "format", "pytest", "check pytest"])
+def test_make_check_does_all_and_says_what_failed(root, tmp_path, fails):
+    """With a python that fails at what is asked for: one failure hides no other, and the exit code tells."""
+    shutil.copy(root / "Makefile", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "ran $*"\ncase " {fails} " in *" $2 "*|*" $3 "*) exit 1;; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "check", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    ran = re.findall(r"^ran -m (\w+)(?: (check|format))?", done.stdout, re.M)
+    assert ran == [("ruff", "check"), ("ruff", "format"), ("pytest", "")]
+    assert "test_docs_are_up_to_date" in done.stdout
+    assert (done.returncode != 0) == bool(fails)
+    told = {"check": "lint", "format": "format (make format)", "pytest": "floors, form or flag table"}
+    said = ", ".join(told[one] for one in fails.split())
+    assert done.stdout.endswith(f"failed: {said}\n") if fails else "failed" not in done.stdout

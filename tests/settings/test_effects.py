@@ -137,6 +137,7 @@ CASES = {
     "log_progress": ("--log-progress", "", "--save s"),
     "exit_on_missing_checkpoint": ("--exit-on-missing-checkpoint", "--save s", "--load s"),
     "resume_schedule": ("--override-opt_param-scheduler", "--load s --finetune", "--load s"),
+    "use_checkpoint_args": ("--use-checkpoint-args", "", "--load s"),
     "load_strictness": ("--dist-ckpt-strictness log_all", "", "--load s"),
     "no_load_optim": ("--no-load-optim", "--load s --finetune", "--load s"),
     "check_replicas_interval": ("--check-replicas-interval 3", "", "2:"),

@@ -233,6 +233,7 @@ CHECKS = dict(
         exit_on_missing_checkpoint="test_new_runs::test_what_needs_a_checkpoint_is_refused",
         resume_schedule="test_resumed_schedule::test_a_longer_run_follows_the_schedule_that_it_is_told_to",
         finetune=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
+        use_checkpoint_args="test_from_checkpoint::test_the_shape_is_the_checkpoints",
         load_strictness="test_saving_runs::test_load_strictness",
         no_load_optim=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
         no_save_optim=f"{RUN}::test_no_save_optim_leaves_weights_alone",

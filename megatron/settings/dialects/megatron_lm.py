@@ -115,9 +115,10 @@ checkpoints have one format (safetensors with checksums), written and read in pa
     --disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
 there is one way to save in the background: --async-save
     --async-strategy --async-mode
-settings come from the flags or --config, never from a checkpoint; a shape that does not fit is an error
-    --use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
-    --disable-use-tokenizer-model-from-checkpoint-args --use-mp-args-from-checkpoint-args
+a layout comes from the flags or --config, and any layout loads what any other wrote
+    --use-mp-args-from-checkpoint-args
+a tokenizer that flags give wins over the one that --use-checkpoint-args takes from the checkpoint
+    --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
 
 # Data.
 .bin/.idx files are always memory-mapped
