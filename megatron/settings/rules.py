@@ -379,9 +379,7 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: (
-            s.train_iters and (s.eval_iters or s.full_validation) and s.eval_interval > s.train_iters and validates(s)
-        ),
+        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters,
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"
@@ -393,8 +391,10 @@ REMARKS = (
 # Words for the rules --------------------------------------------------------------------------------------------------
 
 
-def validates(s: SimpleNamespace) -> bool:
-    """Whether --split leaves something for validation, as far as it can be read."""
+def evaluates(s: SimpleNamespace) -> bool:
+    """Whether there are validations, and --split leaves something for them, as far as it can be read."""
+    if not (s.eval_iters or s.full_validation):
+        return False
     try:
         return not s.data_path or float(s.split.split(",")[1]) > 0
     except (ValueError, IndexError):

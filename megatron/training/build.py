@@ -71,10 +71,6 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
-    if recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1:
-        log(
-            f"note: the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"
-        )
     checkpoint_manager = open_checkpoint_manager(
         config.checkpoint, context, log
     )  # before the work: a locked or read-only folder is told at once
@@ -120,10 +116,12 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         log(resumed(config, record, state, lengths, context.mesh.sizes))
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
     notices += fused_kernels.told(context.device.type, dtype)
-    for notice in [*remarks(config, context.mesh.world_size), *notices]:
-        log(f"note: {notice}")
-    for warning in [*idle(config, context.mesh.world_size).values(), *warnings]:
-        log(f"warning: {warning}")
+    notices += end_of_document(config, recipe, tokenizer, vocab_size)
+    tell(
+        log,
+        [*remarks(config, context.mesh.world_size), *notices],
+        [*idle(config, context.mesh.world_size).values(), *warnings],
+    )
     return Run(
         config=config,
         context=context,
@@ -174,6 +172,21 @@ def all_gather_object_over(context: RankContext):
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def tell(log, notices: list[str], warnings: list[str]) -> None:
+    """Lines of the log for what somebody should know."""
+    for notice in notices:
+        log(f"note: {notice}")
+    for warning in warnings:
+        log(f"warning: {warning}")
+
+
+def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:
+    """What to say of the token that a vocabulary of numbers has beside --vocab-size, to whoever makes samples of numbers."""
+    if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
+        return []
+    return [f"the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"]
 
 
 def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
