@@ -183,7 +183,7 @@ def tell(log, notices: list[str], warnings: list[str]) -> None:
 
 
 def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:
-    """What to say of the token that a vocabulary of numbers has beside --vocab-size, to whoever makes samples of numbers."""
+    """What to say of the token that a vocabulary of numbers has beside --vocab-size, where samples are numbers."""
     if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
         return []
     return [f"the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"]
