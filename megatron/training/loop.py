@@ -130,11 +130,11 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         batches = micro_batches(run, run.train_loader, state.consumed_samples, num_microbatches)
     with phase("passes"):
         sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+    with run.phase("reduce"):
+        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     if run.returned is not None:  # the first step of this start
         run.returned.check(watch.all_gather_object)
         run.returned = None
-    with run.phase("reduce"):
-        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     *values, tokens = watch.count(totals)
     factor = unscale(tokens)
     means, norm = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, norm * factor
