@@ -149,11 +149,13 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
     with phase("passes"):
         sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+    with run.phase("reduce"):
+        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
+    with run.phase("reduce"):
+        totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     if run.returned is not None:  # the first step of this start
         run.returned.check(watch.all_gather_object)
         run.returned = None
-    with run.phase("reduce"):
-        totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     if not take_in_unread(run):
         return None
     state, late = run.state, not reads_at_once(run, iteration)
