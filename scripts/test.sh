@@ -8,4 +8,10 @@
 # test summary info" with the traceback of its first try. It is a race that wants to be looked at. Without: --reruns 0
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+if ! cmp -s requirements-test.txt .venv/requirements-test.installed; then
+    echo "Installing what requirements-test.txt pins (once) ..."
+    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r requirements-test.txt ||
+        echo "  pip could not: the tests that need it are skipped" >&2
+    cp requirements-test.txt .venv/requirements-test.installed
+fi
 exec python -m pytest -n 3 --dist loadfile --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks "$@"

@@ -150,8 +150,6 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with phase("passes"):
         sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
     with run.phase("reduce"):
-        totals, norm = run.optimizer.finalize_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
-    with run.phase("reduce"):
         totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
     if run.returned is not None:  # the first step of this start
         run.returned.check(watch.all_gather_object)

@@ -17,7 +17,8 @@ def copy(root, tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "build", "dist", ".*_cache", ".hypothesis")
     shutil.copytree(root, folder, ignore=ignored)
     (folder / ".venv" / "bin").mkdir(parents=True)
-    shutil.copy(folder / "requirements.txt", folder / ".venv" / "requirements.installed")
+    for name in ("requirements", "requirements-test"):
+        shutil.copy(folder / f"{name}.txt", folder / ".venv" / f"{name}.installed")
     python = folder / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')  # a link would not find the packages
     python.chmod(0o755)
