@@ -632,7 +632,7 @@ def test_the_tools_take_urls(bucket, tmp_path, capsys):
     assert list(checkpoints(location(bucket))) == [3]
     shard = next(path for path in (location(bucket) / "iter_0000003").iterdir() if path.name.startswith("shard"))
     shard.write_bytes(_flipped(shard.read_bytes()))
-    with pytest.raises(CheckpointError, match="1 problems"):
+    with pytest.raises(CheckpointError, match="1 problem in 1 checkpoint"):
         tool.main(["verify", bucket])
     assert f"{shard} is damaged" in capsys.readouterr().out
     with pytest.raises(UsageError, match="must be a folder"):

@@ -53,8 +53,10 @@ def test_sequence_parallel_ranks_hold_a_half_of_the_sequence(command, run_ranks)
     def body(rank, flags):
         run, seen = built(command, f"--tp 2 --hidden-dropout 0.1 {flags}", 2), []
         block = run.stages[0].blocks["0"]
-        for module in (block.attention_norm, block.attention_dropout, block.mlp_norm, block.mlp_dropout):
-            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+        for norm in (block.attention_norm, block.mlp_norm):
+            norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+        for dropout in (block.attention_dropout, block.mlp_dropout):
+            dropout.keep = lambda shape, *more, keep=dropout.keep: seen.append(shape[0]) or keep(shape, *more)
         run.stages[0](None, run.train_loader.step(0, 1)[0])
         return seen
 

@@ -321,9 +321,15 @@ def test_hidden_dropout_is_at_its_three_sites(build):
     (model,), [micro] = run.stages, run.train_loader.step(0, 1)
     sites = ["embedding.dropout", *(f"blocks.{n}.{half}_dropout" for n in (0, 1) for half in ("attention", "mlp"))]
     seen = {}
-    for name in sites:
-        note = lambda _, inputs, output, name=name: seen.update({name: (inputs[0].detach(), output.detach())})
-        model.get_submodule(name).register_forward_hook(note)
+    note = lambda _, inputs, output: seen.update({sites[0]: (inputs[0].detach(), output.detach())})
+    model.get_submodule(sites[0]).register_forward_hook(note)
+    for name in sites[1:]:  # with the addition behind it
+
+        def add(residual, x, samples, name=name, add=model.get_submodule(name).add):
+            seen[name] = x.detach(), (dropped := add(torch.zeros_like(residual), x, samples)).detach()
+            return residual + dropped
+
+        model.get_submodule(name).add = add
     streams = []
     model.final_norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].detach()))
     model(None, micro)

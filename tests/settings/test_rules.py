@@ -308,7 +308,7 @@ def test_data_paths_that_work(line):
 
 
 def test_what_is_missing_is_named():
-    assert "no vocabulary is given; --vocab-size N" in check(config(base=without("--vocab-size")), 1)[0]
+    assert "no vocabulary is given; --vocab-file vocab.json" in check(config(base=without("--vocab-size")), 1)[0]
     assert "the length of training is missing" in check(config(base=without("--train-iters")), 1)[0]
     assert "--lr is missing" in check(config(base=without("--lr")), 1)[0]
 

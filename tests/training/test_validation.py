@@ -149,8 +149,8 @@ def test_a_recipes_set_that_ends_before_the_run_does_is_refused_at_the_start(tmp
 
     mine = replace(own_dataset.recipe(), build_datasets=datasets)
     flags = f"{FLAGS} {STILL} --eval-iters 1 --mock-data false".split()
-    for held, more in ((23, ""), (7, "--eval-same-samples")):
-        with pytest.raises(DataError, match=f"has {held} samples, and all evaluations of this run take"):
+    for held, more, wanted in ((23, "", 24), (7, "--eval-same-samples", 8)):
+        with pytest.raises(DataError, match=f"has {held} samples for validation, {wanted} are needed"):
             start([*flags, *more.split(), "--save", str(tmp_path / "refused")], mine)
     for number, (held, more) in enumerate(((24, ""), (8, "--eval-same-samples"), (5, "--full-validation"))):
         start([*flags, *more.split(), "--save", str(tmp_path / f"{number}")], mine)
