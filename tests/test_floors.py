@@ -157,6 +157,12 @@ def test_pure_modules_reach_no_torch(name):
     assert not has_torch(reached(name, at_start_only=True))
 
 
+def test_training_starts_without_torchs_compiler():
+    """It takes a second and a half to import, in each rank, and some modules of torch bring it along."""
+    code = "import sys, pretrain_gpt, megatron.training.loop; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_commands_answer_before_torch_is_imported():
     commands = [name for name in PATHS if floor(name) >= floor("tools") and "run_main(main)" in PATHS[name].read_text()]
     assert len(commands) >= 8

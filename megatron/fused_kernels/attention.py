@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
@@ -152,7 +151,7 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
         mask = _shared_bias(s, t, window, query.dtype, query.device)
     elif causal and s != t:  # torch's own causal order has the queries first among the tokens
         lower = query.is_cuda and query.dtype != torch.float32
-        mask = causal_lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
+        mask = _lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
     if q > 1 and query.is_cuda and mask is not None and not lower:  # no kernel takes both a mask and groups
@@ -162,6 +161,13 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
     attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **order)
     attended = attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
+
+
+def _lower_right(s: int, t: int):
+    """Causal order of the last s of t tokens, as torch's kernels want it."""
+    from torch.nn.attention.bias import causal_lower_right  # takes a second to import: torch._dynamo comes along
+
+    return causal_lower_right(s, t)
 
 
 @lru_cache(maxsize=2)  # of each length, or both chunks of one: the backward pass of every layer keeps it

@@ -324,12 +324,13 @@ def test_hidden_dropout_is_at_its_three_sites(build):
     note = lambda _, inputs, output: seen.update({sites[0]: (inputs[0].detach(), output.detach())})
     model.get_submodule(sites[0]).register_forward_hook(note)
     for name in sites[1:]:  # with the addition behind it
+        module = model.get_submodule(name)
 
-        def add(residual, x, samples, name=name, add=model.get_submodule(name).add):
-            seen[name] = x.detach(), (dropped := add(torch.zeros_like(residual), x, samples)).detach()
+        def add(residual, x, samples, name=name, drop=module.add):
+            seen[name] = x.detach(), (dropped := drop(torch.zeros_like(residual), x, samples)).detach()
             return residual + dropped
 
-        model.get_submodule(name).add = add
+        module.add = add
     streams = []
     model.final_norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].detach()))
     model(None, micro)
