@@ -28,9 +28,7 @@ DOCUMENTS = "--tokenizer-type NullTokenizer --reset-attention-mask --reset-posit
 # layout, then features: recompute granularity, llama, dropout, micro2 (two samples a micro-batch instead of one), documents
 CASES = """
     tp2 dropout
-    tp4 full dropout
     tp2sp selective dropout
-    tp4sp llama
     pp2 dropout
     pp4 micro2
     pp2vp2 full_attn
@@ -72,6 +70,8 @@ CASES = """
     cp2 llama dropout documents
 """.strip().splitlines()
 FULL = """
+    tp4sp llama
+    tp4 full dropout
     cp2a2a documents dropout full_attn
     cp2-pp2 documents micro2
     cp2-dp2-zero2 full documents

@@ -370,6 +370,7 @@ def test_an_account_that_cannot_be_written_does_not_change_how_the_job_ended(sup
     assert "finished after" in (said := capsys.readouterr().out) and "could not be written" in said
 
 
+@pytest.mark.full
 def test_the_oldest_rank_is_named_when_another_gives_up_before_the_supervisor_does(root, memory_folder):
     """--distributed-timeout-minutes below --hang-timeout: rank 0 ends with 7, rank 1 is stopped by a signal."""
     job = Supervised(root, memory_folder, "SIGSTOP:1:8 7:0:9")
