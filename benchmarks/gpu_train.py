@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -177,8 +177,6 @@ def settings(name: str, micro: int, layers: int | None, device: str, compiled: b
 
 def planned(config, device: str, calibration: Path):
     """The planner's job, layout and cluster: this machine as it was measured, or as it is assumed."""
-    from dataclasses import replace
-
     from megatron.planner import target
     from megatron.planner.layout import Layout
 
@@ -198,8 +196,6 @@ def allocated(job, layout, device) -> int:
 
 def layers_that_fit(name: str, micro: int, device: str, calibration: Path) -> int:
     """The model's layers, or as many as the planner puts on this device."""
-    from dataclasses import replace
-
     from megatron.planner.memory import memory_report
 
     config = settings(name, micro, None, device)

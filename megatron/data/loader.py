@@ -158,7 +158,9 @@ class MicroBatchLoader:
         if self.whole and positions.stop > len(self.dataset):
             loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
             loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
-        whole_tokens = torch.full((), float(tokens.size if loss_mask is None else loss_mask.sum()))
+        whole_tokens = None
+        if self.cp_size > 1:
+            whole_tokens = torch.full((), float(tokens.size if loss_mask is None else loss_mask.sum()))
         batch = MicroBatch(
             tokens=column_major(tokens[:, own]),
             labels=column_major(rows[:, 1:][:, own]),
@@ -169,7 +171,7 @@ class MicroBatchLoader:
             if data.reset_position_ids
             else None,
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
-            whole_tokens=whole_tokens if self.cp_size > 1 else None,
+            whole_tokens=whole_tokens,
         )
         return batch.pinned() if self.pin_memory else batch
 
