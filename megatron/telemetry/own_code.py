@@ -7,13 +7,13 @@ import ast
 import hashlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import UsageError
+from megatron.telemetry.run_record import git
 
 DIGITS = 12  # of a checksum, as many as of the commit
 PACKAGE = "megatron"
@@ -94,15 +94,8 @@ def file_of(module: str) -> Optional[Path]:
 
 def source_diff() -> Optional[str]:
     """Checksum of what `git diff HEAD` says of the source tree; None where nothing differs, or outside a checkout."""
-    root = Path(__file__).parent.parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "diff", "--no-ext-diff", "--binary", "HEAD"]
-        found = subprocess.run(command, capture_output=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return checksum(found.stdout) if found.returncode == 0 and found.stdout else None
+    said = git("diff", "--no-ext-diff", "--binary", "HEAD")
+    return checksum(said) if said else None
 
 
 def refuse_another_module(model_type: str, module: str) -> None:

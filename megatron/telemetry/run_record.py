@@ -62,14 +62,20 @@ def library_versions() -> dict[str, str]:
 
 def source_commit() -> Optional[str]:
     """Commit of the source tree, with a + when files differ from it; None outside a checkout."""
+    said = git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    return said.decode().strip() or None if said else None
+
+
+def git(*words: str) -> Optional[bytes]:
+    """What git says of the source tree; None outside a checkout, and where git is missing or fails."""
     root = Path(__file__).parent.parent.parent
     if not (root / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout if done.returncode == 0 else None
 
 
 class JsonLines:

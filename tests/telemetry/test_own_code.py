@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.survey import describe
-from megatron.telemetry import own_code
+from megatron.telemetry import own_code, run_record
 from tests.models import gpt_variant
 
 TINY = (
@@ -63,7 +63,7 @@ def test_uncommitted_changes_have_a_checksum(tmp_path, monkeypatch):
     (tmp_path / "megatron" / "telemetry").mkdir(parents=True)
     file = tmp_path / "megatron" / "telemetry" / "own_code.py"
     file.write_text("one\n")
-    monkeypatch.setattr(own_code, "__file__", str(file))
+    monkeypatch.setattr(run_record, "__file__", str(file))  # where git is asked
     assert own_code.source_diff() is None  # no checkout
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
