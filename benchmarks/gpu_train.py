@@ -211,7 +211,7 @@ def suite_step(config):
     """(a step of the suite as pretrain_gpt.py does it, what ends the run)."""
     import pretrain_gpt
     from megatron.training.build import build_run
-    from megatron.training.loop import train_step
+    from megatron.training.step import train_step
 
     run = build_run(config, pretrain_gpt.recipe())
     for stage in run.stages:

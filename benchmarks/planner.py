@@ -94,7 +94,7 @@ def train(ranks: int, flags: str, steps: int) -> float:
 def _train(rank: int, config, steps: int) -> list[float]:
     import pretrain_gpt
     from megatron.training.build import build_run
-    from megatron.training.loop import train_step
+    from megatron.training.step import train_step
 
     times = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

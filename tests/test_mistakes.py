@@ -34,7 +34,7 @@ from megatron.tools import (
     train_tokenizer,
     verify_layout,
 )
-from megatron.training.build import build_vocabulary
+from megatron.training.datasets import build_vocabulary
 from megatron.training.rules import resolve
 
 VOC = "--vocab-file vocab.json --merge-file merges.txt"

@@ -20,7 +20,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/rules.py": "names of tokenizers",
     "megatron/settings/effects.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
-    "megatron/training/build.py": "the module of Megatron-LM's order of samples makes --mock-data",
+    "megatron/training/datasets.py": "the module of Megatron-LM's order of samples makes --mock-data",
     "megatron/data/gpt_dataset.py": "Megatron-LM's name of this order of samples",
     "megatron/inference/convert/*": "models of other programs",
     "megatron/planner/target.py": "GPT-2's vocabulary is assumed where none is given",

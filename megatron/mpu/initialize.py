@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ class RankContext:
     def is_rank_zero(self) -> bool:
         """Rank 0, which prints for the whole job."""
         return self.mesh.rank == 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value of every rank of the job, on every rank."""
+        return collectives.all_gather_object(value, self.mesh.world)
 
 
 def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:

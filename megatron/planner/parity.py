@@ -223,7 +223,7 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
     import time
 
     from megatron.training.build import build_run
-    from megatron.training.loop import train_step
+    from megatron.training.step import train_step
 
     seen = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

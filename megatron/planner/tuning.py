@@ -18,8 +18,8 @@ from megatron.planner.layout import Layout
 from megatron.settings import schema
 from megatron.telemetry import figures
 from megatron.training.build import build_run
-from megatron.training.loop import train_step
 from megatron.training.rules import resolve
+from megatron.training.step import train_step
 
 TRIED = 3  # layouts that --tune-steps times
 

@@ -85,6 +85,11 @@ class State:
         return found
 
 
+def due(interval: Optional[int], iteration: int) -> bool:
+    """Whether something that happens every `interval` steps happens behind this one."""
+    return bool(interval) and iteration % interval == 0
+
+
 @dataclass
 class Run:
     """A job in progress: what was built once, and `state`, which moves."""
@@ -136,13 +141,13 @@ class Run:
     def num_zeros_in_grad(self, iteration: int) -> Optional[int]:
         """Of the gradients of a step, where the log wants it (--log-num-zeros-in-grad); all ranks together."""
         logging = self.config.logging
-        wanted = logging.log_num_zeros_in_grad and iteration % logging.log_interval == 0
+        wanted = logging.log_num_zeros_in_grad and due(logging.log_interval, iteration)
         return self.optimizer.num_zeros_in_grad() if wanted else None
 
     def params_norm(self, iteration: int) -> Optional[float]:
         """Behind a step, where the log wants it (--log-params-norm); all ranks together."""
         logging = self.config.logging
-        wanted = logging.log_params_norm and iteration % logging.log_interval == 0
+        wanted = logging.log_params_norm and due(logging.log_interval, iteration)
         return self.optimizer.params_norm() if wanted else None
 
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:

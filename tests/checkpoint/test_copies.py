@@ -19,7 +19,7 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.settings import schema
 from megatron.settings.parse import parse_pretrain
-from megatron.training import build
+from megatron.training import checkpointing
 from megatron.training.rules import check
 
 
@@ -56,13 +56,13 @@ def test_copies_are_checkpoints_and_a_run_goes_on_from_them(run, tmp_path, backg
         assert not list(differences(one, two))
     assert any(f"copied iter_0000003 to {copy}" in line for line in said)
     settings = schema.Checkpoint(load=str(home), save_copy=str(copy))
-    assert build.load_folder(settings, alone) == home  # as new as the copy
+    assert checkpointing.load_folder(settings, alone) == home  # as new as the copy
     shutil.rmtree(home / "iter_0000003")
-    assert build.load_folder(settings, alone) == copy
+    assert checkpointing.load_folder(settings, alone) == copy
     settings = schema.Checkpoint(load=str(home / "iter_0000002"), save_copy=str(copy))
-    assert build.load_folder(settings, alone) == home / "iter_0000002"  # this one was asked for
+    assert checkpointing.load_folder(settings, alone) == home / "iter_0000002"  # this one was asked for
     shutil.rmtree(home)
-    assert build.load_folder(settings, alone) == copy
+    assert checkpointing.load_folder(settings, alone) == copy
 
 
 def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(run, tmp_path):
@@ -70,10 +70,10 @@ def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(ru
     for flag in ("save_copy", "save_mirror"):
         settings = schema.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
         with pytest.raises(CheckpointError, match="copy holds checkpoints of another run, up to iteration 2"):
-            build.refuse_to_mix(settings, 0, alone)
-        build.refuse_to_mix(settings, 2, alone)
+            checkpointing.refuse_to_mix(settings, 0, alone)
+        checkpointing.refuse_to_mix(settings, 2, alone)
     command = schema.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
-    build.refuse_to_mix(command, 0, alone)
+    checkpointing.refuse_to_mix(command, 0, alone)
 
 
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):

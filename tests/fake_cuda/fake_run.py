@@ -18,7 +18,7 @@ from megatron.guard.stopping import StopRequests
 from megatron.model.recipe import named_recipe
 from megatron.mpu import collectives, random
 from megatron.settings.parse import parse_pretrain
-from megatron.training import build, loop
+from megatron.training import build, step
 from megatron.training.rules import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,5 +163,5 @@ def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str 
             Event.found = reads
             for Event.step in range(steps):
                 reads.clear()
-                loop.train_step(run)
+                step.train_step(run)
     return dict(waits=reads, late=Event.late)

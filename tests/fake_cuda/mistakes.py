@@ -9,7 +9,7 @@ from megatron.data import loader
 from megatron.model import block, positions
 from megatron.optimizer import state, zero
 from megatron.pipeline import wire
-from megatron.training import loop
+from megatron.training import step
 
 
 def instead(owner, name: str, made) -> None:
@@ -51,7 +51,7 @@ def a_step_count_made_on_the_host() -> None:
 
 
 def a_loss_read_for_the_log() -> None:
-    instead(loop, "zero_unless_first_tp_rank", lambda real: lambda run, sums: (sums[0].item(), real(run, sums))[1])
+    instead(step, "zero_unless_first_tp_rank", lambda real: lambda run, sums: (sums[0].item(), real(run, sums))[1])
 
 
 def a_branch_on_a_value() -> None:
@@ -82,4 +82,4 @@ def samples_sent_to_the_device() -> None:
 
 
 def a_sum_of_two_devices() -> None:
-    instead(loop, "zero_unless_first_tp_rank", lambda real: lambda run, sums: real(run, sums) + torch.zeros(len(sums)))
+    instead(step, "zero_unless_first_tp_rank", lambda real: lambda run, sums: real(run, sums) + torch.zeros(len(sums)))

@@ -77,11 +77,11 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "memory_that_is_not_pinned": ("", "copy of pageable memory"),
     "a_copy_that_waits": ("", "copy that waits"),
     "a_step_count_made_on_the_host": ("", "megatron/optimizer/state.py"),
-    "a_loss_read_for_the_log": ("", "item in megatron/training/loop.py"),
+    "a_loss_read_for_the_log": ("", "item in megatron/training/step.py"),
     "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
     "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),
     "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
-    "a_sum_of_two_devices": ("", "megatron/training/loop.py"),
+    "a_sum_of_two_devices": ("", "megatron/training/step.py"),
 }
 
 

@@ -122,8 +122,8 @@ def test_memory_is_what_the_planner_says(name, device, tmp_path):
     from megatron.planner.target import installed_gpu, job_of
     from megatron.settings.parse import parse_pretrain
     from megatron.training.build import build_run
-    from megatron.training.loop import train_step
     from megatron.training.rules import resolve
+    from megatron.training.step import train_step
 
     flags = f"""{BASE} {CASES[name]} --num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
         --num-query-groups 16 --vocab-size 50256 --micro-batch-size 4 --bf16 --device {device}"""

@@ -8,7 +8,7 @@ import torch
 
 import pretrain_gpt
 from megatron.settings.parse import parse_pretrain
-from megatron.training import loop
+from megatron.training import step as training_step
 from megatron.training.build import build_run
 from megatron.training.rules import resolve
 
@@ -27,7 +27,7 @@ CASES = {
 def steps(flags: str, device: str, late: bool, monkeypatch) -> list[tuple]:
     """(iteration, skipped, loss scale, norm, loss) of each step."""
     recorded = []
-    monkeypatch.setattr(loop, "record_step", lambda run, step: recorded.append(step) if step else None)
+    monkeypatch.setattr(training_step, "record_step", lambda run, step: recorded.append(step) if step else None)
     run = build_run(resolve(parse_pretrain(f"{FLAGS} {flags} --device {device}".split()), 1), pretrain_gpt.recipe())
     assert run.reads_late or device == "cpu"
     run.reads_late = late
@@ -35,7 +35,7 @@ def steps(flags: str, device: str, late: bool, monkeypatch) -> list[tuple]:
         strict = late and 3 < number < 12  # kernels are compiled and memory is found in the first steps
         torch.cuda.set_sync_debug_mode("error" if strict else "default")
         try:
-            recorded += filter(None, [loop.train_step(run)])
+            recorded += filter(None, [training_step.train_step(run)])
         finally:
             torch.cuda.set_sync_debug_mode("default")
     run.close()

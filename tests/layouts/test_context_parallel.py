@@ -12,7 +12,7 @@ from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.settings.parse import parse_pretrain
 from megatron.training import rules
 from megatron.training.build import build_run
-from megatron.training.loop import train_step
+from megatron.training.step import train_step
 
 TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 20 --lr 1e-3
     --global-batch-size 4 --micro-batch-size 2 --train-iters 10 --eval-iters 1 --precision fp32"""

@@ -101,7 +101,7 @@ def counted_step():
     from megatron.mpu import collectives
     from megatron.pipeline.wire import P2PCommunicator
     from megatron.training.build import build_run
-    from megatron.training.loop import train_step
+    from megatron.training.step import train_step
 
     sent, send = Counter(), P2PCommunicator.send
 

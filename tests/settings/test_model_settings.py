@@ -13,7 +13,7 @@ from megatron.model.attention import ForwardContext, scaled_dot_product_attentio
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
-from megatron.training.loop import make_loss_func
+from megatron.training.loss import make_loss_func
 
 FP16 = torch.float16
 V, S, B = 101, 16, 3  # 100 numbers, and the end of document that NullTokenizer adds

@@ -14,6 +14,7 @@ from megatron.errors import CheckpointError, run_main
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict
 from megatron.training import loop
+from megatron.training import step as training_step
 
 SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 
@@ -131,9 +132,9 @@ def test_spike_window_is_how_many_steps_are_remembered(train):
 
 def test_iterations_to_skip_are_passed_over(train, monkeypatch):
     """Their samples are not trained on: the others' are those of a plain run."""
-    seen, passes = [], loop.forward_backward
+    seen, passes = [], training_step.forward_backward
     monkeypatch.setattr(
-        loop,
+        training_step,
         "forward_backward",
         lambda run, batches, *rest: (
             seen.append([n for batch in batches for n in batch.samples.tolist()]) or passes(run, batches, *rest)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.training import loop
+from megatron.training import step as training_step
 
 SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 
@@ -14,13 +14,13 @@ SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 @pytest.fixture
 def fed(monkeypatch):
     """For each step of a run: the widths of its micro-batches."""
-    steps, passes = [], loop.forward_backward
+    steps, passes = [], training_step.forward_backward
 
     def spy(run, batches, *rest):
         steps.append([batch.tokens.shape[1] for batch in batches])
         return passes(run, batches, *rest)
 
-    monkeypatch.setattr(loop, "forward_backward", spy)
+    monkeypatch.setattr(training_step, "forward_backward", spy)
     return steps
 
 

@@ -17,7 +17,7 @@ from megatron.telemetry import timers
 from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
 from megatron.telemetry.phases import PHASES, Listening, phase
 from megatron.telemetry.timers import HISTORY, Timed, Timers, table
-from megatron.training import build, loop
+from megatron.training import build, step
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
@@ -204,7 +204,7 @@ def test_parts_of_a_pipeline_on_all_ranks(run_ranks, tmp_path, capfd):
 def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
     def body(rank):
         there = tmp_path / "there"  # stands while the first rank is where gradients are reduced
-        passes, totals, late = loop.forward_backward, DistributedOptimizer.reduce_grads, [0.0]
+        passes, totals, late = step.forward_backward, DistributedOptimizer.reduce_grads, [0.0]
 
         def slow(*given):
             while not there.exists():
@@ -215,7 +215,7 @@ def test_the_slower_of_two_ranks_is_seen(run_ranks, tmp_path):
             return passes(*given)
 
         if rank == 1:
-            loop.forward_backward = slow
+            step.forward_backward = slow
             timers.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
         else:
             DistributedOptimizer.reduce_grads = lambda *given: there.touch() or totals(*given)

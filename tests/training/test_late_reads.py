@@ -16,7 +16,8 @@ import pretrain_gpt
 from megatron.errors import Preempted
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
-from megatron.training import build, loop
+from megatron.training import build
+from megatron.training import step as training_step
 from megatron.training.rules import resolve
 from tests.guard import test_guarded_runs as guarded
 from tests.training import test_plain_loop as plain
@@ -33,11 +34,11 @@ def late(monkeypatch):
 
 def test_a_step_is_read_in_the_next_one(monkeypatch):
     recorded = []
-    monkeypatch.setattr(loop, "record_step", lambda run, step: recorded.append(step))
+    monkeypatch.setattr(training_step, "record_step", lambda run, step: recorded.append(step))
     flags = f"{plain.FLAGS} {plain.SIX} {plain.ADAM} --check-replicas-interval 4"
     run = build.build_run(resolve(parse_pretrain(flags.split()), 1), pretrain_gpt.recipe())
     for iteration in range(1, 7):
-        step = loop.train_step(run)
+        step = training_step.train_step(run)
         assert run.state.iteration == iteration and run.state.consumed_samples == 8 * iteration
         at_once = iteration in (4, 6)  # replicas are compared; the last one
         assert (run.unread is None) is at_once and (step is not None) is at_once

@@ -9,7 +9,7 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.recipe import Recipe, sums_of
 from megatron.settings.schema import Optimizer
-from megatron.training.loop import make_loss_func
+from megatron.training.loss import make_loss_func
 
 CONFIG = SimpleNamespace(model=SimpleNamespace(seq_length=64), optimizer=Optimizer())
 WEIGHTS = {"lm loss": 1.0, "extra loss": 0.5, "logged": 0.0}

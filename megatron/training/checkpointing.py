@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run goes on from, and the right to write its checkpoints."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from megatron.checkpoint.folder import checkpoints, restore
+from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
+from megatron.checkpoint.traces import may_begin, same_place
+from megatron.data.loader import MicroBatchLoader
+from megatron.errors import CheckpointError
+from megatron.guard import changes
+from megatron.mpu.initialize import RankContext
+from megatron.optimizer.zero import DistributedOptimizer
+from megatron.settings import schema
+from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.metrics import metrics_path
+from megatron.training.state import State
+
+SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
+
+
+def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, log) -> Optional[CheckpointManager]:
+    """The right to write into `--save`; None without it."""
+    if settings.save is None:
+        return None
+    mesh = context.mesh
+    all_gather_object = context.all_gather_object
+    if settings.async_save and mesh.world_size > 1:
+        store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
+        all_gather_object = store_all_gather_object(store, mesh.rank, mesh.world_size, timeout=SLOWEST_WRITER)
+    return CheckpointManager(settings, rank=mesh.rank, all_gather_object=all_gather_object, log=log)
+
+
+def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPath:
+    """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
+    folders = [location(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
+    this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
+    newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
+    return all_gather_object(newest)[0]
+
+
+def load(
+    config: schema.Config, context: RankContext, optimizer: DistributedOptimizer, fresh: State
+) -> tuple[State, Optional[dict[str, Any]], list[str]]:
+    """Fill the optimizer's state from `--load`.
+
+    Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
+    """
+    settings = config.checkpoint
+    if settings.load is None:
+        return fresh, None, []
+    all_gather_object = context.all_gather_object
+    weights_only = settings.finetune or settings.no_load_optim
+    compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
+    pieces = optimizer.pieces(moments=not weights_only)
+
+    def fits(record: dict[str, Any]) -> None:
+        compare(config, record["config"])
+        if not weights_only and record["optimizer_steps"] is None:
+            raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
+        if not weights_only:
+            changes.refuse_another_optimizer(config, record["config"])
+
+    names = (
+        None
+        if weights_only
+        else {name for names in all_gather_object({piece.name for piece in pieces}) for name in names}
+    )
+    restored = restore(
+        load_folder(settings, all_gather_object),
+        pieces,
+        names=names,
+        step=settings.ckpt_step,
+        allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
+        check=fits,
+        rank=context.mesh.rank,
+        all_gather_object=all_gather_object,
+        strictness=settings.load_strictness,
+    )
+    if restored is None:
+        return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
+    record = all_gather_object(restored.state)[0]
+    optimizer.copy_main_params_to_model_params()
+    notices = [*restored.notices, f"loaded checkpoint {restored}"]
+    if settings.finetune:
+        return fresh, record, notices
+    if not weights_only:
+        optimizer.step_count = record["optimizer_steps"]
+    return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+
+
+def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:
+    """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
+
+    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
+    would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
+    """
+    if settings.save is None or same_place(settings.load, settings.save):
+        return
+    flags = {"--save": settings.save}
+    if settings.load is None:
+        flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
+    for flag, folder in flags.items():
+        newest = all_gather_object(max(checkpoints(location(folder)), default=0) if folder else 0)[0]
+        if newest > iteration:
+            raise CheckpointError(
+                f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
+                f"this run starts at iteration {iteration}: its own would lie between them",
+                f"--load {folder} goes on from there; otherwise give another {flag}, or move them away",
+            )
+
+
+def check_samples(
+    config: schema.Config, record: dict[str, Any], batches: MicroBatchLoader, context: RankContext
+) -> list[str]:
+    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
+    wrong = [
+        int(place)
+        for place, halves in (record.get("samples") or {}).items()
+        if context.is_rank_zero and list(batches.sample_hash(int(place))) != halves
+    ]
+    return list(changes.refuse_other_samples(config, context.all_gather_object(wrong)[0]))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary, samples and micro-batches of a run."""
+
+import time
+from typing import Any, Optional
+
+from megatron.data import gpt_dataset, manifest
+from megatron.data.blend import parse_blend
+from megatron.data.indexed import bare_prefix
+from megatron.data.loader import MicroBatchLoader
+from megatron.data.remote import nearby
+from megatron.errors import DataError, SettingsError
+from megatron.model.recipe import Recipe
+from megatron.mpu.initialize import RankContext
+from megatron.settings import schema
+from megatron.settings.batch import batch_size, total_iterations, total_samples
+from megatron.tokenizer import build_tokenizer, unused_rows
+
+
+def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
+    """(tokenizer or None, size of the vocabulary without padding)."""
+    settings = config.tokenizer
+    if settings.tokenizer_type is None and not config.data.files and settings.vocab_size:
+        return None, settings.vocab_size
+    tokenizer = build_tokenizer(settings, log)
+    if (
+        settings.vocab_size
+        and settings.vocab_size < tokenizer.vocab_size
+        and settings.tokenizer_type != "NullTokenizer"
+    ):
+        raise SettingsError(
+            f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
+            do="leave --vocab-size out, or give at least the tokenizer's size",
+        )
+    if remark := unused_rows(settings.vocab_size, tokenizer.vocab_size):
+        log(f"note: {remark}")
+    return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
+
+
+def all_paths(data: schema.Data, log) -> list[str]:
+    """Every prefix that is read, on this machine, weights between them."""
+    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [nearby(word, data.data_cache_path, log) for words in lists for word in words or ()]
+
+
+def verify_data(data: schema.Data, context: RankContext, log) -> None:
+    """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
+    given = {
+        f"--{name.replace('_', '-')}": getattr(data, name)
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    }
+    blends = [parse_blend(words, flag) for flag, words in given.items() if words]
+    prefixes = sorted({bare_prefix(prefix) for blend in blends for prefix in blend.prefixes})
+    started, problems = time.perf_counter(), []
+    try:
+        for prefix in prefixes:
+            problems += manifest.verify(
+                nearby(prefix, data.data_cache_path, log), context.mesh.rank, context.mesh.world_size
+            )
+    except DataError as missing:
+        problems.append(str(missing))
+    problems = sorted({problem for found in context.all_gather_object(problems) for problem in found})
+    if problems:
+        raise DataError(
+            "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
+        )
+    log(f" > verified {len(prefixes)} dataset{'s' * (len(prefixes) > 1)} in {time.perf_counter() - started:.1f} s")
+
+
+def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -> tuple[int, int, int]:
+    """Samples that training, validation and testing ask for, as Megatron-LM counts them.
+
+    full_validation: a dataset decides itself how many it has; this is how many are made up where it has none.
+    """
+    iterations = total_iterations(batch, dp)
+    evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
+    each = batch.eval_iters * batch.global_batch_size
+    if full_validation:
+        return total_samples(batch, dp), each or batch.global_batch_size, each
+    return total_samples(batch, dp), each if batch.eval_same_samples else evaluations * each, each
+
+
+def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
+    """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own."""
+    sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)
+    if recipe.own_data and config.data.mock_data:
+        eod = tokenizer.eod if tokenizer else None
+        length, seed = config.model.seq_length, config.logging.seed
+        return gpt_dataset.build_datasets(config.data, length, sizes, seed, eod=eod, vocab_size=vocab_size, log=log)
+    datasets = recipe.build_datasets(config, tokenizer, vocab_size, sizes, log)
+    check_datasets(config, recipe, datasets, sizes)
+    if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
+        if recipe.own_data:
+            raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
+        raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
+    return datasets
+
+
+def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple[int, int, int]) -> None:
+    """Raise DataError unless a recipe's datasets are three, each None or long enough: not when a run comes to their end."""
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
+        told = f"{len(datasets)} of them" if isinstance(datasets, (tuple, list)) else type(datasets).__name__
+        raise DataError(
+            f"build_datasets of {recipe.model_type} returned {told}",
+            "(train, valid, test) are wanted, each a dataset or None",
+            "return None for what there is none of: docs/extending.md#a-dataset",
+        )
+    batch, cyclic = config.batch, config.data.dataloader_type == "cyclic"
+    size = batch.global_batch_size
+    count = f"--train-samples {batch.train_samples}" if batch.train_samples else f"--train-iters {batch.train_iters}"
+    if not batch.train_samples and not batch.rampup_batch_size:
+        count += f" x --global-batch-size {size}"
+    once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
+    evaluations = sizes[1] // max(sizes[2], 1)
+    needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, once
+    fewer = "a shorter run", "--eval-same-samples or fewer of --eval-iters", "fewer of --eval-iters"
+    for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
+        if dataset is None or wanted == 0 or (split == "validation" and config.data.full_validation):
+            continue
+        name = type(dataset).__name__
+        if not hasattr(dataset, "__len__"):
+            raise DataError(f"{name}, the dataset for {split}, has no length", do="give it a __len__")
+        if len(dataset) < (1 if cyclic else wanted):
+            raise DataError(
+                f"{name} has {len(dataset):,} samples for {split}, {wanted:,} are needed ({need})",
+                do=f"give it more samples, ask for {do}, or go through them again and again: --dataloader-type cyclic",
+            )
+
+
+def build_batches(
+    config: schema.Config, context: RankContext, datasets, tokenizer, vocab_size: int
+) -> list[Optional[MicroBatchLoader]]:
+    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches, and
+    ranks of context parallelism get rows of the same samples.
+    """
+    dp, cp = context.mesh.dp, context.mesh.cp
+    batch = config.batch
+
+    def constant(consumed: int) -> tuple[int, int]:
+        return batch.global_batch_size, batch.global_batch_size // batch.micro_batch_size // dp.size
+
+    def ramped(consumed: int) -> tuple[int, int]:
+        return batch_size(batch, dp.size, consumed)
+
+    return [
+        dataset
+        and MicroBatchLoader(
+            dataset,
+            config.data,
+            micro_batch_size=batch.micro_batch_size,
+            eod=tokenizer.eod if tokenizer else None,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+            cp_rank=cp.rank,
+            cp_size=cp.size,
+            next_step=sizes,
+            seq_length=config.model.seq_length,
+            vocab_size=vocab_size,
+            pin_memory=context.device.type == "cuda",
+            whole=whole,
+        )
+        for dataset, sizes, whole in zip(
+            datasets, (ramped, constant, constant), (False, config.data.full_validation, False), strict=True
+        )
+    ]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean losses over samples that are not trained on."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.pipeline.execute import execute
+from megatron.settings import schema
+from megatron.telemetry.phases import phase
+from megatron.training.garbage import GarbageCollection
+from megatron.training.state import Run, due
+from megatron.training.step import micro_batches, zero_unless_first_tp_rank
+
+
+def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:
+    """Evaluate where --eval-interval asks for it. Behind the last step the run is saved before: an evaluation that fails
+    must not cost it. Returns whether it was.
+    """
+    if not (run.valid_loader and due(run.config.batch.eval_interval, run.state.iteration)):
+        return False
+    last = run.state.iteration >= run.train_iters
+    saves = last and run.checkpoint_manager is not None
+    if saves:
+        with run.metrics.paused("saving"):
+            save_ahead(run)
+    with run.metrics.paused("evaluating"):
+        evaluate(run, run.valid_loader, "validation", final=last and ends_with_validation(run))
+        garbage.collect()
+    return saves
+
+
+def save_ahead(run: Run) -> None:
+    """Save the state as the evaluation that comes will leave it."""
+    now, batch = run.state, run.config.batch
+    more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
+    run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
+    try:
+        run.save()
+    finally:
+        run.state = now
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, float]:
+    """Mean losses over `--eval-iters` global batches of a split, or over all of it; all ranks get them.
+
+    Each validation goes on behind the one before, unless the settings say that all have the same samples.
+    """
+    started = time.perf_counter()
+    size = run.config.batch.global_batch_size
+    num_microbatches = size // run.config.batch.micro_batch_size // run.dp
+    for stage in run.stages:
+        stage.eval()
+    sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
+    goes_on = split == "validation" and not validates_same_samples(run.config)
+    start = consumed = run.state.consumed_valid_samples if goes_on else 0
+    with phase("evaluate"):
+        for _ in range(-(-len(batches.dataset) // size) if batches.whole else run.config.batch.eval_iters):
+            run.watch.heartbeat.beat("evaluate")
+            ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
+            found = micro_batches(run, batches, consumed, num_microbatches)
+            sums += execute(ops, run.stages, found, run.wire, names=run.names, seed=run.config.logging.seed)
+            consumed += size
+        *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
+    for stage in run.stages:
+        stage.train()
+    if goes_on:
+        run.state = replace(run.state, consumed_valid_samples=consumed)
+    means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
+    run.metrics.record_eval(
+        run.state.iteration,
+        run.state.consumed_samples,
+        means,
+        split=split,
+        final=final,
+        samples=range(start, min(consumed, len(batches.dataset)) if batches.whole else consumed),
+        seconds=time.perf_counter() - started,
+    )
+    run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
+    return means
+
+
+def ends_with_validation(run: Run) -> bool:
+    """Whether the validation behind the last step is over the samples that the one at the end would be over."""
+    return validates_same_samples(run.config) and due(run.config.batch.eval_interval, run.train_iters)
+
+
+def validates_same_samples(config: schema.Config) -> bool:
+    """Whether all validations of a run are over the same samples."""
+    return config.batch.eval_same_samples or config.data.full_validation

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of the log about a run that begins, or goes on."""
+
+import sys
+from typing import Any
+
+import torch
+
+from megatron.model.facts import Facts, RankSetup
+from megatron.model.recipe import Recipe
+from megatron.mpu.initialize import RankContext
+from megatron.optimizer.lr_schedule import Lengths, learning_rate
+from megatron.optimizer.resumed_schedule import drift, sentence
+from megatron.pipeline.stages import Pipeline
+from megatron.settings import schema
+from megatron.settings.batch import batch_size, total_iterations
+from megatron.training.state import State
+
+
+def tell(log, notices: list[str], warnings: list[str]) -> None:
+    """Lines of the log for what somebody should know."""
+    for notice in notices:
+        log(f"note: {notice}")
+    for warning in warnings:
+        log(f"warning: {warning}")
+
+
+def summary(
+    config: schema.Config,
+    context: RankContext,
+    facts: Facts,
+    state: State,
+    stages: list[torch.nn.Module],
+    pipeline: Pipeline,
+    loaded: bool,
+) -> str:
+    """What is about to happen, in a few lines. loaded: a checkpoint was."""
+    mesh, batch = context.mesh, config.batch
+    size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
+    full_batch = batch.global_batch_size // batch.micro_batch_size // mesh.dp.size
+    return "\n".join(
+        [
+            f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
+            f"{f'context-parallel size: {mesh.cp.size}, ' * (mesh.cp.size > 1)}"
+            f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
+            f" > {facts.describe(f'{facts.parameters:,}')}",
+            *model_parallel_sizes(context, stages),
+            f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
+            f"Python {sys.version.split()[0]}",
+            *([f" > {context.threads}"] if context.threads else []),
+            *kernel_instead(config, context, facts),
+            f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
+            f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+            *([loaded_line(config, mesh, state)] if loaded else []),
+            *([f" > {pipeline.describe(full_batch)}"] if len(pipeline.stages) > 1 and context.is_rank_zero else []),
+        ]
+    )
+
+
+def model_parallel_sizes(context: RankContext, stages: list[torch.nn.Module]) -> list[str]:
+    """Megatron-LM's lines about the parameters of each model parallel rank. All ranks together."""
+    mesh, parameters = context.mesh, {p for stage in stages for p in stage.parameters()}
+    first_copy = mesh.dp.rank == mesh.cp.rank == 0
+    own = (mesh.pp.rank, mesh.tp.rank, sum(parameter.numel() for parameter in parameters)) if first_copy else None
+    return [
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}"
+        for pp, tp, count in sorted(found for found in context.all_gather_object(own) if found)
+    ]
+
+
+def loaded_line(config: schema.Config, mesh, state: State) -> str:
+    """Megatron-LM's line."""
+    place = f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ]"
+    return f"  successfully loaded checkpoint from {config.checkpoint.load} {place} at iteration {state.iteration}"
+
+
+def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) -> list[str]:
+    """That the kernel which was asked for is none of this device's, and which one is taken."""
+    if context.device.type == "cuda" or config.kernels.attention_backend != "flash":
+        return []
+    kernel = getattr(facts, "attention_kernel", None)
+    setup = RankSetup(device="cpu", precision=config.precision.precision, backend="flash")
+    names = {"flash": "torch's scaled_dot_product_attention", "reference": "the reference kernel"}
+    name = kernel and names.get(kernel(setup), f"the {kernel(setup)} kernel")
+    return [f"note: --attention-backend flash is for CUDA: {name or 'another kernel'} computes attention on this CPU"]
+
+
+def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:
+    """Where a run goes on, in a line; `now`: axis -> size of this job."""
+    rate = learning_rate(config.optimizer, lengths, state.scheduled_samples)
+    then = record.get("mesh") or {}
+    layouts = " and ".join(dict.fromkeys(f"{_layout(sizes)} {word}" for sizes, word in ((then, "then"), (now, "now"))))
+    if then == now:
+        layouts = f"{_layout(now)} then and now"
+    return (
+        f" > resuming at iteration {state.iteration}, {state.consumed_samples:,} samples consumed, "
+        f"learning rate {rate:.6E}; layout {layouts}"
+    )
+
+
+def _layout(sizes: dict[str, int]) -> str:
+    dp = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
+
+
+def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
+    """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
+    found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
+    if chosen == "checkpoint":
+        found = [one for one in found if not one.of_schedule]
+    words = [sentence(found, chosen)] if found else []
+    return (words, []) if chosen == "command" else ([], words)
+
+
+def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:
+    """What to say of the token that a vocabulary of numbers has beside --vocab-size, where samples are numbers."""
+    if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
+        return []
+    return [f"the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"]
+
+
+def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
+    """What to say of a run that goes on from where it ends."""
+    end = total_iterations(batch, dp)
+    done = state.iteration >= end and not batch.skip_train
+    return [f"training ends at iteration {end}: nothing is left to train"] if done else []

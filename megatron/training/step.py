@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train_step`: the passes of one global batch, what came of them, and the update."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Optional
+
+import torch
+
+from megatron.data.loader import MicroBatch, MicroBatchLoader
+from megatron.guard.watch import StepVerdict
+from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
+from megatron.optimizer.update import choose
+from megatron.pipeline.execute import execute
+from megatron.pipeline.returned import Returned
+from megatron.settings.batch import batch_size
+from megatron.telemetry.memory import peak_bytes
+from megatron.telemetry.metrics import StepMetrics
+from megatron.telemetry.phases import phase
+from megatron.training.loss import make_loss_func
+from megatron.training.outcome import Figures, Outcome
+from megatron.training.recovery import rollback, skip_batch
+from megatron.training.state import Run, due
+
+
+def train_step(run: Run) -> Optional[StepMetrics]:
+    """One optimizer step over one global batch. Advances `run.state` and says what happened.
+
+    None where that is not read yet (`reads_late`), but for the step before, which is recorded; and where the run went
+    back, or has to repeat this step: `run.state.iteration` has not become greater then.
+    """
+    config, watch = run.config, run.watch
+    consumed, iteration = run.state.consumed_samples, run.state.iteration + 1
+    size, num_microbatches = batch_size(config.batch, run.dp, consumed)
+    if iteration in run.state.left_out:
+        return skip_batch(run, size) if take_in_unread(run) else None
+    loss_func, unscale = make_loss_func(config, run.sums, loss_scale(run), size, num_microbatches * run.dp)
+    with run.phase("data", step=iteration):
+        batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
+    with phase("passes"):
+        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+    with run.phase("reduce"):
+        totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
+    if run.returned is not None:  # the first step of this start
+        run.returned.check(watch.all_gather_object)
+        run.returned = None
+    if not take_in_unread(run):
+        return None
+    state, late = run.state, not reads_at_once(run, iteration)
+    figures = Figures(totals, len(run.names), unscale, config.optimizer.clip_grad)
+    outcome = Outcome(
+        iteration,
+        consumed + size,
+        size,
+        batches,
+        loss_func,
+        learning_rate(config.optimizer, run.lengths, state.scheduled_samples),
+        decoupled_learning_rate(config.optimizer, run.lengths, state.scheduled_samples),
+        figures,
+        skip=watch.refuses(state.recent, figures.judged) if late else None,
+        num_zeros=run.num_zeros_in_grad(iteration),
+    )
+    verdict = None if late else judge(run, outcome)
+    if verdict is StepVerdict.ROLLBACK:
+        return rollback(run, iteration)
+    if verdict is not StepVerdict.SKIP:
+        decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
+        with run.phase("update"):
+            run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
+    run.state = state.behind(size)
+    if late:
+        run.unread = outcome
+        return None
+    return take_in(run, outcome, verdict)
+
+
+def reads_at_once(run: Run, iteration: int) -> bool:
+    """Whether the host waits for the numbers of a step before its update: always where that costs nothing, else where
+    something that comes behind the step needs to know, or was asked for by somebody.
+    """
+    if not run.reads_late or iteration >= run.train_iters or run.watch.stop:
+        return True
+    batch, manager, logging = run.config.batch, run.checkpoint_manager, run.config.logging
+    intervals = [logging.log_interval] if logging.log_params_norm or logging.log_num_zeros_in_grad else []
+    intervals += [run.config.guard.check_replicas_interval, batch.exit_interval]
+    intervals += [batch.eval_interval] if run.valid_loader else []
+    return any(due(interval, iteration) for interval in intervals) or bool(manager and manager.due(iteration))
+
+
+def loss_scale(run: Run) -> float | torch.Tensor:
+    """The loss scale of the next step; on the device, an fp64 scalar, where that alone knows if the last one overflowed."""
+    scaler, last = run.state.scaler, run.unread
+    if last is None:
+        return scaler.scale
+    good, bad = scaler.update(False).scale, scaler.update(True).scale
+    return good if good == bad else choose(last.overflow, bad, good)
+
+
+def judge(run: Run, outcome: Outcome) -> StepVerdict:
+    """What the guards say of a step, whose numbers are read for that."""
+    outcome.read(run.sums, run.watch.count)
+    return run.watch.judge(
+        outcome.iteration,
+        run.state.recent,
+        next(iter(outcome.means.values())),
+        outcome.norm,
+        partial(find_cause, run, outcome),
+        scaling=run.state.scaler.dynamic,
+        rollbacks=run.state.rollbacks,
+    )
+
+
+def take_in_unread(run: Run) -> bool:
+    """Read what came of the step before, if that was put off, and record it. False where the step at hand ends here:
+    the run has gone back, or the gradients of this step are lost.
+    """
+    outcome = run.unread
+    if outcome is None:
+        return True
+    verdict, run.unread = judge(run, outcome), None
+    assert outcome.made == (verdict is StepVerdict.UPDATE), f"the device and the host disagree: {verdict}"
+    if verdict is StepVerdict.ROLLBACK:
+        rollback(run, outcome.iteration)
+        return False
+    if verdict is StepVerdict.SKIP:
+        run.optimizer.take_back_step()
+    record_step(run, take_in(run, outcome, verdict))
+    return not outcome.repeated
+
+
+def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
+    """Bring `run.state` up to date with what came of the last step, and say it."""
+    loss, spike = next(iter(outcome.means.values())), run.watch.spike
+    run.state = run.state.judged(outcome.size, verdict, loss, outcome.norm, window=run.config.guard.spike_window)
+    return StepMetrics(
+        outcome.iteration,
+        outcome.consumed,
+        outcome.size,
+        outcome.means,
+        learning_rate=outcome.rate,
+        grad_norm=outcome.norm,
+        loss_scale=run.state.scaler.scale,
+        skipped=verdict is StepVerdict.SKIP,
+        ledger=run.watch.ledger,
+        num_zeros=outcome.num_zeros,
+        params_norm=run.params_norm(outcome.iteration),
+        extra=({"spike": spike.score} if spike else {})
+        | ({} if outcome.decoupled is None else {"decoupled_learning_rate": outcome.decoupled}),
+    )
+
+
+def record_step(run: Run, step: Optional[StepMetrics]) -> None:
+    """The log and the files take in a step that was done."""
+    if step is None:
+        return
+    run.metrics.record(step)
+    if due(run.config.logging.log_interval, step.iteration):
+        run.metrics.note("memory", step.iteration, bytes=peak_bytes(run.context.device.type))
+
+
+def forward_backward(
+    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[Returned] = None
+) -> torch.Tensor:
+    """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
+    ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
+    record = run.recorder.record() if run.recorder else None
+    run.optimizer.set_num_microbatches(len(batches))
+    more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
+    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
+    if record is not None:
+        run.recorder.write(record)
+    return sums
+
+
+def find_cause(run: Run, outcome: Outcome) -> str:
+    """Where the first value of a step that is not finite was made, in words; all ranks together."""
+
+    def replay(on_op):
+        return run.optimizer.finalize_grads(forward_backward(run, outcome.batches, outcome.loss_func, on_op))
+
+    outcome.repeated = True
+    with run.optimizer.gathered_parameters():
+        return run.watch.find_culprit(run.stages, outcome.batches, replay, run.train_loader.describe)
+
+
+def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microbatches: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step, on its device."""
+    return [batch.to(run.context.device) for batch in batches.step(consumed, num_microbatches)]
+
+
+def zero_unless_first_tp_rank(run: Run, sums: torch.Tensor) -> torch.Tensor:
+    """A rank's sums, as its part of those over all ranks: tensor-parallel ranks have seen the same tokens."""
+    return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)
