@@ -8,8 +8,9 @@
 MODEL:N is a shape of `megatron/settings/presets.py` and its micro-batch. A model too large for the device is trained with
 as many of its layers as the planner says fit, whoever trains it. Contenders, each in a process of its own: the suite as
 it trains (synthetic samples, data loading, clipping, AdamW with fp32 main weights), and `gpu_peer.py` (FSDP2, SDPA,
-fused AdamW), eager and compiled. A step is timed between synchronisations, and the median is taken. The machine is
-calibrated first, so that predictions are those of `plan --calibration`.
+fused AdamW), eager and compiled. Steps are timed five at a time, with a wait for the device before and behind the five
+alone, as a run would do them, and the median of these means is taken. The machine is calibrated first, so that
+predictions are those of `plan --calibration`.
 
 The folder of --output gets results.json, results.md, calibration.json, and a profile of two steps of each contender.
 """
@@ -28,6 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 VOCABULARY = 50256  # tokens; with the end of a document 50257, padded to 50304
 CONTENDERS = ["suite", "suite-compiled", "torch", "torch-compiled"]
 SHAPES = {"124M": "gpt2-small"}  # names that presets.py does not have
+WINDOW = 5  # steps that are timed together
 COLUMNS = ["ms a step", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "planned ms", "planned GiB"]
 TARGETS = {"124M": 0.60, "1.3B": 0.50, "6.7B": 0.50}  # MFU of the suite's better mode on an H100 or H200
 
@@ -40,7 +42,7 @@ class Measured:
     contender: str
     layers: int
     micro_batch: int
-    seconds: float  # of the median step
+    seconds: float  # of a step
     tokens_per_second: float
     tflops: float
     mfu: float | None
@@ -226,20 +228,23 @@ def dist_end() -> None:
 
 
 def timed(step, steps: int, warmup: int, device: str) -> list[float]:
-    """Seconds of each of the steps behind the warm-up."""
+    """Seconds of a step behind the warm-up, each the mean of up to `WINDOW` steps that nobody waits between."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times = []
-    for number in range(warmup + steps):
-        if number == warmup and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # compiling takes memory of its own
-        wait()
-        start = time.perf_counter()
+    for _ in range(warmup):
         step()
+    wait()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # compiling takes memory of its own
+    times = []
+    for done in range(0, steps, WINDOW):
+        count, start = min(WINDOW, steps - done), time.perf_counter()
+        for _ in range(count):
+            step()
         wait()
-        times.append(time.perf_counter() - start)
-    return times[warmup:]
+        times.append((time.perf_counter() - start) / count)
+    return times
 
 
 def profile(step, path: Path) -> None:

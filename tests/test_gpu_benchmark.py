@@ -61,6 +61,16 @@ def test_a_step_of_the_peer_trains(benchmark):
     assert losses[-1] < losses[0] - 1e-4
 
 
+def test_nobody_waits_between_the_steps_of_a_window(benchmark, monkeypatch):
+    gpu_train, heard = benchmark("gpu_train"), []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: heard.append(name))
+    times = gpu_train.timed(lambda: heard.append("step"), 7, 2, "cuda")
+    wait, reset = "synchronize", "reset_peak_memory_stats"
+    assert heard == ["step"] * 2 + [wait, reset] + ["step"] * 5 + [wait] + ["step"] * 2 + [wait]
+    assert len(times) == 2 and min(times) > 0
+
+
 def test_promises(benchmark):
     rows = [
         row(benchmark, "suite", seconds=1.0, mfu=0.4, peak=100, planned=(1.05, 106)),

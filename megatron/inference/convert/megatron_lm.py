@@ -64,6 +64,21 @@ OUTSIDE = {
     },
 }
 _NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq)|word_embeddings(_for_head)?\.weight")
+_SAME_NAME = (
+    "rotary_percent",
+    "normalization",
+    "qk_layernorm",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "kv_channels",
+    "apply_query_key_layer_scaling",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "window_attn_skip_freq",
+)  # settings that have Megatron-LM's own name and meaning
 _REFUSED = (
     "num_experts",
     "multi_latent_attention",
@@ -229,59 +244,54 @@ def settings_of(
     heads: Optional[int],
 ) -> tuple[schema.Model, int, list[str]]:
     """(model, vocabulary without padding, notices) from the saved arguments, and from shapes where they say nothing."""
-    args, notices = facts["args"], []
-    refused = [name for name in _REFUSED if args.get(name)]
-    if refused:
-        raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
+    args = facts["args"]
+    _refuse_unknown(args)
     named = {our_name(key.partition("/")[2]): shape for key, shape in shapes.items()}
-    words = named.get((None, "embedding.word.weight"))
-    heads = heads or args.get("num_attention_heads")
+    words, heads = named.get((None, "embedding.word.weight")), heads or args.get("num_attention_heads")
     if words is None:
         raise CheckpointError("the first file has no word embedding")
     if not heads:
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
+    keys = [key.partition("/") for key in shapes]
+    layers = {(file, found[0]) for file, _, name in keys if (found := our_name(name)) and found[0] is not None}
+    model = _model_of(
+        args,
+        num_layers=args.get("num_layers") or len(layers) * sizes[1],
+        hidden=words[1],
+        heads=heads,
+        positions=named.get((None, "embedding.position.weight")),
+    )
+    vocab_size, notices = _vocabulary_of(args, words[0] * sizes[0], vocab_size)
+    notices.append(f"weights of iteration {facts['iteration']}; optimizer state is not converted")
+    return model, vocab_size, notices
+
+
+def _refuse_unknown(args: dict) -> None:
+    """Raise CheckpointError for what a model of the suite cannot be."""
+    refused = [name for name in _REFUSED if args.get(name)]
+    if refused:
+        raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
     for name, unknown in (
         ("position_embedding_type", lambda value: value in ("yarn", "mrope", "relative")),
         ("window_attn_skip_freq", lambda value: not isinstance(value, int)),
     ):
         if args.get(name) is not None and unknown(args[name]):
             raise CheckpointError(f"the checkpoint uses {name} {args[name]}, which cannot be expressed here")
-    positions = named.get((None, "embedding.position.weight"))
+
+
+def _model_of(
+    args: dict, *, num_layers: int, hidden: int, heads: int, positions: Optional[tuple[int, ...]]
+) -> schema.Model:
+    """The shape. positions: of the table of learned ones, if there is one."""
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
-    layers = len(
-        {
-            (key.partition("/")[0], found[0])
-            for key in shapes
-            if (found := our_name(key.partition("/")[2])) and found[0] is not None
-        }
-    )
-    known = {
-        name: args[name]
-        for name in (
-            "rotary_percent",
-            "normalization",
-            "qk_layernorm",
-            "hidden_dropout",
-            "attention_dropout",
-            "init_method_std",
-            "make_vocab_size_divisible_by",
-            "kv_channels",
-            "apply_query_key_layer_scaling",
-            "use_rope_scaling",
-            "rope_scaling_factor",
-            "rotary_seq_len_interpolation_factor",
-            "window_attn_skip_freq",
-        )
-        if args.get(name) is not None
-    }
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
-    model = schema.Model(
-        num_layers=args.get("num_layers") or layers * sizes[1],
-        hidden_size=words[1],
+    return schema.Model(
+        num_layers=num_layers,
+        hidden_size=hidden,
         num_attention_heads=heads,
         seq_length=args.get("seq_length") or (positions or (1024,))[0],
         max_position_embeddings=positions[0] if positions else args.get("max_position_embeddings"),
-        ffn_hidden_size=args.get("ffn_hidden_size") or 4 * words[1],
+        ffn_hidden_size=args.get("ffn_hidden_size") or 4 * hidden,
         group_query_attention=groups is not None,
         num_query_groups=groups,
         position_embedding_type="rope" if rope else "learned_absolute" if positions else "none",
@@ -293,14 +303,17 @@ def settings_of(
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
         untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),
-        **known,
+        **{name: args[name] for name in _SAME_NAME if args.get(name) is not None},
     )
-    rows = words[0] * sizes[0]
+
+
+def _vocabulary_of(args: dict, rows: int, vocab_size: Optional[int]) -> tuple[int, list[str]]:
+    """(tokens without padding, notices) where the table of words has `rows`. vocab_size: as it was asked for."""
+    notices = []
     if vocab_size is None:
         vocab_size = args.get("vocab_size") or rows
         if vocab_size == rows:
             notices.append(f"all {rows} rows of the embedding were taken; give --vocab-size if some are padding")
     if not 0 < vocab_size <= rows:
         raise SettingsError(f"--vocab-size {vocab_size} does not fit the {rows} rows of the embedding")
-    notices.append(f"weights of iteration {facts['iteration']}; optimizer state is not converted")
-    return model, vocab_size, notices
+    return vocab_size, notices
