@@ -9,6 +9,7 @@ memory or a missing package can fail anywhere; `explain` puts such failures into
 """
 
 import contextlib
+import gc
 import difflib
 import errno
 import hashlib
@@ -208,6 +209,9 @@ def run_main(main, argv: list[str] | None = None) -> None:
             text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
             _say_last(text, code, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
         _leave(code)
+    finally:
+        # Python ends with a look at every object there is, for cycles: half a second, once torch has been loaded.
+        gc.freeze()
 
 
 @contextlib.contextmanager

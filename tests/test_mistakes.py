@@ -295,6 +295,20 @@ def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, 
     assert {path: found for path, found in contents(messy).items() if path in before} == before  # nothing is lost
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_command_ends_without_a_last_look_for_cycles(fails):
+    code = f"""import gc, weakref; from megatron.errors import run_main
+class Cycle: pass
+def main(argv):
+    cycle = Cycle(); cycle.itself = cycle
+    weakref.finalize(cycle, print, 'collected').atexit = False
+    assert not {fails}
+try: run_main(main, [])
+finally: print(gc.get_freeze_count() > 0)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", int(fails))
+
+
 def test_rows_that_no_token_has_are_told(messy, monkeypatch, capsys):
     """A script's --vocab-size beside a smaller vocabulary: by the run, and by its dry run."""
     monkeypatch.chdir(messy)
