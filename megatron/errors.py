@@ -9,9 +9,9 @@ memory or a missing package can fail anywhere; `explain` puts such failures into
 """
 
 import contextlib
-import gc
 import difflib
 import errno
+import gc
 import hashlib
 import json
 import os

@@ -28,6 +28,10 @@ from megatron.guard import processes
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Containers often set this. Tests start thousands of processes: each would compile all of the suite's modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell: tests send it on purpose
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

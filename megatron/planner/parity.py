@@ -211,7 +211,13 @@ def preload(config: schema.Config) -> None:
     """Import here what each forked rank would otherwise import for itself: modules that torch leaves until their use."""
     recipe = recipe_of(config)
     recipe.build_model(config, Mesh(), 8, layers=range(0), dtype=torch.float32, device="meta")
-    late = ["megatron.data.gpt_dataset", "megatron.data.mock", "numpy.random"]
+    late = [
+        "megatron.training.build",
+        "megatron.training.step",
+        "megatron.data.gpt_dataset",
+        "megatron.data.mock",
+        "numpy.random",
+    ]
     late += ["torch.fx.experimental.symbolic_shapes"]  # torch's meta device
     late += ["torch._dynamo"] * bool(config.recompute.recompute_granularity)  # its checkpoint()
     for name in late:
