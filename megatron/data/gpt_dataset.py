@@ -64,7 +64,7 @@ def build_datasets(
             raise SettingsError("--mock-data needs the size of a vocabulary", do="--vocab-size N")
         mocks = [MockDataset(size, seq_length, vocab_size, eod, seed, split) for split, size in enumerate(sizes)]
         return tuple(mock if len(mock) else None for mock in mocks)
-    blends, shares = _sources(data)
+    blends, shares = sources_of(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
     whole = data.full_validation
     config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole)
@@ -173,7 +173,7 @@ class GPTDataset:
         return list(zip(documents.tolist(), [offset] + [0] * (last - first), lengths))
 
 
-def _sources(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRange]]]:
+def sources_of(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRange]]]:
     """(blend, share of its sequences) of each split."""
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
     if data.data_path and any(per_split):

@@ -30,6 +30,7 @@ class Lengths:
     decay: int
     anneal: Optional[int]  # the last part of WSD
     total: int  # over which weight decay changes
+    epoch: Optional[float] = None  # at whose multiples alone the rate changes (--lr-step-unit epoch)
 
     @classmethod
     def of(cls, settings: Optimizer, batch: Batch, dp: int = 1) -> "Lengths":
@@ -47,12 +48,19 @@ class Lengths:
             anneal = settings.lr_wsd_decay_samples
         if settings.lr_warmup_fraction is not None:
             warmup = settings.lr_warmup_fraction * decay
-        return cls(warmup, decay, anneal, total)
+        by_epoch = settings.lr_step_unit == "epoch" and batch.train_epochs
+        epoch = total / batch.train_epochs if by_epoch else None
+        return cls(warmup, decay, anneal, total, epoch)
 
 
 def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
     """The rate of the step that starts after `samples` samples advanced the schedule."""
     highest, lowest = settings.lr, settings.min_lr
+    if lengths.epoch:
+        samples = math.floor(samples / lengths.epoch) * lengths.epoch
+        if samples < lengths.warmup:  # of w epochs of warm-up the first one has 1/(w+1) of the rate, not none
+            share = (samples + lengths.epoch) / (lengths.warmup + lengths.epoch)
+            return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * share
     if lengths.warmup > 0 and samples <= lengths.warmup:
         return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * samples / lengths.warmup
     if settings.lr_decay_style == "constant":

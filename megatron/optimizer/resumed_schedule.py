@@ -25,7 +25,7 @@ from megatron.settings.spelling import Setting, settings_of
 SCHEDULE = (
     "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction "
     "lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay start_weight_decay "
-    "end_weight_decay weight_decay_incr_style"
+    "end_weight_decay weight_decay_incr_style lr_step_unit"
 ).split()
 FOLLOWING = ("lr_decay_iters", "lr_decay_samples", "global_batch_size")  # they have values where nobody gave them
 
@@ -68,7 +68,7 @@ def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
         else:  # of an earlier version
             optimizer, batch = _group(Optimizer, record), _group(Batch, record)
             found = Lengths.of(optimizer, batch)
-        numbers = (found.warmup, found.decay, found.total, found.anneal or 0)
+        numbers = (found.warmup, found.decay, found.total, found.anneal or 0, found.epoch or 0)
         return found if all(type(n) in (int, float) and 0 <= n < 1 << 63 for n in numbers) else None
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
         return None  # such as settings of a run that was never trained, or damage

@@ -68,6 +68,21 @@ def total_samples(batch: Batch, dp: int) -> int:
     return max(batch.train_samples or 0, _totals(batch, dp)[1])
 
 
+def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
+    """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did.
+
+    last: the step is the run's, and ends its last epoch: samples that fill no batch are left out there.
+
+    >>> batch = Batch(global_batch_size=8, train_samples=30, train_epochs=3)
+    >>> [ended_epoch(batch, consumed, consumed + 8, consumed == 16) for consumed in (0, 8, 16)]
+    [0, 1, 3]
+    """
+    if not batch.train_epochs:
+        return 0
+    done = batch.train_epochs if last else after * batch.train_epochs // batch.train_samples
+    return done if done > before * batch.train_epochs // batch.train_samples else 0
+
+
 def _totals(batch: Batch, dp: int) -> tuple[int, int]:
     full = full_size(batch, dp)
     if batch.train_iters is not None:
@@ -94,6 +109,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
         global_batch_size=batch.global_batch_size,
         train_iters=batch.train_iters,
         train_samples=batch.train_samples,
+        train_epochs=batch.train_epochs,
         local_batch_size=batch.local_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )
@@ -105,6 +121,8 @@ def problems(batch: Batch, dp: int) -> list[str]:
     ]
     if batch.train_iters is not None and batch.train_samples is not None:
         found.append(f"--train-iters {batch.train_iters} and --train-samples {batch.train_samples}: give one of them")
+    if batch.train_epochs is not None and batch.train_iters is not None:
+        found.append(f"--train-iters {batch.train_iters} and --train-epochs {batch.train_epochs}: give one of them")
     if found:
         return found
     step = batch.micro_batch_size * dp

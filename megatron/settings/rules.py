@@ -265,7 +265,19 @@ RULES = (
     ),
     Rule(
         lambda s: s.train_iters is None and s.train_samples is None,
-        lambda s: "the length of training is missing; --train-iters N (steps) or --train-samples N",
+        lambda s: (
+            f"--train-epochs {s.train_epochs}: training's own command knows how many samples these are, and this one does "
+            "not; give --train-samples N"
+            if s.train_epochs
+            else "the length of training is missing; --train-iters N (steps), --train-samples N, or --train-epochs N"
+        ),
+    ),
+    Rule(
+        lambda s: not s.train_epochs and (s.save_epoch or s.log_epoch or s.lr_step_unit == "epoch"),
+        lambda s: (
+            f"{', '.join(_asks_for_epochs(s))}: an epoch is known with --train-epochs alone; give it instead of "
+            "--train-iters or --train-samples"
+        ),
     ),
     Rule(
         lambda s: s.torch_compile and s.amp_level == "O1" and s.precision != "fp32",
@@ -399,6 +411,11 @@ def evaluates(s: SimpleNamespace) -> bool:
         return not s.data_path or float(s.split.split(",")[1]) > 0
     except (ValueError, IndexError):
         return len(s.split.split(",")) > 1  # what is no number is told elsewhere
+
+
+def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
+    asked = {f"--save-epoch {s.save_epoch}": s.save_epoch, "--log-epoch": s.log_epoch}
+    return [flag for flag, given in (asked | {"--lr-step-unit epoch": s.lr_step_unit == "epoch"}).items() if given]
 
 
 LONG = 1000  # steps that nobody wants to make again

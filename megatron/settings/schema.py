@@ -369,6 +369,13 @@ class Batch:
     )
     train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
+    train_epochs: Optional[int] = setting(
+        "times to go through the training samples, instead of steps: lengths of the schedule are in samples then",
+        None,
+        "--num-train-epochs",
+        "--num-epochs",
+        "--epochs",
+    )
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_iters: int = setting("batches of an evaluation", 100)
     eval_same_samples: bool = setting(
@@ -488,6 +495,7 @@ class Checkpoint:
         "--persistent-save-interval",
         also=dict(auto=AUTO),
     )
+    save_epoch: Optional[int] = setting("epochs between checkpoints (--train-epochs), beside --save-interval", None)
     mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
     keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
     save_retain_interval: Optional[int] = setting(
@@ -608,6 +616,10 @@ class Optimizer:
     decoupled_min_lr: Optional[float] = setting("lowest learning rate of these (default: --min-lr)", None)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
         "curve after warm-up", "linear", also=dict(none="constant")
+    )
+    lr_step_unit: Literal["iter", "sample", "epoch"] = setting(
+        "when the rate changes: with each step, which is each batch of samples, or at the start of an epoch alone",
+        "iter",
     )
     lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
     lr_decay_samples: Optional[int] = setting("the same in samples", None)
@@ -750,6 +762,9 @@ class Logging:
     )
     log_throughput: bool = setting(
         "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end)", False
+    )
+    log_epoch: bool = setting(
+        "a line at the end of each epoch (--train-epochs), with the mean losses of its steps", False
     )
     log_params_norm: bool = setting("the norm of all parameters in the log, every --log-interval steps", False)
     log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)

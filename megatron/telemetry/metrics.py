@@ -70,7 +70,7 @@ class StepMetrics:
 
 @dataclass
 class _Interval:
-    """Sums since the last console line."""
+    """Sums over steps: since the last console line, or of an epoch."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -119,7 +119,7 @@ class Metrics:
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
-        self.interval = _Interval()
+        self.interval, self.epoch = _Interval(), _Interval()
         self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
@@ -176,7 +176,8 @@ class Metrics:
         if self._startup is not None:
             self._tell_startup(step.iteration, seconds)
         losses = {name: float(value) for name, value in step.losses.items()}
-        self.interval.add(step, losses, seconds)
+        for sums in (self.interval, self.epoch):
+            sums.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
         self._write(_step_record(step, losses, seconds, rates))
         self._track(_step_tags(step, losses), step.iteration, step.consumed_samples)
@@ -237,6 +238,21 @@ class Metrics:
         tags = {f"{name} {split}": value for name, value in losses.items()}
         tags |= {f"{name} {split} ppl": value for name, value in perplexities.items()}
         self._track(tags, iteration, consumed_samples)
+
+    def record_epoch(self, number: int, iteration: int) -> None:
+        """An epoch has ended behind this iteration: a line with the mean losses of its steps, of this start alone."""
+        epoch, self.epoch = self.epoch, _Interval()
+        if not self.active:
+            return
+        losses = {name: total / epoch.advanced for name, total in epoch.losses.items()}
+        rate = epoch.samples / max(epoch.seconds, 1e-9)
+        told = [f"{name} = {value:.6E}" for name, value in losses.items()] + [f"Throughput = {rate:.5g} sample/s"]
+        self.log(f"[Epoch {number} / Train]: {' | '.join(told)}")
+        self._write(
+            dict(kind="epoch", epoch=number, iteration=iteration, time=now(), steps=epoch.steps)
+            | dict(samples_per_second=rate)
+            | losses
+        )
 
     def record_event(self, timer: str, iteration: int, consumed_samples: int) -> None:
         """How long something between two steps took that a timer knows. All ranks together."""
@@ -305,7 +321,7 @@ class Metrics:
 
     def rollback(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
-        self.interval, self._unlogged = _Interval(), None
+        self.interval, self.epoch, self._unlogged = _Interval(), _Interval(), None
         if self.timers:
             self.timers.forget()
         self.console.rewind(iteration)

@@ -53,6 +53,10 @@ def start(argv: list[str], recipe: Recipe) -> None:
             do="leave it out, or run the script of that model",
         )
     with debugging(config.logging.debug):
+        if config.batch.train_epochs:
+            from megatron.data.epochs import in_samples
+
+            config = in_samples(config, recipe.own_data)
         _start(config, recipe)
 
 

@@ -45,7 +45,7 @@ def train(run: Run) -> None:
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         while run.state.iteration < run.train_iters and not run.config.batch.skip_train:
-            before = run.state.iteration
+            before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
             step = train_step(run)
             garbage.after_step()
@@ -57,9 +57,12 @@ def train(run: Run) -> None:
                 continue
             if due(run.config.guard.check_replicas_interval, run.state.iteration):
                 check_replicas(run.optimizer, run.state.iteration)
+            epoch = run.ended_epoch(run.state.iteration, consumed, run.state.consumed_samples)
+            if epoch and run.config.logging.log_epoch:
+                run.metrics.record_epoch(epoch, run.state.iteration)
             saved = evaluate_if_due(run, garbage)
             stop = reason_to_stop(run)
-            if run.checkpoint_manager and not saved and (stop or run.checkpoint_manager.due(run.state.iteration)):
+            if run.checkpoint_manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
                 with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()

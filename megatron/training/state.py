@@ -25,7 +25,7 @@ from megatron.pipeline.returned import Returned
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
-from megatron.settings.batch import total_iterations
+from megatron.settings.batch import ended_epoch, total_iterations
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
@@ -137,6 +137,16 @@ class Run:
     def done(self) -> int:
         """Steps of which it is known what came of them."""
         return self.state.iteration - (self.unread is not None)
+
+    def ended_epoch(self, iteration: int, before: int, after: int) -> int:
+        """The number of the epoch that this step ends, from `before` to `after` consumed samples, or 0."""
+        return ended_epoch(self.config.batch, before, after, last=iteration >= self.train_iters)
+
+    def save_is_due(self, iteration: int, epoch: int) -> bool:
+        """Whether a checkpoint is asked for behind this step, which has ended an epoch (0: none). To be asked of each."""
+        if self.checkpoint_manager is None:
+            return False
+        return self.checkpoint_manager.due(iteration) or bool(epoch and due(self.config.checkpoint.save_epoch, epoch))
 
     def num_zeros_in_grad(self, iteration: int) -> Optional[int]:
         """Of the gradients of a step, where the log wants it (--log-num-zeros-in-grad); all ranks together."""

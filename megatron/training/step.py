@@ -80,11 +80,12 @@ def reads_at_once(run: Run, iteration: int) -> bool:
     """
     if not run.reads_late or iteration >= run.train_iters or run.watch.stop:
         return True
-    batch, manager, logging = run.config.batch, run.checkpoint_manager, run.config.logging
+    batch, logging, consumed = run.config.batch, run.config.logging, run.state.consumed_samples
+    epoch = run.ended_epoch(iteration, consumed, consumed + batch_size(batch, run.dp, consumed)[0])
     intervals = [logging.log_interval] if logging.log_params_norm or logging.log_num_zeros_in_grad else []
     intervals += [run.config.guard.check_replicas_interval, batch.exit_interval]
     intervals += [batch.eval_interval] if run.valid_loader else []
-    return any(due(interval, iteration) for interval in intervals) or bool(manager and manager.due(iteration))
+    return bool(epoch) or any(due(interval, iteration) for interval in intervals) or run.save_is_due(iteration, epoch)
 
 
 def loss_scale(run: Run) -> float | torch.Tensor:

@@ -181,7 +181,7 @@ say --profile: torch.profiler writes a trace, tables of operators, communication
 --exit-signal-handler catches SIGTERM and SIGUSR1
     --exit-signal*
 training is as long as --train-iters or --train-samples say
-    --train-epochs --iter-per-epoch --epochs --num-epochs --num-train-epochs
+    --iter-per-epoch
 
 # Sharding and distribution by other means.
 use --sharding-stage 3

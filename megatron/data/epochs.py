@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many samples training has when it goes through its token files a number of times (`--train-epochs`)."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron.data.gpt_dataset import sources_of
+from megatron.data.index_maps import make_epoch_plan, sequences_of
+from megatron.data.indexed import IndexedDataset
+from megatron.data.remote import nearby
+from megatron.errors import SettingsError
+from megatron.settings import schema
+
+
+def in_samples(config: schema.Config, own_data: bool, log=print) -> schema.Config:
+    """The settings with `--train-epochs` said as `--train-samples`. own_data: the recipe makes its samples itself.
+
+    Raises SettingsError where an epoch has no number of samples, DataError where files are missing or damaged.
+    """
+    epochs, batch = config.batch.train_epochs, config.batch
+    if epochs is None or epochs < 1 or batch.train_iters is not None:  # the latter two are told with all other mistakes
+        return config
+    if batch.train_samples is not None:
+        raise SettingsError(f"--train-samples {batch.train_samples} and --train-epochs {epochs}: give one of them")
+    if own_data or config.data.mock_data:
+        what = "this model's samples are its own" if own_data else "--mock-data makes as many samples as are asked for"
+        raise SettingsError(f"--train-epochs {epochs}: {what}", do="give --train-samples N or --train-iters N")
+    samples = samples_of_epochs(config.data, config.model.seq_length, epochs, log)
+    return replace(config, batch=replace(batch, train_samples=samples))
+
+
+def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print) -> int:
+    """Samples of training in `epochs` times all its tokens: what of a last sample is missing comes from the next epoch."""
+    (blend, *_), (share, *_) = sources_of(data)
+    if blend is None or share is None:
+        raise SettingsError("there is no training data", f"--split {data.split}", "give training a share")
+    several = len(blend.prefixes) > 1
+    if several and (blend.weights is not None or epochs > 1):
+        why = (
+            "prefixes with weights end at different times" if blend.weights else "without weights, once is all there is"
+        )
+        raise SettingsError(
+            f"--train-epochs {epochs}: a blend of {len(blend.prefixes)} prefixes has no such number of samples",
+            why,
+            "give --train-samples N, or merge the files (merge_datasets.py)",
+        )
+    return sum(_samples_of(prefix, share, data, seq_length, epochs, log) for prefix in blend.prefixes)
+
+
+def _samples_of(prefix: str, share, data: schema.Data, seq_length: int, epochs: int, log) -> int:
+    tokens = IndexedDataset(nearby(prefix, data.data_cache_path, log))
+    lengths, sequences = tokens.sequence_lengths, sequences_of(share, len(tokens))
+    if not np.any(lengths[sequences.start : sequences.stop]):
+        return 0  # told where the samples are made
+    plan = replace(make_epoch_plan(sequences, lengths, seq_length, seed=0), epochs=epochs)
+    if plan.num_samples < 1:
+        raise SettingsError(
+            f"--train-epochs {epochs} of {plan.tokens:,} tokens are less than one sample of --seq-length {seq_length}",
+            do="go through them more often, or shorten --seq-length",
+        )
+    return plan.num_samples
