@@ -159,9 +159,9 @@ def test_every_layout_of_few_ranks(world):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pp, cp", [(16, 1), (4, 2), (32, 4)])
+@pytest.mark.parametrize("pp, cp", [(16, 1), (4, 2), (32, 2)])
 def test_no_rank_of_512_waits_for_ever(pp, cp):
-    lay = dict(tp=4, cp=cp, pp=pp, replicate=2, shard=64 // pp // cp * 8 // 4 or 1)
+    lay = dict(tp=4, cp=cp, pp=pp, replicate=2, shard=64 // pp // cp)
     for stages in maps_of_stages(pp):
         assert stuck(all_lists(lay, stages)) == []
 
