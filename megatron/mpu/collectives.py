@@ -210,4 +210,5 @@ def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
-        dist.barrier(group=axis.group)
+        nccl = dist.get_backend(axis.group) == "nccl"  # its barrier is an all-reduce, on a device that is to be named
+        dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()] if nccl else None)

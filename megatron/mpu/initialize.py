@@ -69,9 +69,8 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         try:
-            dist.init_process_group(
-                backend, rank=rank, world_size=world, timeout=timeout, device_id=device if backend == "nccl" else None
-            )
+            # Without device_id: all ranks would have to take part in the making of every group (mpu/groups.py).
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerLost(

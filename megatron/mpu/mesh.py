@@ -2,7 +2,7 @@
 """Ranks are a grid of named axes.
 
 `ranks_along` is pure: every process group of a 16,384-rank job is an index expression on a rank array, so all of them
-can be tested in milliseconds. `Mesh` creates the groups of the axes that this rank belongs to. An axis of size 1 has no
+can be tested in milliseconds. `Mesh` creates the groups that this rank belongs to, and no others. An axis of size 1 has no
 group, and every collective over it is a no-op: there is no other path for "parallelism off".
 
 Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
@@ -21,6 +21,12 @@ import numpy as np
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
+NAMES = (*AXES, *JOINED, "tied", "ep", "expert_dp")
+# Axes that share one group where their ranks are the same: what they carry is gradients and weights of the optimizer's, and
+# one thread sends it in one order on all ranks. Any other axis has a group of its own even if its ranks are another's
+# (cp is dp_cp where dp is 1, tied is pp where pp is 2): its messages are waited for in the middle of a pass, and would
+# stand in line behind a reduction under way, or cross a message between stages that was posted ahead.
+SHARING = ("replicate", "shard", "dp", "dp_cp", "expert_dp")
 
 
 def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
@@ -30,6 +36,21 @@ def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
     keep = [i for i, name in enumerate(names) if name not in axes]
     move = [i for i, name in enumerate(names) if name in axes]
     return grid.transpose(keep + move).reshape(-1, math.prod(grid.shape[i] for i in move)).tolist()
+
+
+def ranks_of(sizes: dict[str, int], axes, rank: int) -> tuple[int, tuple[int, ...]]:
+    """(number in `ranks_along`, ranks) of the list that a rank is in, without making the others.
+
+    >>> ranks_of(dict(pp=4, dp=2, cp=1, tp=2), ["dp"], 6)
+    (2, (4, 6))
+    """
+    shape, kept = list(sizes.values()), [name not in axes for name in sizes]
+    place = np.unravel_index(rank, shape)
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    number = 0
+    for size, at, keep in zip(shape, place, kept):
+        number = number * size + int(at) if keep else number
+    return number, tuple(grid[tuple(at if keep else slice(None) for at, keep in zip(place, kept))].ravel().tolist())
 
 
 @dataclass(frozen=True)
@@ -80,46 +101,54 @@ class Mesh:
         self.timeout = timeout
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
-        if create_groups is None:
-            create_groups = self.world_size > 1
         with_cp = "shard" if shard_over_cp else "replicate"
         for name in AXES:
-            setattr(self, name, self._axis(name, (name, "cp") if name == with_cp else (name,), create_groups))
+            self._set(name, *ranks_of(self.sizes, (name, "cp") if name == with_cp else (name,), rank))
         for name, axes in JOINED.items():
-            setattr(self, name, self._axis(name, axes, create_groups))
-        self.tied = self._tied_axis(create_groups)
+            self._set(name, *ranks_of(self.sizes, axes, rank))
+        # First and last stage of each pipeline, which share a tied embedding; other stages are alone.
+        number, pipeline = ranks_of(self.sizes, ["pp"], rank)
+        ends = (pipeline[0], pipeline[-1])
+        self._set("tied", number, ends if pp > 1 and rank in ends else (rank,))
         view = dict(pp=pp, expert_dp=replicate * shard // ep, ep=ep, cp=cp, tp=tp)  # of the same grid of ranks
         assert math.prod(view.values()) == self.world_size, f"ep {ep} does not divide dp {replicate * shard}"
         for name in ("expert_dp", "ep") if ep > 1 else ():
-            axes = (name, "cp") if name == "expert_dp" else (name,)
-            setattr(self, name, self._pick(name, ranks_along(view, axes), create_groups))
+            self._set(name, *ranks_of(view, (name, "cp") if name == "expert_dp" else (name,), rank))
         self.alone = Axis("alone", (rank,))
         if ep == 1:  # every rank holds all experts
             self.ep, self.expert_dp = replace(self.alone, name="ep"), replace(self.dp_cp, name="expert_dp")
+        if self.world_size > 1 if create_groups is None else create_groups:
+            self._create_groups()
 
-    def _tied_axis(self, create_groups: bool) -> Axis:
-        """First and last stage of each pipeline, which share a tied embedding; other stages are alone."""
-        pairs = [[ranks[0], ranks[-1]] for ranks in ranks_along(self.sizes, ["pp"])] if self.sizes["pp"] > 1 else []
-        paired = {rank for pair in pairs for rank in pair}
-        alone = [[self.rank]] if self.rank not in paired else []
-        return self._pick("tied", pairs + alone, create_groups)
+    def _set(self, name: str, number: int, ranks: tuple[int, ...]) -> None:
+        setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number)))
 
-    def _axis(self, name: str, axes: tuple[str, ...], create_groups: bool) -> Axis:
-        return self._pick(name, ranks_along(self.sizes, axes), create_groups)
+    def own_groups(self) -> list[tuple[tuple[int, ...], list[str]]]:
+        """(ranks, axes that use it) of each group that this rank makes, in order; that of all ranks is there already.
 
-    def _pick(self, name: str, groups: list[list[int]], create_groups: bool) -> Axis:
-        """Create a process group for each list of ranks (every rank must, in the same order) and keep this rank's."""
-        mine = None
-        for number, ranks in enumerate(groups):
-            group = None
-            if create_groups and len(ranks) > 1:
-                import torch.distributed as dist
+        The order is that of axes, the same on all ranks, and no rank has two groups of one axis. So nobody waits in a
+        circle: of all groups that are not made yet, one of the first axis among them has all its members there.
+        """
+        found: dict[tuple, list[str]] = {}
+        for name in NAMES:
+            ranks, use = getattr(self, name).ranks, "data parallel" if name in SHARING else name
+            if 1 < len(ranks) < self.world_size:
+                found.setdefault((ranks, use), []).append(name)
+        return [(ranks, names) for (ranks, _), names in found.items()]
 
-                whole = len(ranks) == self.world_size
-                group = dist.group.WORLD if whole else dist.new_group(ranks, timeout=self.timeout)
-            if self.rank in ranks:
-                mine = Axis(name, tuple(ranks), ranks.index(self.rank), group, self._label(name, number))
-        return mine
+    def _create_groups(self) -> None:
+        import torch.distributed as dist
+
+        from megatron.mpu.groups import new_group
+
+        for name in NAMES:
+            axis = getattr(self, name)
+            if axis.size == self.world_size > 1:
+                setattr(self, name, replace(axis, group=dist.group.WORLD))
+        for ranks, names in self.own_groups():
+            group = new_group(ranks, names[0], self.timeout)
+            for name in names:
+                setattr(self, name, replace(getattr(self, name), group=group))
 
     def _label(self, name: str, number: int) -> str:
         if name == "world":
@@ -133,13 +162,13 @@ class Mesh:
 
         A thread of gloo that is still putting away its last message when Python ends would abort the process.
         """
-        for name in (*AXES, *JOINED, "tied", "ep", "expert_dp"):
+        for name in NAMES:
             object.__setattr__(getattr(self, name), "group", None)
 
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on each axis, joined axes included."""
-        return {name: getattr(self, name).rank for name in (*AXES, *JOINED, "tied", "ep", "expert_dp")}
+        return {name: getattr(self, name).rank for name in NAMES}
 
     def topology(self) -> str:
         """The groups of every axis, one line each."""

@@ -5,6 +5,7 @@ Every message of a wire has the same shape. Sends do not wait; a receive is post
 chunks of one rank a message is handed over as it is.
 """
 
+from itertools import chain
 from typing import Optional
 
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from megatron.errors import SettingsError
 from megatron.mpu.collectives import GroupListener
-from megatron.mpu.mesh import Axis, Mesh, ranks_along
+from megatron.mpu.groups import new_group
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.pipeline.channels import opening_rounds
 from megatron.pipeline.schedule import StageMap
 
 KINDS = "FB"
@@ -94,33 +97,24 @@ class PendingReceive:
         return self._x
 
 
-def channels(stages: StageMap) -> list[tuple[str, int, int]]:
-    """Every (kind, from, to) between different ranks that these stages use, in an order that all ranks know.
-
-    >>> channels(((0, 0), (1, 0)))
-    [('B', 1, 0), ('F', 0, 1)]
-    """
-    hops = {(a, b) for (a, _), (b, _) in zip(stages, stages[1:]) if a != b}
-    return sorted({("F", a, b) for a, b in hops} | {("B", b, a) for a, b in hops})
-
-
 def open_channels(mesh: Mesh, stages: StageMap) -> dict[tuple[str, int, int], dist.ProcessGroup]:
-    """A process group for each channel of this rank's pipeline. All ranks of the job together.
+    """A process group for each channel that this rank sends or receives on. Nobody waits for another pipeline.
 
-    NCCL works through the messages of a group in one order: with one group for all, two ranks that send to each other
-    at the same time would wait for ever. gloo can do without.
+    NCCL works through the messages of a communicator in one order. A receive is posted before it is needed, so a send
+    behind it would wait for it, and two ranks that do so to each other wait for ever. So F and B of a pair are two groups,
+    and F both ways between two ranks (two model chunks each) as well. gloo can do without.
     """
     groups = {}
-    for ranks in ranks_along(mesh.sizes, ["pp"]):
-        for kind, source, target in channels(stages):
-            group = dist.new_group([ranks[source], ranks[target]], timeout=mesh.timeout)
-            if mesh.rank not in (ranks[source], ranks[target]):
-                continue
-            groups[kind, source, target] = group
-            # The first message makes the connection, for which both sides have to be there: here, not in a step.
-            hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-            if mesh.rank == ranks[source]:
-                dist.send(hello, ranks[target], group=group)
-            else:
-                dist.recv(hello, ranks[source], group=group)
+    for kind, source, target in chain.from_iterable(opening_rounds(stages)):
+        ends = mesh.pp.ranks[source], mesh.pp.ranks[target]
+        if mesh.rank not in ends:
+            continue
+        group = new_group(sorted(ends), f"{kind} from {ends[0]} to {ends[1]}", mesh.timeout)
+        groups[kind, source, target] = group
+        # The first message makes the connection, for which both sides have to be there: here, not in a step.
+        hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        if mesh.rank == ends[0]:
+            dist.send(hello, ends[1], group=group)
+        else:
+            dist.recv(hello, ends[0], group=group)
     return groups

@@ -15,6 +15,7 @@ from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
+from megatron.planner.startup import groups_of, slow_start, told
 from megatron.planner.traffic import transfers
 from megatron.settings import batch, schema
 from megatron.settings.spelling import settings_of
@@ -40,7 +41,8 @@ def dry_run(config: schema.Config, log=print) -> None:
         remarks = [found.remark] * bool(found.remark) + rules.remarks(config, cluster.world_size)
         for section in _sections(found.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
-        for remark in [*remarks, *_far(found.layout, cluster)]:
+        slow = slow_start(found.resolved, found.layout, cluster.device.kind)
+        for remark in [*remarks, *_far(found.layout, cluster), *[slow] * bool(slow)]:
             log(sentence(f"note: {remark}", width))
         for warning in rules.idle(config, cluster.world_size).values():
             log(sentence(f"warning: {warning}", width))
@@ -62,6 +64,10 @@ def _sections(
     lines = [text.described(job), text.devices(cluster, source), *_changed(config)]
     yield "\n".join(sentence(line, width) for line in lines)
     yield _topology(layout, cluster, width)
+    if cluster.world_size > 1:
+        groups = groups_of(layout, job.facts.num_layers, cluster.device.kind == "cuda")
+        buffers = max(one.device.get("communication buffers", 0) for one in needed)
+        yield "\n".join(sentence(line, width) for line in told(groups, cluster.device.kind, buffers))
     yield _stages(job, layout, needed, cluster, width)
     shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, plan.rank, layout.pp - 1})]
     head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"

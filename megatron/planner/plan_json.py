@@ -4,8 +4,10 @@
 from dataclasses import asdict
 
 from megatron.planner.choose import SearchResult
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.search import Plan
+from megatron.planner.startup import groups_of, start_up
 from megatron.planner.text import basis
 from megatron.planner.traffic import transfers
 from megatron.settings.plan_file import layout_settings, shape
@@ -55,5 +57,13 @@ def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
             | dict(total=memory_report(job, layout, device, rank).total)
             for rank in range(layout.pp)
         ],
+        groups=_groups(layout, job, device.kind),
         traffic=[asdict(transfer) for transfer in transfers(job, layout, 0)],
     )
+
+
+def _groups(layout: Layout, job: Job, kind: str) -> dict:
+    groups = groups_of(layout, job.facts.num_layers, kind == "cuda")
+    axes = {name: dict(groups=number, ranks=ranks) for name, (number, ranks) in groups.axes.items()}
+    counts = dict(most_of_a_rank=groups.most, in_job=groups.in_job, axes=axes, channels=groups.channels)
+    return counts | dict(start_up_seconds=start_up(groups, kind).parts)

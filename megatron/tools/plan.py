@@ -199,7 +199,9 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
     """Its time, its memory, its messages."""
     from megatron.planner import text
     from megatron.planner.memory import memory_report
+    from megatron.planner.startup import groups_of, told
     from megatron.planner.traffic import transfers
+    from megatron.telemetry.figures import sentence
 
     ranks = sorted({0, best.rank, best.layout.pp - 1})
     needed = [memory_report(best.job, best.layout, cluster.device, rank) for rank in ranks]
@@ -210,6 +212,9 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
     ]
     if cluster.world_size > 1:
         parts.append(text.traffic(transfers(best.job, best.layout, 0), width))
+        groups = groups_of(best.layout, best.job.facts.num_layers, cluster.device.kind == "cuda")
+        buffers = max(one.device.get("communication buffers", 0) for one in needed)
+        parts.append("\n".join(sentence(line, width) for line in told(groups, cluster.device.kind, buffers)))
     return "\n\n".join(parts)
 
 

@@ -39,12 +39,13 @@ def test_175b_passes_in_seconds(capsys, root):
     commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)
     [words] = [text.replace("\\\n", " ").split() for text in commands if "--preflight" in text]
     pretrain_gpt.main(words[2:])
-    lines, _, end = capsys.readouterr().out.partition("preflight: all 11 checks passed\n")
+    lines, _, end = capsys.readouterr().out.partition("preflight: all 12 checks passed\n")
     lines = lines.splitlines()
     assert [line.split()[1] for line in lines] == [
         "settings",
         "files",
         "memory",
+        "start-up",
         "groups",
         "schedule",
         "layers",
@@ -58,6 +59,7 @@ def test_175b_passes_in_seconds(capsys, root):
     told = "\n".join(lines)
     for words in (
         "174.6 B",
+        "6 groups a rank, 272 in the job",
         "128 ranks: 16 tp of 8",
         "128 distinct rank(s), 16 x 8",
         "174,615,859,200 in 1,156 tensors",

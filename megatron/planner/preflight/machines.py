@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron.mpu import collectives
+from megatron.mpu.groups import new_group
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Axis
 from megatron.planner.preflight.verdict import Check
@@ -305,12 +305,10 @@ def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> 
     """An all-reduce inside each node, all nodes at once, and one over all ranks."""
     groups = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     usual = Counter(map(len, groups)).most_common(1)[0][0]
-    axes = [
-        Axis("node", tuple(group), group=dist.new_group(group, timeout=context.mesh.timeout))
-        for group in groups
-        if len(group) > 1
-    ]
-    mine = next((axis for axis in axes if context.mesh.rank in axis.ranks), None)
+    own = next(group for group in groups if context.mesh.rank in group)
+    mine = None
+    if len(own) > 1:
+        mine = Axis("node", tuple(own), group=new_group(own, "node", context.mesh.timeout))
     inside = gather_numbers(all_reduce_seconds(mine, context.device) if mine else 0.0, context)
     everywhere = max(gather_numbers(all_reduce_seconds(context.mesh.world, context.device), context))
     whole = f"{_elements(context.device) * 4 / 2**20:.0f} MiB over all ranks in {1000 * everywhere:.2f} ms"

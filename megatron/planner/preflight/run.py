@@ -15,6 +15,7 @@ from megatron.planner.choose import settled
 from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
+from megatron.planner.startup import groups_of, slow_start, start_up
 from megatron.settings import rank_env, schema
 from megatron.telemetry.figures import part_of
 from megatron.training import rules
@@ -86,6 +87,13 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
                 f"({cluster.device.name}, {source})",
             )
         )
+    if found.layout and world > 1:
+        kind = cluster.device.kind
+        groups = groups_of(found.layout, config.model.num_layers, kind == "cuda")
+        slow = slow_start(config, found.layout, kind)
+        took = start_up(groups, kind).total
+        said = f"{groups.most} groups a rank, {groups.in_job:,} in the job; ready in about {took:,.0f} s"
+        checks.append(Check("start-up", f"{said}, by a model{f'; warning: {slow}' * bool(slow)}"))
     return checks
 
 
