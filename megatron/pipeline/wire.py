@@ -3,6 +3,11 @@
 
 Every message of a wire has the same shape. Sends do not wait; a receive is posted before it is needed. Between two
 chunks of one rank a message is handed over as it is.
+
+On NCCL each channel is a group with a stream of its own. A send or a receive begins there once the device has done what it
+had been given before the call; whoever comes later, the next pass for one, does not delay it, and is not delayed by it.
+`wait` makes the stream of the passes wait, not the host. What is sent is kept until it is known to have been: its memory must
+not be given to others before.
 """
 
 from typing import Optional
@@ -52,7 +57,7 @@ class P2PCommunicator:
                 f"a stage returned {list(x.shape)} {x.dtype}, and between stages goes {list(self.shape)} {self.dtype}",
                 do="what a stage returns has the shape and format of what it was given: docs/extending.md#a-model",
             )
-        self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
+        self._forget_sent()
         x = x.contiguous()
         group = self._groups.get((kind, self.axis.rank, to), self.axis.group)
         work = dist.isend(x, self.axis.ranks[to], group=group, tag=KINDS.index(kind))
@@ -73,11 +78,20 @@ class P2PCommunicator:
         if sent:
             sent[0].wait()
 
-    def wait(self) -> None:
-        """Until everything is sent."""
+    def finish(self) -> None:
+        """The end of a step. A host waits until everything is sent. A device need not: what is still on its way is kept, and
+        looked at again by the sends of the next step.
+        """
+        if self.device.type == "cuda":
+            self._forget_sent()
+            return
         for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
+
+    def _forget_sent(self) -> None:
+        """Let go of what is known to be sent; to ask does not wait."""
+        self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
 
 
 class PendingReceive:
@@ -85,6 +99,11 @@ class PendingReceive:
 
     def __init__(self, work, x, key=None, label: str = ""):
         self._work, self._x, self._key, self._label = work, x, key, label
+
+    @property
+    def remote(self) -> bool:
+        """Whether it comes from another rank."""
+        return self._work is not None
 
     def wait(self) -> torch.Tensor:
         if self._work is None:
