@@ -65,7 +65,8 @@ def linear_cross_entropy(
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`)
     completes, or this function beside the product for the weight's gradient: with `reduce`, or with `gather`, where
-    hidden is this rank's piece [n/tp, h] (`layers.LinearOptions`). weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
+    hidden is this rank's piece [n/tp, h] (`layers.LinearOptions`).
+    weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
     labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
@@ -75,9 +76,7 @@ def linear_cross_entropy(
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
     whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
-    losses, log_sums, gradients = _chunks(
-        whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused
-    )
+    losses, log_sums, gradients = _chunks(whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused)
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
         return loss, z

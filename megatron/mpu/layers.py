@@ -178,8 +178,8 @@ class _Columns:
 def start_input_reduction(
     rows: torch.Tensor, shape: torch.Size, gather: Axis | None, reduce: Axis | None
 ) -> Callable[[], torch.Tensor]:
-    """What gives the gradient of an input of this shape from `rows`, this rank's part of the whole one's: it is being summed
-    over an axis, if one is given (`LinearOptions`).
+    """What gives the gradient of an input of this shape from `rows`, this rank's part of the whole one's: it is being
+    summed over an axis, if one is given (`LinearOptions`).
     """
     if gather is None and reduce is None:
         return lambda: rows.view(shape)

@@ -70,7 +70,7 @@ def execute(
         message = ahead.message_of(op)
         arrived = message and work.receive(op, message)
         start = work.now() if timeline is not None else 0.0
-        with phase(op.kind):
+        with phase(op.kind, op):
             work.do(op, arrived)
         if timeline is not None:
             timeline.append((op, start, work.now()))

@@ -4,10 +4,10 @@
 Every message of a wire has the same shape. Sends do not wait; a receive is posted before it is needed. Between two
 chunks of one rank a message is handed over as it is.
 
-On NCCL each channel is a group with a stream of its own. A send or a receive begins there once the device has done what it
-had been given before the call; whoever comes later, the next pass for one, does not delay it, and is not delayed by it.
-`wait` makes the stream of the passes wait, not the host. What is sent is kept until it is known to have been: its memory must
-not be given to others before.
+On NCCL each channel is a group with a stream of its own. A send or a receive begins there once the device has done what
+it had been given before the call; what comes later, as the next pass, neither delays it nor is delayed by it. `wait` makes
+the stream of the passes wait, not the host. What is sent is kept until it is known to have been: its memory must not be
+given to others before.
 """
 
 from typing import Optional
@@ -19,6 +19,7 @@ from megatron.errors import SettingsError
 from megatron.mpu.collectives import GroupListener
 from megatron.mpu.mesh import Axis, Mesh, ranks_along
 from megatron.pipeline.schedule import StageMap
+from megatron.telemetry import lanes
 
 KINDS = "FB"
 
@@ -61,7 +62,7 @@ class P2PCommunicator:
         x = x.contiguous()
         group = self._groups.get((kind, self.axis.rank, to), self.axis.group)
         work = dist.isend(x, self.axis.ranks[to], group=group, tag=KINDS.index(kind))
-        self._sent[kind, micro, stage] = work, x
+        self._sent[kind, micro, stage] = lanes.note(lanes.SEND, f"{kind}{micro} to rank {self.axis.ranks[to]}", work), x
 
     def receive(self, source: int, kind: str, micro: int, stage: int) -> "PendingReceive":
         """Post the receive of the next message of a kind from a rank. `wait` on what it returns gives the message."""
@@ -70,7 +71,9 @@ class P2PCommunicator:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self._groups.get((kind, source, self.axis.rank), self.axis.group)
         work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
-        return PendingReceive(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
+        whence = f"from rank {self.axis.ranks[source]}"
+        work = lanes.note(lanes.RECEIVE, f"{kind}{micro} {whence}", work)
+        return PendingReceive(work, x, label=f"{self.axis.label} {whence}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
@@ -79,8 +82,8 @@ class P2PCommunicator:
             sent[0].wait()
 
     def finish(self) -> None:
-        """The end of a step. A host waits until everything is sent. A device need not: what is still on its way is kept, and
-        looked at again by the sends of the next step.
+        """The end of a step. A host waits until everything is sent. A device need not: what is still on its way is kept,
+        and looked at again by the sends of the next step.
         """
         if self.device.type == "cuda":
             self._forget_sent()
