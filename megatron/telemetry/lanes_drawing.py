@@ -16,22 +16,9 @@ from megatron.telemetry.lanes import COMPUTE, LANES, SEND, Bar, exposed
 
 WIDTH, LEFT, RIGHT = 1200, 150, 110  # units: of the picture, of the names of lanes, of the times of waits
 HEAD, TALL, LOW, GAP = 64, 24, 16, 12  # above the first rank; of a line of passes; of a line of messages; below a rank
-FILL = {
-    "F": "#4c78a8",
-    "B": "#54a24b",
-    "I": "#72b7b2",
-    "W": "#eeca3b",
-    "data": "#b8bcc4",
-    "reduce": "#8f7bb8",
-    "update": "#9d755d",
-}
-WORDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "gradients of inputs",
-    "W": "of weights",
-    "reduce": "end of reductions, norm",
-}
+FILL = dict(F="#4c78a8", B="#54a24b", I="#72b7b2", W="#eeca3b", reduce="#8f7bb8", update="#9d755d", data="#e7cba9")
+WORDS = dict(F="forward", B="backward", I="gradients of inputs", W="gradients of weights", reduce="reduce, norm")
+WORDS |= dict(update="update", data="other")
 STYLE = """text { font: 12px system-ui, sans-serif; fill: #1f2937 } .title { font-weight: bold; font-size: 15px }
 .ground { fill: #ffffff } .row { fill: #f3f4f6 } .pass { font-size: 10px; fill: #111827; pointer-events: none }
 .grid { stroke: #9ca3af; stroke-opacity: .45 } .way { fill: #64748b; fill-opacity: .55 } .wait { fill: #dc2626 }
@@ -114,18 +101,23 @@ def picture(ranks: list[RankLanes]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24:g}">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" class="ground"/>\n'
         f'<text x="{LEFT}" y="22" class="title">{escape(title)}: passes, and messages beside them</text>\n'
-        + "\n".join([*_legend(), *_axis(last - first, scale, y), *parts])
+        + "\n".join([*_legend(ranks), *_axis(last - first, scale, y), *parts])
         + "\n</svg>\n"
     )
 
 
 def _pass(bar: Bar, at: float, scale: float, y: float) -> list[str]:
     x, width = LEFT + (at + bar.start) * scale, (bar.end - bar.start) * scale
-    fill = FILL.get(bar.name[0], FILL.get(bar.name.split()[0], FILL["data"]))
+    fill = FILL[_kind(bar)]
     size = f'width="{width:.2f}" height="{TALL - 2}"'
     box = f'<rect x="{x:.2f}" y="{y}" {size} fill="{fill}" stroke="#fff" stroke-width=".5">'
     label = f'<text class="pass" x="{x + 2:.2f}" y="{y + 14}">{escape(bar.name)}</text>'
     return [f"{box}{_told(bar)}</rect>"] + [label] * (width > 7 * len(bar.name))
+
+
+def _kind(bar: Bar) -> str:
+    """Of a pass (F3.1) its kind, of a phase (update weights) its first word, if it has a colour."""
+    return next((kind for kind in (bar.name[0], bar.name.split()[0]) if kind in FILL), "data")
 
 
 def _message(bar: Bar, at: float, scale: float, y: float) -> list[str]:
@@ -145,9 +137,10 @@ def _told(bar: Bar) -> str:
     return f"<title>{escape(bar.name)}: {1000 * (bar.end - bar.start):.3f} ms{waited}</title>"
 
 
-def _legend() -> list[str]:
+def _legend(ranks: list[RankLanes]) -> list[str]:
     parts, x = [], LEFT
-    entries = [(f'fill="{FILL[kind]}"', words) for kind, words in WORDS.items()]
+    used = {_kind(bar) for lanes in ranks for bar in lanes.bars if bar.lane == COMPUTE}
+    entries = [(f'fill="{FILL[kind]}"', words) for kind, words in WORDS.items() if kind in used]
     for fill, words in [*entries, ('class="way"', "message under way"), ('class="wait"', "waiting for it: exposed")]:
         parts.append(f'<rect x="{x}" y="34" width="12" height="12" {fill}/>')
         parts.append(f'<text x="{x + 17}" y="44">{words}</text>')

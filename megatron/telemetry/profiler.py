@@ -34,9 +34,18 @@ class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
     log: prints a line of the log, once for all ranks.
+    barrier: waits for all ranks. To start a profile takes seconds, which no rank is to take for a wait for another.
     """
 
-    def __init__(self, config: schema.Config, rank: int, device: torch.device, log: Callable[[str], None]):
+    def __init__(
+        self,
+        config: schema.Config,
+        rank: int,
+        device: torch.device,
+        log: Callable[[str], None],
+        barrier: Callable[[], None] = lambda: None,
+    ):
+        self.barrier = barrier
         self.settings, self.rank, self.device, self.log = config.profiling, rank, device, log
         self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
         self.ranks = self.settings.profile_ranks or [0]
@@ -53,7 +62,10 @@ class Profiler:
             )
             self.under_way.start()
             self.first = iteration
-            lanes.Recording.active = lanes.Recording(self.device.type)
+        if self.settings.profile and iteration == self.settings.profile_step_start:
+            self.barrier()
+            if self.under_way:
+                lanes.Recording.active = lanes.Recording(self.device.type)
 
     def ends(self, iteration: int) -> bool:
         """Whether `iteration`, which is done, was the last one to profile."""
