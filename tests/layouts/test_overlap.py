@@ -161,7 +161,7 @@ def _passes(events):
     return [event for event in events if event[0] in "FBIW"]
 
 
-PIPELINES = ["1f1b", "zb-h1", "zb-v", "interleaved"]
+PIPELINES = ["1f1b", "zb-h1", "zb-v"]
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,7 @@ def pipelined(run_ranks) -> dict[str, list[list[str]]]:
     """Schedule -> events of each of two ranks."""
     found = {}
     for name in PIPELINES:
-        chunks = " --num-virtual-stages-per-pipeline-rank 2" if name == "interleaved" else ""
-        flags = (
-            f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {name}{chunks} --global-batch-size 4"
-        )
+        flags = f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {name} --global-batch-size 4"
         found[name] = run_ranks(2, _pipelined, flags)
     return found
 
