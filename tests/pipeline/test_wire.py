@@ -10,6 +10,7 @@ import torch
 from megatron.mpu.mesh import Axis
 from megatron.pipeline import wire
 from megatron.pipeline.wire import P2PCommunicator
+from megatron.telemetry.lanes import Recording
 
 
 class Work:
@@ -83,3 +84,12 @@ def test_at_the_end_of_a_step_a_host_waits_for_its_sends(sent):
     on.finish()
     assert first() is None and second() is None
     assert all(work.waited_for for work in sent)
+
+
+def test_only_while_steps_are_recorded_a_message_is_noted(sent):
+    on = _wire("cpu")
+    _send(on, 0)
+    with Recording.of(Recording("cpu")):
+        _send(on, 1)
+    first, second = (work for work, _ in on._sent.values())
+    assert first is sent[0] and second is not sent[1]
