@@ -104,6 +104,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(n): self.build_layer(n, tables[f"blocks.{n}"], granularity[n]) for n in layers}
         )
+        self.overlap = autocast is None  # as that of `ColumnParallelLinear`, of the output layer
         for module in self.blocks.modules() if autocast else ():
             if hasattr(module, "overlap"):
                 module.overlap = False
@@ -147,9 +148,10 @@ class LanguageModel(nn.Module):
         layers: (that, {name: sum}) on any stage.
         """
         with self.region():
-            x, sums = self._hidden(x, batch)
+            x, sums = self._hidden(x, batch, gather=not self.overlap)
             if not self.last:
                 return (x, sums) if sums else x
+            tp = self.tp if self.overlap and self.tp.size > 1 else None
             mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
             loss, z = linear_cross_entropy(
                 x.flatten(0, 1),
@@ -164,6 +166,8 @@ class LanguageModel(nn.Module):
                 chunk=self.kernels.cross_entropy_chunk,
                 deferred=self.weight_grad_store,
                 unfused=not self.kernels.cross_entropy_loss_fusion,
+                gather=tp if self.sequence_parallel else None,
+                reduce=None if self.sequence_parallel else tp,
             )
         return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
 
@@ -186,13 +190,19 @@ class LanguageModel(nn.Module):
             )
         return losses.view(batch.labels.shape)
 
-    def _hidden(self, x, batch) -> tuple[torch.Tensor, Sums]:
-        """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage; and sums of the layers."""
+    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+        """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage; and sums of the layers.
+
+        gather: False where the output layer gathers its input and reduces the gradient by itself.
+        """
         if self.first:
             positions = self.positions(len(batch.tokens), batch.position_ids)
             x = self.embedding(batch.tokens, positions, batch.samples)
         x, sums = self.run_layers(x, self.context(batch))
-        return (self.gather_input(self.final_norm(x), self.tp) if self.last else x.to(self.dtype)), sums
+        if not self.last:
+            return x.to(self.dtype), sums
+        x = self.final_norm(x)
+        return (self.gather_input(x, self.tp) if gather else x), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
         """[s, b] as given, or [s, 1] counted on from `start`; of a shared sequence those of the rows that the rank has."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.mesh import Axis
+from megatron.telemetry import lanes
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,11 +43,26 @@ class GroupListener:
             cls.listener = before
 
 
+def _noted(kind: str, axis: Axis, work):
+    """A message that was just launched; while steps are profiled, one that notes when it is waited for."""
+    if lanes.Recording.active is None or torch.compiler.is_compiling():
+        return work
+    return lanes.note(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}", work)
+
+
+def _at_once(kind: str, axis: Axis) -> contextlib.AbstractContextManager:
+    """Around a message that is waited for at once."""
+    if lanes.Recording.active is None or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return lanes.span(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}")
+
+
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Combine `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
-        dist.all_reduce(x, _OPS[op], group=axis.group)
+        with _at_once("all-reduce", axis):
+            dist.all_reduce(x, _OPS[op], group=axis.group)
     return x
 
 
@@ -75,7 +91,8 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return x
     GroupListener.notify(axis.label)
     arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(arrived, x.contiguous(), group=axis.group)
+    with _at_once("all-to-all", axis):
+        dist.all_to_all_single(arrived, x.contiguous(), group=axis.group)
     return arrived
 
 
@@ -91,7 +108,7 @@ def start_all_reduce(x: torch.Tensor, axis: Axis):
     if axis.size == 1:
         return Done()
     GroupListener.notify(axis.label)
-    return dist.all_reduce(x, group=axis.group, async_op=True)
+    return _noted("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
 
 
 def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
@@ -115,15 +132,15 @@ def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     if whole.device.type == "cpu" and whole.nbytes >= LARGE:
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
-        return _Exchange([places[axis.rank]] * axis.size, places, axis)
-    return _gather(whole, piece, group=axis.group, async_op=True)
+        return _noted("all-gather", axis, _Exchange([places[axis.rank]] * axis.size, places, axis))
+    return _noted("all-gather", axis, _gather(whole, piece, group=axis.group, async_op=True))
 
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
     if whole.device.type == "cpu":
-        return _Sum(piece, whole, axis)
-    return _scatter(piece, whole, group=axis.group, async_op=True)
+        return _noted("reduce-scatter", axis, _Sum(piece, whole, axis))
+    return _noted("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))
 
 
 # Bytes from which messages from rank to rank are faster than gloo's collectives; small ones wake up later.

@@ -34,7 +34,7 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
-from megatron.mpu.layers import matmul
+from megatron.mpu.layers import matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
 from megatron.settings.kernel_sizes import LossChunks
 
@@ -56,13 +56,17 @@ def linear_cross_entropy(
     chunk: Optional[int] = None,
     deferred: Optional[WeightGradStore] = None,
     unfused: bool = False,
+    gather: Optional[Axis] = None,
+    reduce: Optional[Axis] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
     fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
 
     hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
     mapping that brought it (`copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`)
-    completes. weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
+    completes, or this function beside the product for the weight's gradient: with `reduce`, or with `gather`, where
+    hidden is this rank's piece [n/tp, h] (`layers.LinearOptions`).
+    weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
     labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
@@ -71,14 +75,14 @@ def linear_cross_entropy(
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
-    losses, log_sums, gradients = _chunks(
-        hidden.detach(), weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused
-    )
+    whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
+    losses, log_sums, gradients = _chunks(whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused)
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
         return loss, z
     defer = wgrad_defer_function(deferred, hidden, weight)
-    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer), z
+    reduction = partial(start_input_reduction, shape=hidden.shape, gather=gather, reduce=reduce)
+    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer, reduction), z
 
 
 @op
@@ -103,21 +107,24 @@ class _Precomputed(torch.autograd.Function):
     """A scalar whose gradients are known, each as (what gives it, what it is multiplied by): backward scales them.
 
     defer: takes what gives the weight's gradient, instead of autograd.
+    reduction: starts to sum the gradient of hidden over ranks, and returns what waits for it.
     """
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, gradients, defer):
-        ctx.gradients, ctx.defer = gradients, defer
+    def forward(ctx, loss, hidden, weight, gradients, defer, reduction):
+        ctx.gradients, ctx.defer, ctx.reduction = gradients, defer, reduction
         return loss.clone()
 
     @staticmethod
     def backward(ctx, upstream):
         of_hidden, of_weight = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
+        needed = ctx.needs_input_grad
+        hidden = ctx.reduction(of_hidden()) if needed[1] else None  # on its way while the weight's is made
+        weight = of_weight() if needed[2] else None
         if ctx.defer:
             ctx.defer(of_weight)
-        needed = ctx.needs_input_grad
-        return None, of_hidden() if needed[1] else None, of_weight() if needed[2] else None, None, None
+        return None, hidden and hidden(), weight, None, None, None
 
 
 def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ The previous pipeline stage needs the gradient of a layer's input (dgrad) at onc
     ...
     run_deferred_wgrads(products)  # pass W
 
+Under sequence parallelism such a product gathers its input again: while the product before it is made.
+
 The output layer leaves its product here, too (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap
 and stay in pass I, and so do those of a layer whose input needs no gradient.
 """
@@ -30,6 +32,11 @@ class WeightGradStore:
 
     def __init__(self):
         self._products: Optional[list[Product]] = None
+
+    @property
+    def collecting(self) -> bool:
+        """Whether products wait; otherwise they are made at once."""
+        return self._products is not None
 
     @contextmanager
     def collect(self) -> Iterator[list[Product]]:
@@ -74,6 +81,12 @@ def run_deferred_wgrads(products: list[Product]) -> None:
     """Do the products, in the order in which they came, and accumulate them as a backward pass would: hooks included."""
     while products:
         weight, product = products.pop(0)
+        for ready in (product, *(behind for _, behind in products[:1])):
+            getattr(ready, "start", _nothing)()  # what it gathers is on its way while the one before is made
         with torch.no_grad():
             gradient = product().view(weight.shape)
         torch.autograd.backward([weight], [gradient])
+
+
+def _nothing() -> None:
+    pass

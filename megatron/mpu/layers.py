@@ -40,6 +40,11 @@ class WgradGemm(NamedTuple):
         """The gradient, [out, in], in the format of its operands."""
         return self.multiply(self.rows.t(), self.columns(), None)
 
+    def start(self) -> None:
+        """Begin to gather the input, where that is needed: for who makes the product later."""
+        if isinstance(self.columns, _Columns):
+            self.columns.start()
+
     def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
         """total [out, in] fp32 += the gradient; = where `overwrite`.
 
@@ -105,23 +110,26 @@ def linear(
         flat = flat.detach()
     elif options.gather is None and options.reduce is None and product is reference.matmul:
         return F.linear(x, flat, bias)
-    return _Linear.apply(x, flat, bias, product, wgrad_handler, options.gather, options.reduce)
+    deferred = options.deferred if wgrad_handler else None
+    return _Linear.apply(x, flat, bias, product, wgrad_handler, deferred, options.gather, options.reduce)
 
 
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
     wgrad_handler: takes the product that makes the weight's gradient, instead of autograd (`LinearOptions.wgrad_handler`).
+    deferred: whose handler that is; None: it makes the product at once.
     gather, reduce: as in `LinearOptions`; at most one of them is given.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, wgrad_handler, gather, reduce):
+    def forward(ctx, x, weight, bias, product, wgrad_handler, deferred, gather, reduce):
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.gather, ctx.reduce = (
+        ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
             product,
             bias is not None,
             wgrad_handler,
+            deferred,
             gather,
             reduce,
         )
@@ -132,41 +140,54 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
-        # The pieces are on their way while the first product is made, and its sum is while the second one is.
-        columns = _columns(x, ctx.gather) if ctx.needs_input_grad[1] else None
+        wgrad = WgradGemm(rows, _Columns(x, ctx.gather), multiply)
+        by_autograd, waits = ctx.needs_input_grad[1], ctx.deferred is not None and ctx.deferred.collecting
+        # What is sent is launched before the product that it runs beside: on a GPU it then has a place before that
+        # fills the device. The pieces are on their way while the first product is made, its sum while the second is.
+        if by_autograd or ctx.wgrad_handler and not waits:
+            wgrad.start()
         if ctx.needs_input_grad[0]:
-            d_x = _reduced(multiply(rows, weight.t(), None), x, ctx.gather, ctx.reduce)
-        if columns:
-            d_weight = WgradGemm(rows, columns, multiply)()
+            d_x = start_input_reduction(multiply(rows, weight.t(), None), x.shape, ctx.gather, ctx.reduce)
+        if by_autograd:
+            d_weight = wgrad()
         elif ctx.wgrad_handler:
-            ctx.wgrad_handler(WgradGemm(rows, lambda: _columns(x, ctx.gather)(), multiply))
-        return d_x and d_x(), d_weight, rows.sum(0) if ctx.has_bias else None, None, None, None, None
+            ctx.wgrad_handler(wgrad)
+        d_bias = rows.sum(0) if ctx.has_bias else None
+        return d_x and d_x(), d_weight, d_bias, None, None, None, None, None
 
 
-def _columns(x: torch.Tensor, axis: Axis | None) -> Callable[[], torch.Tensor]:
-    """What gives the whole of x [n, ..., i] as [i, tokens]; it is being gathered over the axis."""
-    x = x.detach()
-    if axis is None:
-        return x.reshape(-1, x.shape[-1]).t
-    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    work = collectives.start_all_gather(whole, x.contiguous(), axis)
+class _Columns:
+    """Gives the whole of x [n, ..., i] as [i, tokens], gathered over the axis if there is one; `start` begins with that."""
 
-    def columns():
-        work.wait()
-        return whole.view(-1, x.shape[-1]).t()
+    def __init__(self, x: torch.Tensor, axis: Axis | None):
+        self.x, self.axis, self.work = x.detach(), axis, None
 
-    return columns
+    def start(self) -> None:
+        if self.axis is not None and self.work is None:
+            self.whole = self.x.new_empty((self.axis.size * self.x.shape[0], *self.x.shape[1:]))
+            self.work = collectives.start_all_gather(self.whole, self.x.contiguous(), self.axis)
+
+    def __call__(self) -> torch.Tensor:
+        if self.axis is None:
+            return self.x.reshape(-1, self.x.shape[-1]).t()
+        self.start()
+        self.work.wait()
+        return self.whole.view(-1, self.x.shape[-1]).t()
 
 
-def _reduced(rows: torch.Tensor, x: torch.Tensor, gather: Axis | None, reduce: Axis | None) -> Callable:
-    """What gives the gradient of x from `rows`, this rank's part of the whole one's; it is being summed over an axis."""
+def start_input_reduction(
+    rows: torch.Tensor, shape: torch.Size, gather: Axis | None, reduce: Axis | None
+) -> Callable[[], torch.Tensor]:
+    """What gives the gradient of an input of this shape from `rows`, this rank's part of the whole one's: it is being
+    summed over an axis, if one is given (`LinearOptions`).
+    """
     if gather is None and reduce is None:
-        return lambda: rows.view(x.shape)
+        return lambda: rows.view(shape)
     if gather is None:
-        total = rows.view(x.shape)
+        total = rows.view(shape)
         work = collectives.start_all_reduce(total, reduce)
     else:
-        total = x.new_empty(x.shape)
+        total = rows.new_empty(shape)
         work = collectives.start_reduce_scatter(total, rows.contiguous(), gather)
 
     def reduced():

@@ -10,7 +10,10 @@ which are used all over a chunk, from the start of a micro-batch's forward pass 
     other | need ................................ all its gradients: free |
 
 A layer that is computed again inside the backward pass runs with its hooks: its memory is there already, and stays.
-With `overlap`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer.
+With `overlap`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer, in
+the backward pass also of the last one, while the output layer's is under way. NCCL works through what a group is given in
+the order in which it was given: who waits for a gathering waits for all that were started before it. So they are started
+in the order of their use.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,7 +87,7 @@ class ParameterBuffers:
         """The shards have changed: gather them, or forget the old ones."""
         for memory in self.memory.values():
             self._free(memory)
-        kept = self.memory.values() if self.keep else ()
+        kept = sorted(self.memory.values(), key=_use) if self.keep else ()
         for memory in kept:
             self._start(memory)
         for memory in () if self.overlap else kept:
@@ -93,8 +96,7 @@ class ParameterBuffers:
     @contextmanager
     def gathered_parameters(self):
         """Inside, all parameters can be read: for checks between steps."""
-        for memory in self.memory.values():
-            self._need(memory)
+        self._need(*self.memory.values())
         try:
             yield
         finally:
@@ -129,9 +131,11 @@ class ParameterBuffers:
             work.wait()
             memory.under_way, memory.ready = None, True
 
-    def _need(self, memory: UnitParameters) -> None:
-        self._start(memory)
-        self._finish(memory)
+    def _need(self, *needed: UnitParameters) -> None:
+        for memory in needed:
+            self._start(memory)
+        for memory in needed:
+            self._finish(memory)
 
     def _free(self, memory: UnitParameters) -> None:
         self._finish(memory)
@@ -148,7 +152,7 @@ class ParameterBuffers:
         for number, chunk in enumerate(chunks):
             held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
             blocks = [memory for memory in held if memory.unit.layer]
-            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.layer], blocks[:1])
+            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.layer], blocks)
             for at, memory in enumerate(blocks):
                 before, after = blocks[at - 1 : at] if at else [], blocks[at + 1 : at + 2]
                 self._attach_block(chunk.get_submodule(memory.unit.name), memory, before, after)
@@ -159,18 +163,24 @@ class ParameterBuffers:
             self._start(memory)
 
     def _attach_chunk(
-        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], first: Sequence[UnitParameters]
+        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], blocks: Sequence[UnitParameters]
     ) -> None:
         def pre_forward(module, args):
             for memory in roots:
-                self._need(memory)
+                self._start(memory)
                 memory.passes += torch.is_grad_enabled()
-            self._ahead(first)
+            self._ahead(blocks[:1])
+            self._need(*roots)
 
         def post_forward(module, args, output):
             for memory in roots:
                 if not memory.passes:
                     self._free(memory)
+            for tensor in _ways_back(output):
+                tensor.register_hook(begin_backward)
+
+        def begin_backward(gradient):
+            self._ahead(blocks[-1:])
 
         chunk.register_forward_pre_hook(pre_forward)
         if not self.keep:
@@ -199,10 +209,8 @@ class ParameterBuffers:
         def post_forward(module, args, output):
             if not memory.in_backward:
                 self._free(memory)
-            x, sums = output if isinstance(output, tuple) else (output, {})
-            for tensor in (x, *sums.values()):  # each is a way into the backward pass
-                if tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
+            for tensor in _ways_back(output):
+                tensor.register_hook(begin_backward)
 
         def begin_backward(gradient):
             memory.in_backward = True
@@ -216,3 +224,14 @@ class ParameterBuffers:
         block.register_forward_pre_hook(pre_forward)
         if not self.keep:
             block.register_forward_hook(post_forward)
+
+
+def _use(memory: UnitParameters) -> tuple[int, bool]:
+    """Sorts units by when a step first uses them: chunk by chunk, and of a chunk first what is no layer."""
+    return min(memory.unit.chunks), memory.unit.layer
+
+
+def _ways_back(output) -> list[torch.Tensor]:
+    """Of what a module returned, the tensors by which the backward pass comes in."""
+    x, sums = output if isinstance(output, tuple) else (output, {})
+    return [tensor for tensor in (x, *sums.values()) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]

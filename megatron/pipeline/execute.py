@@ -20,7 +20,7 @@ from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_w
 from megatron.mpu.random import seed_torch
 from megatron.pipeline.returned import Returned
 from megatron.pipeline.schedule import Op, StageMap, looped
-from megatron.pipeline.wire import P2PCommunicator
+from megatron.pipeline.wire import P2PCommunicator, PendingReceive
 from megatron.telemetry.phases import phase
 
 __all__ = ["P2PCommunicator", "execute"]
@@ -63,18 +63,46 @@ def execute(
     """
     split = any(op.kind == "W" for op in ops)
     work = _Work(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
-    ahead = work.post_receive(ops[0]) if ops else None
-    for number, op in enumerate(ops):
+    ahead = _Ahead(ops, work.post_receive)
+    for op in ops:
         if on_op is not None:
             on_op(op)
-        message, ahead = ahead, work.post_receive(ops[number + 1]) if number + 1 < len(ops) else None
+        message = ahead.message_of(op)
         arrived = message and work.receive(op, message)
         start = work.now() if timeline is not None else 0.0
-        with phase(op.kind):
+        with phase(op.kind, op):
             work.do(op, arrived)
         if timeline is not None:
             timeline.append((op, start, work.now()))
     return work.finish()
+
+
+class _Ahead:
+    """Posts the receives of a rank's ops in their order: that of the next op that needs a message of another rank, whatever
+    lies between, before the op at hand computes. So the message arrives beside all of that, and one buffer lies ready, no
+    more: a posted receive of NCCL occupies a part of the device until its message comes.
+    """
+
+    def __init__(self, ops: Sequence[Op], post: Callable[[Op], Optional[PendingReceive]]):
+        self.rest, self.post = iter(ops), post
+        self.posted: dict[Op, PendingReceive] = {}
+        self.advance()
+
+    def advance(self) -> None:
+        """Post receives up to the next one from another rank."""
+        for op in self.rest:
+            message = self.post(op)
+            if message is not None:
+                self.posted[op] = message
+                if message.remote:
+                    return
+
+    def message_of(self, op: Op) -> Optional[PendingReceive]:
+        """What was posted for this op; None if it needs nothing."""
+        message = self.posted.pop(op, None)
+        if message is not None and message.remote:
+            self.advance()
+        return message
 
 
 class _Work:
@@ -108,7 +136,7 @@ class _Work:
             torch.cuda.synchronize(self.wire.device)
         return time.perf_counter()
 
-    def post_receive(self, op: Op):
+    def post_receive(self, op: Op) -> Optional[PendingReceive]:
         """Post the receive of what an op needs from another rank; None if it needs nothing."""
         place = self.places[op.chunk]
         if op.kind == "W":
@@ -116,7 +144,7 @@ class _Work:
         source, kind = (place.before, "F") if op.kind == "F" else (place.after, "B")
         return None if source is None else self.wire.receive(source, kind, op.micro, place.stage)
 
-    def receive(self, op: Op, message) -> torch.Tensor:
+    def receive(self, op: Op, message: PendingReceive) -> torch.Tensor:
         """Wait for what an op needs from another rank."""
         with phase(f"receive {op.kind}"):
             return message.wait()
@@ -175,7 +203,7 @@ class _Work:
     def finish(self) -> torch.Tensor:
         if self.wire.axis.size > 1:
             with phase("send B"):  # the last messages of a step are gradients
-                self.wire.wait()
+                self.wire.finish()
         assert not self.live and not self.products, f"left over: {sorted(self.live)} {sorted(self.products)}"
         if self.sums:
             return torch.stack(self.sums).sum(0)

@@ -3,6 +3,11 @@
 
 Every message of a wire has the same shape. Sends do not wait; a receive is posted before it is needed. Between two
 chunks of one rank a message is handed over as it is.
+
+On NCCL each channel is a group with a stream of its own. A send or a receive begins there once the device has done what
+it had been given before the call; what comes later, as the next pass, neither delays it nor is delayed by it. `wait` makes
+the stream of the passes wait, not the host. What is sent is kept until it is known to have been: its memory must not be
+given to others before.
 """
 
 from itertools import chain
@@ -17,6 +22,7 @@ from megatron.mpu.groups import new_group
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.channels import opening_rounds
 from megatron.pipeline.schedule import StageMap
+from megatron.telemetry import lanes
 
 KINDS = "FB"
 
@@ -55,11 +61,11 @@ class P2PCommunicator:
                 f"a stage returned {list(x.shape)} {x.dtype}, and between stages goes {list(self.shape)} {self.dtype}",
                 do="what a stage returns has the shape and format of what it was given: docs/extending.md#a-model",
             )
-        self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
+        self._forget_sent()
         x = x.contiguous()
         group = self._groups.get((kind, self.axis.rank, to), self.axis.group)
         work = dist.isend(x, self.axis.ranks[to], group=group, tag=KINDS.index(kind))
-        self._sent[kind, micro, stage] = work, x
+        self._sent[kind, micro, stage] = lanes.note(lanes.SEND, f"{kind}{micro} to rank {self.axis.ranks[to]}", work), x
 
     def receive(self, source: int, kind: str, micro: int, stage: int) -> "PendingReceive":
         """Post the receive of the next message of a kind from a rank. `wait` on what it returns gives the message."""
@@ -68,7 +74,9 @@ class P2PCommunicator:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self._groups.get((kind, source, self.axis.rank), self.axis.group)
         work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
-        return PendingReceive(work, x, label=f"{self.axis.label} from rank {self.axis.ranks[source]}")
+        whence = f"from rank {self.axis.ranks[source]}"
+        work = lanes.note(lanes.RECEIVE, f"{kind}{micro} {whence}", work)
+        return PendingReceive(work, x, label=f"{self.axis.label} {whence}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
@@ -76,11 +84,20 @@ class P2PCommunicator:
         if sent:
             sent[0].wait()
 
-    def wait(self) -> None:
-        """Until everything is sent."""
+    def finish(self) -> None:
+        """The end of a step. A host waits until everything is sent. A device need not: what is still on its way is kept,
+        and looked at again by the sends of the next step.
+        """
+        if self.device.type == "cuda":
+            self._forget_sent()
+            return
         for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
+
+    def _forget_sent(self) -> None:
+        """Let go of what is known to be sent; to ask does not wait."""
+        self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
 
 
 class PendingReceive:
@@ -88,6 +105,11 @@ class PendingReceive:
 
     def __init__(self, work, x, key=None, label: str = ""):
         self._work, self._x, self._key, self._label = work, x, key, label
+
+    @property
+    def remote(self) -> bool:
+        """Whether it comes from another rank."""
+        return self._work is not None
 
     def wait(self) -> torch.Tensor:
         if self._work is None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from megatron.telemetry import lanes
 from megatron.telemetry.timers import Timed, Timers
 
 
@@ -68,16 +69,26 @@ class Listening:
             cls.timers = before
 
 
-def phase(name: str) -> AbstractContextManager:
-    """Announces a part of a run: `with phase("update"):`. Costs next to nothing where nobody listens."""
+DRAWN = ("data", "F", "B", "I", "W", "reduce", "update")  # bars of the lane that computes, one after the other
+
+
+def phase(name: str, which: object = "") -> AbstractContextManager:
+    """Announces a part of a run: `with phase("update"):`. Costs next to nothing where nobody listens.
+
+    which: of several, as a pass; for the timeline
+    """
     timer = Listening.timers and Listening.timers.timer_of(name)
-    if not torch.autograd._profiler_enabled():
+    profiled = torch.autograd._profiler_enabled()
+    if not profiled and lanes.Recording.active is None:
         return timer or nullcontext()
-    span = torch.profiler.record_function(PHASES[name].words)
-    return _both(span, timer) if timer else span
+    bar = lanes.span(lanes.COMPUTE, str(which) or PHASES[name].words) if name in DRAWN else None
+    span = torch.profiler.record_function(PHASES[name].words) if profiled else None
+    return _all([listener for listener in (timer, bar, span) if listener])
 
 
 @contextlib.contextmanager
-def _both(span: AbstractContextManager, timer: AbstractContextManager):
-    with span, timer:
+def _all(listeners: list[AbstractContextManager]):
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
         yield

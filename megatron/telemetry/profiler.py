@@ -4,8 +4,12 @@
 Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with an overview (for how
 long it computed, communicated, did both, waited) and tables: phases of the step, operators, communication, memory. The
 overview and the first ten operators are printed.
+
+Beside torch's profiler runs a recording of passes and messages (`telemetry/lanes.py`): the trace has its lanes,
+`timeline.svg` draws those of all chosen ranks, and a line says for how long the rank waited for which messages.
 """
 
+import gzip
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Optional
@@ -18,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.errors import StorageError
 from megatron.settings import schema
 from megatron.storage.urls import local_folder
+from megatron.telemetry import lanes, lanes_drawing
 from megatron.telemetry.phases import PHASES
 
 COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
@@ -29,12 +34,22 @@ class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
     log: prints a line of the log, once for all ranks.
+    barrier: waits for all ranks. To start a profile takes seconds, which no rank is to take for a wait for another.
     """
 
-    def __init__(self, config: schema.Config, rank: int, device: torch.device, log: Callable[[str], None]):
+    def __init__(
+        self,
+        config: schema.Config,
+        rank: int,
+        device: torch.device,
+        log: Callable[[str], None],
+        barrier: Callable[[], None] = lambda: None,
+    ):
+        self.barrier = barrier
         self.settings, self.rank, self.device, self.log = config.profiling, rank, device, log
         self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
-        self.chosen = self.settings.profile and self.rank in (self.settings.profile_ranks or [0])
+        self.ranks = self.settings.profile_ranks or [0]
+        self.chosen = self.settings.profile and self.rank in self.ranks
         self.under_way: Optional[profile] = None
 
     def before(self, iteration: int) -> None:
@@ -47,6 +62,10 @@ class Profiler:
             )
             self.under_way.start()
             self.first = iteration
+        if self.settings.profile and iteration == self.settings.profile_step_start:
+            self.barrier()
+            if self.under_way:
+                lanes.Recording.active = lanes.Recording(self.device.type)
 
     def ends(self, iteration: int) -> bool:
         """Whether `iteration`, which is done, was the last one to profile."""
@@ -57,6 +76,8 @@ class Profiler:
         if not self.under_way:
             return
         done, self.under_way = self.under_way, None
+        recording, lanes.Recording.active = lanes.Recording.active, None
+        found = lanes_drawing.RankLanes(self.rank, (self.first, iteration), recording.began, recording.bars())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         done.stop()
@@ -65,14 +86,21 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             done.export_chrome_trace(str(trace))
-            found = overview(*_busy(done.events(), self.device.type))
+            _rewrite(trace, found)
+            found.write(self.folder / f"rank_{self.rank}.lanes.json")
+            picture = lanes_drawing.draw_profiled(self.folder, found, self.ranks)
+            told = f"{overview(*_busy(done.events(), self.device.type))}\n{lanes.exposed_line(found.bars)}"
             text.write_text(
-                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{found}\n\n" + self._tables(averages)
+                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{told}\n\n" + self._tables(averages)
             )
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
-        self.log(f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev) and {text}")
-        self.log(found)
+        self.log(
+            f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev), {picture} (what is "
+            f"sent beside what) and {text}"
+        )
+        for line in told.splitlines():
+            self.log(line)
         self.log(_table(_without_phases(averages), self._sort(), PRINTED))
 
     def _sort(self) -> str:
@@ -95,6 +123,14 @@ class Profiler:
         return "\n".join(
             f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
         )
+
+
+def _rewrite(trace: Path, found: lanes_drawing.RankLanes) -> None:
+    """Add the lanes to a trace that torch has written."""
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        text = file.read()
+    with gzip.open(trace, "wt", encoding="utf-8", compresslevel=4) as file:
+        file.write(lanes_drawing.with_lanes(text, found))
 
 
 Interval = tuple[float, float]  # from, to, in microseconds

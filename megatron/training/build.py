@@ -116,7 +116,9 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state.iteration, log),
-        profiler=Profiler(config, context.mesh.rank, context.device, log),
+        profiler=Profiler(
+            config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
+        ),
         origin=dict(version=__version__, commit=source_commit(), code=code, libraries=library_versions()),
         reads_late=reads_late(config, context, optimizer),
     )

@@ -122,6 +122,46 @@ def test_messages_of_a_backward_pass_run_beside_the_other_product(sequence_paral
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+def test_a_product_that_is_taken_at_once_has_its_messages_in_the_same_places(sequence_parallel, run_ranks):
+    """As that which adds to the optimizer's gradients."""
+
+    def body(rank):
+        mesh, events = Mesh(rank, tp=2), Events()
+        layer = column(mesh.tp, sequence_parallel)
+        layer.accumulate = lambda weight: lambda product: product()
+        events.listen()
+        y = layer(pieces(INPUT, mesh, sequence_parallel).clone().requires_grad_())
+        events.clear()
+        y.backward(UPSTREAM.chunk(2, -1)[rank])
+        return list(events)
+
+    for events in run_ranks(2, body):
+        assert events == ORDER[sequence_parallel]
+
+
+def test_products_that_wait_gather_one_ahead(run_ranks):
+    def body(rank):
+        mesh, events, deferred = Mesh(rank, tp=2), Events(), WeightGradStore()
+        columns = [column(mesh.tp, True) for _ in range(3)]
+        events.listen()
+        for layer in columns:
+            layer.weight_grad_store = deferred
+        x = pieces(INPUT, mesh, True).clone().requires_grad_()
+        y = sum(layer(x) for layer in columns)
+        events.clear()
+        with deferred.collect() as products:
+            y.backward(UPSTREAM.chunk(2, -1)[rank])
+        assert "start all_gather" not in events  # not before pass W
+        events.clear()
+        run_deferred_wgrads(products)
+        return list(events)
+
+    for events in run_ranks(2, body):
+        gather, product = "start all_gather", ["wait all_gather", WEIGHT_GRADIENT]
+        assert events == [gather, gather, *product, gather, *product, *product]
+
+
 def test_overlapped_or_apart_the_bits_are_the_same(run_ranks):
     """Apart is for inputs that are cast on their way into the product: their gradients are summed as they were."""
     beside, apart = run_ranks(2, _backward, False), run_ranks(2, _backward, False, False)
