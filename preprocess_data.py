@@ -27,6 +27,9 @@ class PreprocessOptions:
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None
     )
+    output_format: Literal["megatron", "paddle"] = setting(
+        "megatron: .bin and .idx; paddle: <prefix>_ids.npy and _idx.npz, as PaddleNLP writes them", "megatron"
+    )
     append_eod: bool = setting("put the end-of-document token after each document", False)
     split_sentences: bool = setting("one sequence per sentence (files are named ..._sentence)", False)
     sentence_splitter: Literal["sentencex", "nltk"] = setting("nltk: as Megatron-LM, needs its punkt data", "sentencex")
@@ -137,9 +140,11 @@ def duration(seconds: float) -> str:
 
 
 def print_totals(totals, seconds: float) -> None:
+    from megatron.data.formats import endings_of
+
     for key, output in totals.outputs.items():
         documents, sequences, tokens = output["documents"], output["sequences"], output["tokens"]
-        print(f"{output['prefix']}.bin and .idx (key {key!r}):")
+        print(f"{output['prefix']}{' and '.join(endings_of(output['prefix']))} (key {key!r}):")
         print(f"  Total documents num: {documents}")
         print(f"  Total sentences num: {sequences}")
         print(f"  Total tokens num: {tokens}")
