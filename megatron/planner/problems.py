@@ -100,8 +100,18 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
     for flag, found in blends(config.data):
         yield from ((flag, prefix + ending) for prefix in found for ending in reversed(endings_of(prefix)))
     for name in VOCABULARIES:
-        if path := getattr(config.tokenizer, name):
+        if path := getattr(_named(config.tokenizer), name):
             yield _flag(name), path
+
+
+def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
+    """The tokenizer with the files behind a folder or a name. What lacks them is told by `_vocabulary`."""
+    from megatron.tokenizer.named import with_files
+
+    try:
+        return with_files(t, t.tokenizer_type or "")
+    except DataError:
+        return replace(t, tokenizer_model=None)
 
 
 def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
