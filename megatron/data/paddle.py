@@ -16,6 +16,7 @@ import io
 import mmap
 import os
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -134,10 +135,12 @@ def _array(data: mmap.mmap | bytes, start: int, stop: int, what: str) -> Mapped:
     """The array that bytes [start, stop) of a file hold in numpy's format. One dimension, little-endian, no objects."""
     head = io.BytesIO(data[start : min(stop, start + (1 << 16))])
     try:
-        version = npy.read_magic(head)
-        read_header = dict([((1, 0), npy.read_array_header_1_0), ((2, 0), npy.read_array_header_2_0)])[version]
-        shape, _, dtype = read_header(head)
-    except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, RecursionError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its attempts to read a damaged header
+            version = npy.read_magic(head)
+            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+            shape, _, dtype = read_header(head)
+    except Exception as error:  # numpy takes the header for Python, and fails as Python's parser and tokenizer do
         raise DataError(f"{what}: cut short, damaged or not of numpy's format", str(error), _AGAIN) from None
     if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) != 1:
         raise DataError(

@@ -57,8 +57,9 @@ def main(argv: list[str]) -> None:
     groups = dict(create=CreateOptions, tokenizer=TokenizerSettings)
     prog = "python -m megatron.tools.create_pretraining_data"
     common = tuple(CreateOptions.__dataclass_fields__) + ("tokenizer_type",)
+    argv, mark = take_mark(argv)
     parsed = parse(argv, groups, prog=prog, description=__doc__.split("\n")[0], common=common)
-    settings = check(parsed["create"])
+    settings = check(parsed["create"] if mark is None else replace(parsed["create"], cn_split_dimer=mark))
     vocabulary = parsed["tokenizer"]
     if settings.model_name and vocabulary.tokenizer_model is None:
         vocabulary = replace(vocabulary, tokenizer_model=settings.model_name)
@@ -85,6 +86,22 @@ def main(argv: list[str]) -> None:
     print_totals(totals, time.perf_counter() - start)
 
 
+def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
+    """The command line without a `--cn_split_dimer` of white space, which would pass for a slip there; and that mark.
+
+    >>> take_mark(["--cn_split_dimer", "\\t", "--chinese"])
+    (['--chinese'], '\\t')
+    """
+    rest, mark = list(argv), None
+    for name in ("--cn_split_dimer", "--cn-split-dimer"):
+        for place, word in reversed(list(enumerate(rest))):
+            behind = word.removeprefix(f"{name}=") if word != name else "".join(rest[place + 1 : place + 2])
+            if word.startswith(name) and behind and behind.isspace():
+                mark = behind
+                del rest[place : place + (2 if word == name else 1)]
+    return rest, mark
+
+
 def check(settings: CreateOptions) -> CreateOptions:
     """Settings with the default key filled in. Raises SettingsError for what cannot work together."""
     for name in ("workers", "log_interval"):
@@ -97,8 +114,6 @@ def check(settings: CreateOptions) -> CreateOptions:
     if settings.cn_splited and not settings.cn_whole_word_segment:
         why = "marks between words would be tokens like any other text"
         raise SettingsError("--cn-splited has no use without --cn-whole-word-segment", why, "add it, or drop the flag")
-    if settings.cn_splited and not settings.cn_split_dimer:
-        raise SettingsError("--cn-split-dimer is empty: it says what stands between two words")
     return replace(settings, json_keys=keys)
 
 
