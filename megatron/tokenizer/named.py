@@ -52,7 +52,7 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
         return settings
     path = Path(given)
     if path.is_file():
-        return replace(settings, **{others[0]: given}) if len(others) == 1 else settings
+        return replace(settings, tokenizer_model=None, **{others[0]: given}) if len(others) == 1 else settings
     if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
         return settings  # a file that is missing: who opens it says so
     folder = path if path.is_dir() else _cached(given, wanted)
@@ -61,7 +61,7 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     if lost:
         has = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise DataError(f"{folder} lacks {' and '.join(lost)} for {kind}", f"it has: {has}")
-    return replace(settings, **found)
+    return replace(settings, **(dict(tokenizer_model=None) | found))
 
 
 def cache_folder() -> Path:
