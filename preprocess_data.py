@@ -27,6 +27,9 @@ class PreprocessOptions:
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None
     )
+    output_format: Literal["megatron", "paddle"] = setting(
+        "megatron: .bin and .idx; paddle: <prefix>_ids.npy and _idx.npz, as PaddleNLP writes them", "megatron"
+    )
     append_eod: bool = setting("put the end-of-document token after each document", False)
     split_sentences: bool = setting("one sequence per sentence (files are named ..._sentence)", False)
     sentence_splitter: Literal["sentencex", "nltk"] = setting("nltk: as Megatron-LM, needs its punkt data", "sentencex")
@@ -70,6 +73,7 @@ def main(argv: list[str]) -> None:
 
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
+    from megatron.data.preprocess_report import Reporter, print_totals
     from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
 
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
@@ -102,55 +106,6 @@ def check(settings: PreprocessOptions) -> PreprocessOptions:
     if settings.dataset_impl != "mmap":
         print(f"--dataset-impl {settings.dataset_impl}: files are written in the mmap format, which is the only one")
     return replace(settings, json_keys=keys)
-
-
-class Reporter:
-    """Progress lines as Megatron-LM prints them, with tokens/s and the time left; one line in place on a terminal."""
-
-    def __init__(self, interval: int):
-        self.interval, self.next, self.last = interval, interval, -1.0
-        self.terminal = sys.stderr.isatty()
-
-    def __call__(self, progress) -> None:
-        complete = 0 < progress.total_input <= progress.input_bytes
-        if progress.documents < self.next or (progress.seconds - self.last < 0.1 and not complete):
-            return
-        self.next = progress.documents // self.interval * self.interval + self.interval
-        self.last = seconds = progress.seconds
-        line = f"Processed {progress.documents} documents ({progress.documents / seconds:.1f} docs/s, "
-        line += f"{progress.text_bytes / seconds / 1e6:.1f} MB/s). {progress.tokens / seconds / 1e6:.2f} M tokens/s"
-        if progress.total_input and progress.input_bytes:
-            share = min(1.0, progress.input_bytes / progress.total_input)
-            line += f", {share:.0%}, ETA {duration(seconds / share - seconds)}"
-        print(
-            f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
-        )
-
-    def end(self) -> None:
-        if self.terminal and self.last >= 0:
-            print(file=sys.stderr)
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def print_totals(totals, seconds: float) -> None:
-    for key, output in totals.outputs.items():
-        documents, sequences, tokens = output["documents"], output["sequences"], output["tokens"]
-        print(f"{output['prefix']}.bin and .idx (key {key!r}):")
-        print(f"  Total documents num: {documents}")
-        print(f"  Total sentences num: {sequences}")
-        print(f"  Total tokens num: {tokens}")
-        print(f"  Average tokens per document: {tokens / documents:.2f}")
-        print(f"  Average tokens per sentence: {tokens / sequences:.2f}")
-    if totals.rejected:
-        print(
-            f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
-            f"{totals.first_reason}"
-        )
-    print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ At every step the dataset that is furthest behind its share is next. n: datasets
 """
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import numpy as np
 
+from megatron.data.formats import open_tokens, prefixes_in
+from megatron.data.indexed import ENDINGS
 from megatron.errors import DataError
 
 CHUNKS = 2048  # walked side by side by `interleave`
@@ -29,12 +32,14 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """What the words after `--data-path` mean. Raises DataError for weights that are no positive numbers.
 
     An even number of words whose odd places are numbers is a list of weights and prefixes; anything else is a list of
-    prefixes (Megatron-LM's rule).
+    prefixes (Megatron-LM's rule). A folder stands for all datasets in it, each weighted by its tokens.
 
     >>> parse_blend(["30", "web", "10", "books"], "--data-path")
     Blend(prefixes=['web', 'books'], weights=[0.75, 0.25])
     """
     words = [word.strip() for word in words]
+    if any(map(is_folder, words)):
+        words = without_folders(words)
     if not words:
         raise DataError(f"{flag} names no dataset", do=f"{flag} PREFIX, or {flag} WEIGHT PREFIX WEIGHT PREFIX ...")
     numbers = [_number(word) for word in words]
@@ -56,6 +61,35 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
                 f"{flag}: weight {weight:g} of {prefix}", do="weights are above zero; leave the dataset out instead"
             )
     return Blend(prefixes, normalized(weights))
+
+
+def is_folder(word: str) -> bool:
+    """Whether a word names a folder, and not token files of the same name beside it."""
+    return os.path.isdir(word) and not any(os.path.exists(word + ending) for ending in ENDINGS)
+
+
+def without_folders(words: list[str]) -> list[str]:
+    """The words that say the same without folders. Raises DataError for one without token files, or with damaged ones.
+
+    A folder alone becomes `TOKENS PREFIX TOKENS PREFIX ...`, and its prefix where it holds one dataset. A folder with a
+    weight shares it out by tokens; among prefixes without weights it stands for its prefixes, which have none either.
+    """
+    weighted = len(words) % 2 == 0 and all(_number(word) is not None for word in words[::2])
+    found = []
+    for place, word in enumerate(words):
+        if not is_folder(word) or weighted and place % 2 == 0:
+            found.append(word)
+            continue
+        prefixes = prefixes_in(word)
+        if len(prefixes) == 1 or not weighted and len(words) > 1:
+            found += prefixes
+            continue
+        weight = float(found.pop()) if weighted else None
+        tokens = [open_tokens(prefix).num_tokens for prefix in prefixes]
+        for count, prefix in zip(tokens, prefixes):
+            if count:  # an empty dataset has no share
+                found += [str(count) if weight is None else repr(weight * count / sum(tokens)), prefix]
+    return found
 
 
 def normalized(weights: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
+from megatron.data.formats import open_tokens
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
     EpochPlan,
@@ -28,7 +29,7 @@ from megatron.data.index_maps import (
     sequences_of,
     suggest_split,
 )
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import TokenFiles
 from megatron.data.mock import MockDataset
 from megatron.data.remote import nearby
 from megatron.errors import DataError, SettingsError
@@ -101,11 +102,11 @@ class GPTDatasetConfig:
     sizes: list[int]
     log: Callable[[str], None]
     full_validation: bool = False
-    files: dict[str, IndexedDataset] = field(default_factory=dict)  # opened so far
+    files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
-    def open(self, prefix: str) -> IndexedDataset:
+    def open(self, prefix: str) -> TokenFiles:
         if prefix not in self.files:
-            self.files[prefix] = IndexedDataset(nearby(prefix, self.cache, self.log))
+            self.files[prefix] = open_tokens(nearby(prefix, self.cache, self.log))
         return self.files[prefix]
 
     def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -118,7 +119,7 @@ class GPTDatasetConfig:
 class GPTDataset:
     """Samples of one split of one token file, as `plan` says."""
 
-    def __init__(self, tokens: IndexedDataset, plan: EpochPlan, split: str, config: GPTDatasetConfig):
+    def __init__(self, tokens: TokenFiles, plan: EpochPlan, split: str, config: GPTDatasetConfig):
         self.tokens, self.plan, self.vocab_size = tokens, plan, config.vocab_size
         lengths = tokens.sequence_lengths
         own = np.ascontiguousarray(lengths[plan.first : plan.last])
@@ -150,7 +151,7 @@ class GPTDataset:
         if self.vocab_size is not None and (sample.max() >= self.vocab_size or sample.min() < 0):
             wrong = sample[(sample >= self.vocab_size) | (sample < 0)][0]
             raise DataError(
-                f"{self.tokens.prefix}.bin holds token {wrong}, outside of the vocabulary of {self.vocab_size}",
+                f"{self.tokens.tokens_path} holds token {wrong}, outside of the vocabulary of {self.vocab_size}",
                 f"in sample {index}, which starts in document {self.origin(index).parts[0].document}",
                 "train with the tokenizer that the data was preprocessed with",
             )
@@ -270,7 +271,7 @@ def _build_blend(
     return BlendedDataset(datasets, maps["dataset"], maps["sample"])
 
 
-def _no_test(tokens: IndexedDataset, config: GPTDatasetConfig) -> str:
+def _no_test(tokens: TokenFiles, config: GPTDatasetConfig) -> str:
     """That --split leaves no document for the test, which Megatron-LM goes on without, too; "" where it leaves some."""
     mine = sequences_of(config.shares[TEST], len(tokens))
     if not tokens.sequence_lengths.any() or tokens.sequence_lengths[mine.start : mine.stop].any():
@@ -279,7 +280,7 @@ def _no_test(tokens: IndexedDataset, config: GPTDatasetConfig) -> str:
     return f"note: {refusal.what} ({refusal.do}): there is no evaluation on test data"
 
 
-def _empty_split(tokens: IndexedDataset, split: int, config: GPTDatasetConfig) -> DataError:
+def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> DataError:
     """The error of a split without tokens, with the nearest --split that would work."""
     if not tokens.sequence_lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")

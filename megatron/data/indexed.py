@@ -38,6 +38,7 @@ DTYPES = {
     8: np.dtype("<u2"),
 }
 LENGTH_TYPE, OFFSET_TYPE = np.dtype("<i4"), np.dtype("<i8")
+ENDINGS = (".bin", ".idx", "_ids.npy", "_idx.npz", "_ids.npz")  # of token files; the last three are PaddlePaddle's
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 
@@ -47,31 +48,27 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
     return DTYPES[8] if vocab_size is not None and vocab_size < 65500 else DTYPES[4]
 
 
-class IndexedDataset:
-    """Read `<prefix>.bin` and `<prefix>.idx` through memory maps: opening reads no tokens.
+class TokenFiles:
+    """Tokens of sequences and documents behind memory maps, whatever the format of the files: opening reads no tokens.
 
-    `sequence_lengths` int32[S] in tokens, `sequence_pointers` int64[S] in bytes,
-    `document_indices` int64[documents + 1] in sequences.
-    Raises DataError that names the file when it is missing, cut short, or its numbers contradict each other.
+    `prefix`, `tokens_path`, `index_path`, all `tokens` and their `dtype`, `sequence_lengths` int32[S] in tokens,
+    `sequence_pointers` int64[S], where each starts: tokens before it x `pointer_unit`, `document_indices`
+    int64[documents + 1] in sequences. A format is a subclass that opens files, sets all this and calls `_check`.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
-        self.prefix = bare_prefix(prefix)
-        if "://" in self.prefix:
-            raise DataError(
-                f"{self.prefix} is not on this machine", do="copy .bin and .idx here, and give their prefix"
-            )
-        self._index_path = f"{self.prefix}.idx"
-        index = _map(self._index_path, self.prefix)
-        self.dtype, sequences, documents = _read_header(self._index_path, index)
-        at = HEADER.size
-        self.sequence_lengths = np.frombuffer(index, LENGTH_TYPE, sequences, at)
-        at += self.sequence_lengths.nbytes
-        self.sequence_pointers = np.frombuffer(index, OFFSET_TYPE, sequences, at)
-        at += self.sequence_pointers.nbytes
-        self.document_indices = np.frombuffer(index, OFFSET_TYPE, documents, at)
-        self._tokens = self._map_tokens()
-        self._check()
+    prefix: str
+    tokens_path: str
+    index_path: str
+    dtype: np.dtype
+    sequence_lengths: np.ndarray
+    sequence_pointers: np.ndarray
+    pointer_unit: int
+    document_indices: np.ndarray
+    tokens: np.ndarray
+
+    def place(self) -> tuple[str, int, int] | None:
+        """(file, first byte, byte after the last) of the tokens on the disk; None where they are there compressed."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -82,7 +79,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
@@ -91,50 +88,79 @@ class IndexedDataset:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of one sequence: a read-only view of the map, no copy.
 
-        Raises IndexError for a place outside of the sequence, DataError when the index points outside of the .bin.
+        Raises IndexError for a place outside of the sequence, DataError when the index points outside of the tokens.
         """
         total = int(self.sequence_lengths[sequence])
         length = total - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > total:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {total}")
-        start = int(self.sequence_pointers[sequence]) // self.dtype.itemsize + offset
-        if start < 0 or start + length > len(self._tokens):
+        start = int(self.sequence_pointers[sequence]) // self.pointer_unit + offset
+        if start < 0 or start + length > len(self.tokens):
             raise DataError(
-                f"{self._index_path}: sequence {sequence} points outside of the .bin",
-                f"tokens {start}..{start + length} of {len(self._tokens)}",
+                f"{self.index_path}: sequence {sequence} points outside of the {Path(self.tokens_path).suffix}",
+                f"tokens {start}..{start + length} of {len(self.tokens)}",
                 "the index is damaged: run preprocess_data.py again",
             )
-        return self._tokens[start : start + length]
-
-    def _map_tokens(self) -> np.ndarray:
-        path = f"{self.prefix}.bin"
-        data = _map(path, self.prefix)
-        if len(data) % self.dtype.itemsize:
-            raise DataError(
-                f"{path}: {len(data)} bytes are no whole number of {self.dtype.name} tokens",
-                do="the file is cut short or belongs to another .idx: copy or preprocess it again",
-            )
-        return np.frombuffer(data, self.dtype)
+        return self.tokens[start : start + length]
 
     def _check(self) -> None:
         """What can be checked without reading the whole index; `get` checks each place it touches."""
         documents, lengths = self.document_indices, self.sequence_lengths
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
             raise DataError(
-                f"{self._index_path}: its documents do not cover its {len(self)} sequences", do="preprocess it again"
+                f"{self.index_path}: its documents do not cover its {len(self)} sequences", do="preprocess it again"
             )
         expected = int(lengths.sum(dtype=np.int64))
-        if expected != len(self._tokens) or (len(lengths) and lengths.min() < 0):
+        if expected != len(self.tokens) or (len(lengths) and lengths.min() < 0):
             raise DataError(
-                f"{self.prefix}.bin holds {len(self._tokens)} tokens, its .idx describes {expected}",
+                f"{self.tokens_path} holds {len(self.tokens)} tokens, its {Path(self.index_path).suffix} describes "
+                f"{expected}",
                 do="one of the two is cut short or from another run: copy both again, or preprocess again",
             )
 
 
+class IndexedDataset(TokenFiles):
+    """Read `<prefix>.bin` and `<prefix>.idx` as `TokenFiles`; `sequence_pointers` are in bytes.
+
+    Raises DataError that names the file when it is missing, cut short, or its numbers contradict each other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = bare_prefix(prefix)
+        if "://" in self.prefix:
+            raise DataError(
+                f"{self.prefix} is not on this machine", do="copy .bin and .idx here, and give their prefix"
+            )
+        self.tokens_path, self.index_path = f"{self.prefix}.bin", f"{self.prefix}.idx"
+        index = map_file(self.index_path, self.prefix)
+        self.dtype, sequences, documents = _read_header(self.index_path, index)
+        self.pointer_unit = self.dtype.itemsize
+        at = HEADER.size
+        self.sequence_lengths = np.frombuffer(index, LENGTH_TYPE, sequences, at)
+        at += self.sequence_lengths.nbytes
+        self.sequence_pointers = np.frombuffer(index, OFFSET_TYPE, sequences, at)
+        at += self.sequence_pointers.nbytes
+        self.document_indices = np.frombuffer(index, OFFSET_TYPE, documents, at)
+        self.tokens = self._map_tokens()
+        self._check()
+
+    def place(self) -> tuple[str, int, int]:
+        return self.tokens_path, 0, self.tokens.nbytes
+
+    def _map_tokens(self) -> np.ndarray:
+        data = map_file(self.tokens_path, self.prefix)
+        if len(data) % self.dtype.itemsize:
+            raise DataError(
+                f"{self.tokens_path}: {len(data)} bytes are no whole number of {self.dtype.name} tokens",
+                do="the file is cut short or belongs to another .idx: copy or preprocess it again",
+            )
+        return np.frombuffer(data, self.dtype)
+
+
 def bare_prefix(prefix: str | os.PathLike) -> str:
-    """The path without a `.bin` or `.idx` that a user's tab completion left on it."""
+    """The path without a `.bin` or its like that a user's tab completion left on it."""
     prefix = os.fspath(prefix)
-    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+    return next((prefix[: -len(ending)] for ending in ENDINGS if prefix.endswith(ending)), prefix)
 
 
 def write_index(path: str | os.PathLike, dtype, sequence_lengths: np.ndarray, document_indices: np.ndarray) -> None:
@@ -189,7 +215,7 @@ def dtype_code(dtype) -> int:
     return next(code for code, known in DTYPES.items() if known == np.dtype(dtype))
 
 
-def _map(path: str, prefix: str) -> mmap.mmap | bytes:
+def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
     """The file as read-only memory. An empty file cannot be mapped and is b''."""
     try:
         with open(path, "rb") as file:
@@ -209,12 +235,14 @@ def _missing(prefix: str) -> tuple[str | None, str]:
             f"{prefix} is a file, not a prefix",
             "text becomes .bin/.idx by preprocess_data.py --input; give its prefix",
         )
-    there, lost = (Path(f"{prefix}{ending}") for ending in (".bin", ".idx"))
-    if there.exists() or lost.exists():
-        there, lost = (there, lost) if there.exists() else (lost, there)
-        return f"{there} is there: its {lost.suffix} was not copied", f"copy {lost.name} too, or preprocess again"
-    likely = path.glob("*.idx") if path.is_dir() else path.parent.glob(f"{path.name}*.idx")
-    near = sorted(str(found)[:-4] for found in likely) if path.parent.is_dir() else []
+    for endings in (ENDINGS[:2], ENDINGS[2:4]):
+        there, lost = (Path(f"{prefix}{ending}") for ending in endings)
+        if there.exists() or lost.exists():
+            there, lost = (there, lost) if there.exists() else (lost, there)
+            return f"{there} is there: its {lost.suffix} was not copied", f"copy {lost.name} too, or preprocess again"
+    name, folder = ("", path) if path.is_dir() else (path.name, path.parent)
+    likely = [found for ending in (".idx", "_idx.npz") for found in folder.glob(f"{name}*{ending}")]
+    near = sorted(bare_prefix(found) for found in likely) if path.parent.is_dir() else []
     if near and near != [prefix]:
         return f"there is: {', '.join(near[:5])}", "give the whole prefix, up to _document"
     return (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of token files, beside them: `<prefix>.sums.json` says what every byte of .bin and .idx was.
+"""Checksums of token files, beside them: `<prefix>.sums.json` says what every byte of .bin and .idx (or _ids.npy and
+_idx.npz) was.
 
 A flipped bit in a .bin is another token, which training would never notice. The manifest holds one checksum per block of
 64 MiB, so that damage is located, several ranks can share the reading, and memory stays at what the system caches.
@@ -10,11 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron.data.formats import LAYOUTS, endings_of
 from megatron.errors import DataError
 from megatron.storage.durable import Damaged, checksum, read_sealed, seal, write_synced
 
 BLOCK = 1 << 26
-SUFFIXES = (".bin", ".idx")
 _FORMAT = "checksums of token files"
 
 
@@ -33,8 +34,9 @@ def checksums(path: str, part: int = 0, parts: int = 1, block: int = BLOCK) -> l
 
 
 def write_manifest(prefix: str, path: str | None = None) -> None:
-    """Read `<prefix>.bin` and `.idx` and write their manifest (default: beside them). It is on the disk on return."""
-    files = {s: dict(bytes=os.path.getsize(prefix + s), sums=checksums(prefix + s)) for s in SUFFIXES}
+    """Read the token files of a prefix and write their manifest (default: beside them). It is on the disk on return."""
+    endings = endings_of(prefix)
+    files = {s: dict(bytes=os.path.getsize(prefix + s), sums=checksums(prefix + s)) for s in endings}
     _, content = seal(dict(format=_FORMAT, block=BLOCK, files=files))
     write_synced(Path(path or manifest_path(prefix)), content)
 
@@ -46,8 +48,8 @@ def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
     """
     manifest, problems = read_manifest(prefix), []
     block = manifest["block"]
-    for suffix in SUFFIXES:
-        path, entry = prefix + suffix, manifest["files"][suffix]
+    for suffix, entry in manifest["files"].items():
+        path = prefix + suffix
         try:
             size = os.path.getsize(path)
             if size != entry["bytes"]:
@@ -69,14 +71,16 @@ def read_manifest(prefix: str) -> dict[str, Any]:
     path = manifest_path(prefix)
     if not os.path.exists(path):
         do = f"python -m megatron.tools.verify_data {prefix} --write takes the files as they are now"
-        raise DataError(f"{path}: no such file, so {prefix}.bin cannot be verified", "preprocess_data.py writes it", do)
+        raise DataError(f"{path}: no such file, so {prefix} cannot be verified", "preprocessing writes it", do)
     try:
         _, content = read_sealed(Path(path))
         block, files = content["block"], content["files"]
         if content["format"] != _FORMAT or type(block) is not int or block < 4096:
             raise ValueError("not a manifest")
-        for suffix in SUFFIXES:
-            size, sums = files[suffix]["bytes"], files[suffix]["sums"]
+        if tuple(files) not in LAYOUTS:
+            raise ValueError("its files are none of a dataset")
+        for entry in files.values():
+            size, sums = entry["bytes"], entry["sums"]
             if type(size) is not int or type(sums) is not list or len(sums) != -(-size // block):
                 raise ValueError("checksums are missing")
     except Damaged as problem:

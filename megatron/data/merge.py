@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDataset, bare_prefix, stream_index
-from megatron.data.preprocess_output import write_stats
+from megatron.data.formats import FORMATS, LAYOUTS, open_tokens
+from megatron.data.indexed import TokenFiles, bare_prefix
+from megatron.data.preprocess_output import replaced, write_stats
 from megatron.data.vocabulary import identity_of, name_of
-from megatron.data.workspace import Workspace, append_file, publish, storage_error
+from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
 from megatron.errors import DataError
 
 PIECE = 1 << 20  # numbers of an index that are in memory at a time
@@ -28,9 +29,15 @@ class Merged:
     seconds: float
 
 
-def merge(inputs: list[str], output_prefix: str, log: Callable[[str], None] = lambda line: None) -> Merged:
-    """Write `<output_prefix>.bin` and `.idx` from the datasets that `inputs` name (folders, searched below, or prefixes).
+def merge(
+    inputs: list[str],
+    output_prefix: str,
+    log: Callable[[str], None] = lambda line: None,
+    output_format: str = "megatron",
+) -> Merged:
+    """Write one dataset from those that `inputs` name (folders, searched below, or prefixes), of whatever formats.
 
+    One input in another format is a conversion: sequences, documents (empty ones too) and the type of ids stay.
     Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
     Raises DataError when there is nothing to merge, or dtypes or vocabularies differ; Locked; StorageError.
     """
@@ -39,18 +46,21 @@ def merge(inputs: list[str], output_prefix: str, log: Callable[[str], None] = la
     prefixes = find_prefixes(inputs, output_prefix)
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)
+    form = FORMATS[output_format]
+    replaced(output_prefix, form)
     try:
         with Workspace(output_prefix) as workspace:
-            _join_tokens(prefixes, workspace.path("merged.bin"), log)
-            stream_index(
-                workspace.path("merged.idx"),
+            tokens, index = (workspace.path(f"merged{ending}") for ending in form.endings)
+            _join_tokens(prefixes, tokens, form.make_head(dtype, sizes["tokens"]), log)
+            form.write_index(
+                index,
                 dtype,
                 sizes["sequences"],
                 sizes["documents"],
                 lambda: _pieces(prefixes, lambda dataset: dataset.sequence_lengths),
                 lambda: _counts(prefixes),
             )
-            publish(workspace, "merged", output_prefix)
+            publish(workspace, "merged", output_prefix, form.endings)
     except OSError as error:
         raise storage_error(error, output_prefix) from None
     write_stats(output_prefix, identity, sizes)
@@ -79,13 +89,16 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
 
 def _below(folder: Path) -> Iterator[str]:
     """Datasets in a folder and its sub-folders. One file of a pair without the other is an error, not a gap."""
-    paths = {str(path) for path in folder.rglob("*") if path.suffix in (".bin", ".idx")}
-    paths = {path for path in paths if ".partial" + os.sep not in path}  # of a run that goes on, or was killed
-    for path in sorted(paths):
-        other = path[:-4] + (".idx" if path.endswith(".bin") else ".bin")
-        if other not in paths:
-            raise DataError(f"{path} has no {Path(other).name} beside it", do="copy both, or remove it from the folder")
-        yield path[:-4]
+    for endings in LAYOUTS:
+        paths = {str(path) for ending in endings for path in folder.rglob(f"*{ending}")}
+        paths = {path for path in paths if ".partial" + os.sep not in path}  # of a run that goes on, or was killed
+        for path in sorted(paths):
+            prefix = bare_prefix(path)
+            for other in endings:
+                if prefix + other not in paths:
+                    name = Path(prefix + other).name
+                    raise DataError(f"{path} has no {name} beside it", do="copy both, or remove it from the folder")
+            yield prefix
 
 
 def common_identity(prefixes: list[str]) -> dict | None:
@@ -104,7 +117,7 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
     """The dtype of all datasets, and their documents, sequences and tokens together. Opens and checks each one."""
     dtypes, sizes = {}, dict(documents=0, sequences=0, tokens=0)
     for prefix in prefixes:
-        dataset = IndexedDataset(prefix)
+        dataset = open_tokens(prefix)
         dtypes.setdefault(dataset.dtype, prefix)
         sizes["documents"] += dataset.num_documents
         sizes["sequences"] += len(dataset)
@@ -115,20 +128,27 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
     return next(iter(dtypes)), sizes
 
 
-def _join_tokens(prefixes: list[str], path: str, log: Callable[[str], None]) -> None:
+def _join_tokens(prefixes: list[str], path: str, head: bytes, log: Callable[[str], None]) -> None:
     target = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
     try:
+        write_at(target, head, 0)
         for prefix in prefixes:
-            size = append_file(target, f"{prefix}.bin")
-            log(f"{prefix}: {size / 1e6:.1f} MB")
+            log(f"{prefix}: {_append_tokens(target, open_tokens(prefix)) / 1e6:.1f} MB")
         os.fsync(target)
     finally:
         os.close(target)
 
 
-def _pieces(prefixes: list[str], numbers: Callable[[IndexedDataset], np.ndarray]) -> Iterator[np.ndarray]:
+def _append_tokens(target: int, dataset: TokenFiles) -> int:
+    """Put all tokens of a dataset behind what is there. Returns their bytes."""
+    if place := dataset.place():
+        return append_file(target, *place)
+    return write_at(target, dataset.tokens, os.lseek(target, 0, os.SEEK_END))
+
+
+def _pieces(prefixes: list[str], numbers: Callable[[TokenFiles], np.ndarray]) -> Iterator[np.ndarray]:
     for prefix in prefixes:
-        array = numbers(IndexedDataset(prefix))
+        array = numbers(open_tokens(prefix))
         for at in range(0, len(array), PIECE):
             yield array[at : at + PIECE]
 
@@ -136,9 +156,9 @@ def _pieces(prefixes: list[str], numbers: Callable[[IndexedDataset], np.ndarray]
 def _counts(prefixes: list[str]) -> Iterator[np.ndarray]:
     """Sequences of each document of all datasets."""
     for prefix in prefixes:
-        boundaries = IndexedDataset(prefix).document_indices
+        boundaries = open_tokens(prefix).document_indices
         for at in range(0, len(boundaries) - 1, PIECE):
             counts = np.diff(boundaries[at : at + PIECE + 1])
             if counts.min() < 0:
-                raise DataError(f"{prefix}.idx: its documents run backwards", do="preprocess it again")
+                raise DataError(f"{prefix}: its documents run backwards", do="preprocess it again")
             yield counts

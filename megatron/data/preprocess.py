@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines -> `<prefix>_<key>_document.{bin,idx}`, by several processes, in memory that does not grow.
+"""Loose JSON lines -> token files (`formats.py`), by several processes, in memory that does not grow.
 
 The parent finds the input, starts workers (`preprocess_worker.py`) by fork, watches them and publishes the files.
 The result is the same bytes for any number of workers and any size of blocks.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from megatron.data.indexed import token_dtype
+from megatron.data.formats import FORMATS
 from megatron.data.json_input import STDIN, Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
@@ -49,8 +49,10 @@ def preprocess(
     log: Callable[[str], None] = lambda line: None,
     report: Callable[[Progress], None] = lambda progress: None,
     block_size: int = BLOCK,
+    split: Callable[[str], list[str]] | None = None,
 ) -> Totals:
     """Run the whole job. `settings` is `preprocess_data.PreprocessOptions`; `report` is called a few times a second.
+    `split`: text -> its sequences, in place of --split-sentences.
 
     Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.
     """
@@ -58,25 +60,27 @@ def preprocess(
         raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
     started = time.perf_counter()
     sources = find_sources(settings.input)
-    split = None
-    if settings.split_sentences:
+    form = FORMATS[settings.output_format]
+    if settings.split_sentences and split is None:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
     blocks = divide(sources, settings.workers, block_size)
     choose_engine(tokenizer, blocks, settings.json_keys, log)
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = form.dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
-    encoder = BlockEncoder(tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions)
+    encoder = BlockEncoder(
+        tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions, form.keeps_empty
+    )
     with Workspace(settings.output_prefix) as workspace:
-        for prefix in output_prefixes(settings):
-            if words := replaced(prefix):
+        for prefix in output_prefixes(settings, form):
+            if words := replaced(prefix, form):
                 log(f"note: {words}")
-        team = Team(settings, blocks, encoder, workspace, partitions)
+        team = Team(settings, blocks, encoder, workspace, partitions, form.head)
         log(f"Time to startup: {time.perf_counter() - started}")
         with team:
             team.work(report)
         if team.shared.totals[:, :, 0].any():
             log("Done! Now finalizing.")
-        written = Written(team.shared, partitions, workspace)
+        written = Written(team.shared, partitions, workspace, form)
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 
 
@@ -113,14 +117,14 @@ def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: lis
 class Team:
     """The workers: started by fork, watched, and gone when the `with` block ends, however it ends."""
 
-    def __init__(self, settings, blocks, encoder: BlockEncoder, workspace: Workspace, partitions: int):
+    def __init__(self, settings, blocks, encoder: BlockEncoder, workspace: Workspace, partitions: int, head: int = 0):
         self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
         workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
         self.context = multiprocessing.get_context("fork")
         self.shared = Shared(self.context, blocks.lanes, len(settings.json_keys) * partitions, workers)
         self.total_input = sum(source.size for source in blocks.sources)
         self.workers = [
-            Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop")
+            Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop", head)
             for i in range(workers)
         ]
         self.processes, self.messages = [], []

@@ -58,7 +58,8 @@ class _Bin:
 
 
 class BlockEncoder:
-    """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole."""
+    """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole. `keeps_empty`: whether a
+    document without tokens is one."""
 
     def __init__(
         self,
@@ -68,8 +69,10 @@ class BlockEncoder:
         append_eod: bool,
         split: Callable[[str], list[str]] | None = None,
         partitions: int = 1,
+        keeps_empty: bool = True,
     ):
         self._tokenizer, self._encode = tokenizer, tokenizer.encoder
+        self._keeps_empty = keeps_empty
         self._memory_limit = None
         self._keys, self._dtype, self._split, self._partitions = keys, dtype, split, partitions
         self._eod = np.array([tokenizer.eod], dtype) if append_eod else None
@@ -94,7 +97,8 @@ class BlockEncoder:
                 bin = bins[key][number % self._partitions]
                 bin.pieces += pieces
                 bin.lengths += lengths
-                bin.counts.append(len(lengths))
+                if lengths or self._keeps_empty:
+                    bin.counts.append(len(lengths))
         self._bound_memory()
         targets = [bin.documents(self._dtype) for row in bins for bin in row]
         return Encoded(targets, len(lines), len(block), rejected)

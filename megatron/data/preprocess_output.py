@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last step of preprocessing: the workers' files become `<prefix>_<key>_document.{bin,idx}`."""
+"""The last step of preprocessing: the workers' files become `<prefix>_<key>_document.{bin,idx}`, or another format's."""
 
 import json
 import os
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import LENGTH_TYPE, IndexedDataset, stream_index
+from megatron.data.formats import MEGATRON, Format, endings_of, open_tokens
+from megatron.data.indexed import LENGTH_TYPE
 from megatron.data.preprocess_worker import KINDS, Shared
-from megatron.data.workspace import Workspace, append_file, publish
+from megatron.data.workspace import Workspace, append_file, publish, write_at
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
@@ -34,11 +35,12 @@ class Totals:
 
 @dataclass
 class Written:
-    """What the workers left in the workspace, and how many partitions it is cut into."""
+    """What the workers left in the workspace, how many partitions it is cut into, and the format that it gets."""
 
     shared: Shared
     partitions: int
     workspace: Workspace
+    form: Format = MEGATRON
 
 
 def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, seconds: float) -> Totals:
@@ -54,31 +56,45 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             do = f"a document is a line of JSON; for a file of plain text: {PLAIN_TEXT}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
-    for index, (key, prefix) in enumerate(zip(settings.json_keys, output_prefixes(settings), strict=True)):
+    for index, (key, prefix) in enumerate(
+        zip(settings.json_keys, output_prefixes(settings, written.form), strict=True)
+    ):
         parts = [(lane, index * partitions + residue) for lane, residue in _order(shared.lines, partitions)]
         parts = [part for part in parts if shared.totals[part][2]]
+        if not parts:  # where empty documents do not count
+            raise DataError(f"no text under the key {key!r} in {', '.join(settings.input)}", do="check --json-keys")
         sizes = np.sum([shared.totals[part] for part in parts], axis=0).tolist()
-        _join(workspace, parts, str(index), dtype, sizes)
+        _join(written, parts, str(index), dtype, sizes)
         outputs[key] = dict(prefix=prefix, documents=sizes[2], sequences=sizes[1], tokens=sizes[0])
     for index, output in enumerate(outputs.values()):
-        publish(workspace, str(index), output["prefix"])
+        publish(workspace, str(index), output["prefix"], written.form.endings)
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
     return Totals(outputs, rejected, rejected_path, reason, lines, int(shared.progress[:, 1].sum()), seconds)
 
 
-def output_prefixes(settings) -> list[str]:
-    """What is written, for each key, without .bin and .idx."""
+def output_prefixes(settings, form: Format = MEGATRON) -> list[str]:
+    """What is written, for each key, without .bin and .idx or their like."""
+    if form is not MEGATRON:
+        several = len(settings.json_keys) > 1
+        return [f"{settings.output_prefix}_{key}" if several else settings.output_prefix for key in settings.json_keys]
     level = "sentence" if settings.split_sentences else "document"
     return [f"{settings.output_prefix}_{key}_{level}" for key in settings.json_keys]
 
 
-def replaced(prefix: str) -> str:
-    """What new token files of this name take the place of, in words; "" where there are none."""
-    files = [path for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")) if path.exists()]
+def replaced(prefix: str, form: Format = MEGATRON) -> str:
+    """What new token files of this name take the place of, in words; "" where there are none.
+
+    Raises DataError where files of another format have the name.
+    """
+    there = endings_of(prefix)
+    files = [path for path in (Path(prefix + ending) for ending in there) if path.exists()]
     if not files:
         return ""
+    if there != form.endings:
+        do = f"give another --output-prefix than {prefix}, or remove {' and '.join(map(str, files))}"
+        raise DataError(f"{files[-1]} is there, and would share the name with {prefix}{form.endings[-1]}", do=do)
     try:
-        return f"replaces {prefix} ({IndexedDataset(prefix).num_tokens:,} tokens)"
+        return f"replaces {prefix} ({open_tokens(prefix).num_tokens:,} tokens)"
     except (DataError, OSError):
         return f"replaces {' and '.join(map(str, files))}"
 
@@ -94,24 +110,25 @@ def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:
             yield lane, (partition - start) % partitions
 
 
-def _join(workspace: Workspace, parts: list[tuple[int, int]], name: str, dtype: np.dtype, sizes: list[int]) -> None:
-    """Make `<name>.bin` and `<name>.idx` of parts in order. The first .bin grows, the others go as they are copied."""
+def _join(written: Written, parts: list[tuple[int, int]], name: str, dtype: np.dtype, sizes: list[int]) -> None:
+    """Make the token file and the index of parts in order. The first part grows, the others go as they are copied."""
+    workspace, form = written.workspace, written.form
     stems = [workspace.path(f"{lane}-{target}") for lane, target in parts]
-    final = workspace.path(f"{name}.bin")
-    os.rename(f"{stems[0]}.bin", final)
+    tokens, lengths, counts = KINDS
+    final = workspace.path(name + form.endings[0])
+    os.rename(stems[0] + tokens, final)
     number = os.open(final, os.O_RDWR)
     try:
+        write_at(number, form.make_head(dtype, sizes[0]), 0)
         for stem in stems[1:]:
-            append_file(number, f"{stem}.bin")
-            os.unlink(f"{stem}.bin")
+            append_file(number, stem + tokens, form.head)
+            os.unlink(stem + tokens)
         os.fsync(number)
     finally:
         os.close(number)
-    _, lengths, counts = KINDS
     stream = lambda kind: (piece for stem in stems for piece in read_numbers(stem + kind))
-    stream_index(
-        workspace.path(f"{name}.idx"), dtype, sizes[1], sizes[2], lambda: stream(lengths), lambda: stream(counts)
-    )
+    index = workspace.path(name + form.endings[-1])
+    form.write_index(index, dtype, sizes[1], sizes[2], lambda: stream(lengths), lambda: stream(counts))
 
 
 def read_numbers(path: str) -> Iterator[np.ndarray]:

@@ -165,9 +165,11 @@ class Worker:
         workspace: Workspace,
         partitions: int,
         stop_on_bad_line: bool,
+        head: int = 0,
     ):
+        """head: bytes that are left free before the tokens of a file."""
         self.blocks, self.encode, self.shared, self.workspace = source_of_blocks, encoder, shared, workspace
-        self.partitions, self.stop_on_bad_line = partitions, stop_on_bad_line
+        self.partitions, self.stop_on_bad_line, self.head = partitions, stop_on_bad_line, head
         self.progress = shared.progress[index]
         self.lane, self.files = None, contextlib.ExitStack()
 
@@ -208,7 +210,7 @@ class Worker:
             self.shared.turn[0] = block.number + 1
         for documents, target, (token, sequence, document) in zip(encoded.targets, targets, places.tolist()):
             tokens, lengths, counts = self.numbers[target]
-            write_at(tokens, documents.tokens, token * documents.tokens.itemsize)
+            write_at(tokens, documents.tokens, self.head + token * documents.tokens.itemsize)
             write_at(lengths, documents.lengths, sequence * documents.lengths.itemsize)
             write_at(counts, documents.counts, document * documents.counts.itemsize)
         documents = int(sizes[: self.partitions, 2].sum())

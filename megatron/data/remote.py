@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.data import manifest
-from megatron.data.indexed import bare_prefix
+from megatron.data.formats import LAYOUTS
+from megatron.data.indexed import ENDINGS, bare_prefix
 from megatron.errors import DataError, SettingsError
 from megatron.storage.durable import (
     Damaged,
@@ -38,7 +39,7 @@ from megatron.storage.durable import (
 )
 from megatron.storage.urls import Stat, UrlPath, location
 
-NEEDED, OPTIONAL = (".idx", ".bin"), (".sums.json", ".stats.json")
+OPTIONAL = (".sums.json", ".stats.json")
 RECEIPT = "fetched.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _SAY_EVERY = 10.0  # seconds between two messages of a process that waits
@@ -82,13 +83,14 @@ def _objects(source: UrlPath) -> dict[str, Stat]:
             return (source.parent / f"{source.name}{ending}").stat()
         return None
 
-    endings = NEEDED + OPTIONAL
+    endings = (*ENDINGS, *OPTIONAL)
     with ThreadPoolExecutor(len(endings)) as pool:
         found = {ending: stat for ending, stat in zip(endings, pool.map(look, endings)) if stat}
-    for ending in NEEDED:
+    needed = next((endings for endings in LAYOUTS if endings[-1] in found), LAYOUTS[0])
+    for ending in reversed(needed):
         if ending not in found:
             raise DataError(f"{source}{ending}: no such object", do="give the whole prefix, up to _document")
-    return found
+    return {ending: found[ending] for ending in (*reversed(needed), *OPTIONAL) if ending in found}
 
 
 def _receipt(source: UrlPath, there: dict[str, Stat]) -> dict[str, Any]:

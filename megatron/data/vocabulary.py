@@ -34,7 +34,7 @@ def name_of(identity: dict) -> str:
 def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> None:
     """Raise DataError where a dataset was made with a vocabulary that is certainly not the tokenizer's.
 
-    paths: prefixes, weights between them. Two types of tokenizer may hold one vocabulary in different files, so only
+    paths: prefixes. Two types of tokenizer may hold one vocabulary in different files, so only
     their sizes and ends of documents are compared. Numbers without text (NullTokenizer) go with any data.
     """
     if tokenizer is None or tokenizer.name == "NullTokenizer":

@@ -95,15 +95,15 @@ def storage_error(error: OSError, path) -> OSError | StorageError:
     )
 
 
-def publish(workspace: Workspace, name: str, final: str) -> None:
-    """Give `<name>.bin` and `<name>.idx` of the workspace and their checksums their final names, the .bin first.
+def publish(workspace: Workspace, name: str, final: str, endings: tuple[str, ...] = (".bin", ".idx")) -> None:
+    """Give `<name>.bin` and `<name>.idx` of the workspace and their checksums their final names, the index last.
 
-    An older .idx goes before, so that at no moment an .idx stands beside a .bin that it does not describe.
+    An older index goes before, so that at no moment an .idx stands beside a .bin that it does not describe.
     """
     write_manifest(workspace.path(name), workspace.path(name + ".sums.json"))
-    for suffix in (".idx", ".sums.json"):
+    for suffix in (endings[-1], ".sums.json"):
         Path(final + suffix).unlink(missing_ok=True)
-    for suffix in (".bin", ".idx", ".sums.json"):
+    for suffix in (*endings, ".sums.json"):
         os.replace(workspace.path(name + suffix), final + suffix)
     sync_folder(Path(final).parent)
 

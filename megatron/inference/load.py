@@ -83,10 +83,13 @@ def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = N
     its files are gone.
     """
     from megatron.tokenizer import build_tokenizer
+    from megatron.tokenizer.named import with_files
 
     given = given or schema.TokenizerSettings()
     changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
     settings = replace(loaded.config.tokenizer, **changed)
+    if settings.tokenizer_type:
+        settings = with_files(settings, settings.tokenizer_type)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(settings, name)
         if path and not Path(path).exists():

@@ -200,10 +200,10 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _tokens(prefix: str) -> int | None:
-    from megatron.data.indexed import IndexedDataset
+    from megatron.data.formats import open_tokens
 
     try:
-        return int(IndexedDataset(prefix).sequence_lengths.sum())
+        return int(open_tokens(prefix).sequence_lengths.sum())
     except (Failure, OSError):
         return None
 

@@ -95,11 +95,23 @@ VOCABULARIES = ("vocab_file", "merge_file", "tokenizer_model")
 
 def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
     """(flag, path) of every file of data and vocabulary that the settings name."""
+    from megatron.data.formats import endings_of
+
     for flag, found in blends(config.data):
-        yield from ((flag, prefix + ending) for prefix in found for ending in (".idx", ".bin"))
+        yield from ((flag, prefix + ending) for prefix in found for ending in reversed(endings_of(prefix)))
     for name in VOCABULARIES:
-        if path := getattr(config.tokenizer, name):
+        if path := getattr(_named(config.tokenizer), name):
             yield _flag(name), path
+
+
+def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
+    """The tokenizer with the files behind a folder or a name. What lacks them is told by `_vocabulary`."""
+    from megatron.tokenizer.named import with_files
+
+    try:
+        return with_files(t, t.tokenizer_type or "")
+    except DataError:
+        return replace(t, tokenizer_model=None)
 
 
 def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
@@ -122,14 +134,16 @@ def prefixes(words: list[str]) -> list[str]:
 
 def file_problems(config: schema.Config) -> list[str]:
     """Data, vocabulary and checkpoints that the settings name and that are not here, damaged or of another vocabulary."""
+    from megatron.data.indexed import bare_prefix  # it imports numpy, for which a search of layouts need not wait
+
     lost = [(flag, path) for flag, path in named_files(config) if not location(path).exists()]
     found, told = [], set()
     for flag, path in lost:
-        prefix = path.removesuffix(".idx").removesuffix(".bin")
+        prefix = bare_prefix(path)
         if prefix == path:
             found.append(f"{flag}: there is no {path}")
         elif prefix not in told:
-            lacking = " and no ".join(other for _, other in lost if other in (f"{prefix}.idx", f"{prefix}.bin"))
+            lacking = " and no ".join(other for _, other in lost if bare_prefix(other) == prefix != other)
             found.append(f"{flag}: there is no {lacking}; preprocess_data.py writes them")
             told.add(prefix)
     untracked = missing_tracker(config.logging)
@@ -144,15 +158,14 @@ def file_problems(config: schema.Config) -> list[str]:
 
 def _damaged(config: schema.Config) -> list[str]:
     """Token files that are there and not what their index says."""
-    from megatron.data.indexed import IndexedDataset
+    from megatron.data.formats import endings_of, open_tokens
 
     found = []
-    for flag, path in named_files(config):
-        prefix = path.removesuffix(".idx")
-        if prefix == path or "://" in path or not (Path(path).exists() and Path(f"{prefix}.bin").exists()):
+    for flag, prefix in dict.fromkeys((flag, prefix) for flag, prefixes in blends(config.data) for prefix in prefixes):
+        if "://" in prefix or not all(Path(prefix + ending).exists() for ending in endings_of(prefix)):
             continue
         try:
-            if not IndexedDataset(prefix).sequence_lengths.sum():
+            if not open_tokens(prefix).sequence_lengths.sum():
                 found.append(f"{flag}: {prefix} has no tokens")
         except (Failure, OSError, ValueError) as error:
             found.append(f"{flag}: {_one_line(error)}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from megatron.settings.schema import AUTO
+from megatron.settings.schema import AUTO, WORD_PIECE
 
 
 class Needs(NamedTuple):
@@ -23,6 +23,12 @@ def layout_was_open(s: SimpleNamespace) -> bool:
     """Whether the planner chooses something, or has chosen it: then the micro-batch is a number again."""
     chosen = s.settings.given.get("micro_batch_size", "").split()[-1:] == ["auto"]
     return s.auto_parallel or s.micro_batch_size == AUTO or chosen
+
+
+def _by_files(s: SimpleNamespace) -> bool:
+    """Whether flags name all files of a vocabulary that is not read from --tokenizer-model."""
+    byte_level = s.tokenizer == "GPT2BPETokenizer" and s.vocab_file and s.merge_file
+    return bool(byte_level or s.tokenizer in WORD_PIECE and s.vocab_file)
 
 
 def planned(s: SimpleNamespace) -> bool:
@@ -79,10 +85,14 @@ EFFECTS: dict[str, Needs] = {
     "distributed_backend": RANKS,
     "distributed_timeout_minutes": RANKS,
     # vocabulary and data
-    "vocab_file": BYTE_LEVEL,
+    "vocab_file": Needs(
+        "--tokenizer-type GPT2BPETokenizer or one of WordPiece",
+        lambda s: s.tokenizer in (None, "GPT2BPETokenizer", *WORD_PIECE),
+    ),
     "merge_file": BYTE_LEVEL,
     "tokenizer_model": Needs(
-        "a --tokenizer-type that reads it", lambda s: s.tokenizer not in ("GPT2BPETokenizer", "NullTokenizer")
+        "a --tokenizer-type that reads it, and not all its files by other flags",
+        lambda s: s.tokenizer != "NullTokenizer" and not _by_files(s),
     ),
     "tiktoken_pattern": Needs(
         "--tokenizer-type TikTokenizer",

@@ -443,10 +443,13 @@ def either(values: Iterable[int]) -> str:
 
 
 _TOKENIZER_NEEDS = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ("vocab_size",)}
+_TOKENIZER_NEEDS |= dict.fromkeys(schema.WORD_PIECE, ("vocab_file",))
 
 
 def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
+    if s.tokenizer_model and s.tokenizer != "NullTokenizer":  # a folder, or a name, stands for all its files
+        return []
     return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
 
 

@@ -282,6 +282,9 @@ class Parallel:
         return tuple(self.cp_comm_type or ["p2p"])
 
 
+WORD_PIECE = ("BertWordPieceLowerCase", "BertWordPieceCase", "BertTokenizer", "ErnieTokenizer", "ElectraTokenizer")
+
+
 @dataclass(frozen=True)
 class TokenizerSettings:
     """Text to ids and back."""
@@ -292,19 +295,31 @@ class TokenizerSettings:
             "HuggingFaceTokenizer",
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
+            "GPTChineseTokenizer",
             "TikTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "BertTokenizer",
+            "ErnieTokenizer",
+            "ElectraTokenizer",
             "NullTokenizer",
         ]
     ] = setting(
         "which kind of vocabulary (NullTokenizer: numbers, no text)",
         None,
+        "--tokenizer-name",
         also=dict(GPTTokenizer="GPT2BPETokenizer"),
         on_resume="refused",
     )
-    vocab_file: Optional[str] = setting("vocab.json of a byte-level BPE", None, on_resume="refused")
+    vocab_file: Optional[str] = setting(
+        "vocab.json of a byte-level BPE, or vocab.txt of WordPiece", None, on_resume="refused"
+    )
     merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None, on_resume="refused")
     tokenizer_model: Optional[str] = setting(
-        "tokenizer.json, a folder, a SentencePiece model or tiktoken ranks", None, on_resume="refused"
+        "tokenizer.json, SentencePiece model, tiktoken ranks; or a vocabulary's folder, or its name in $MEGATRON_CACHE",
+        None,
+        "--tokenizer-name-or-path",
+        on_resume="refused",
     )
     vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None, on_resume="refused")
     tiktoken_pattern: Optional[str] = setting(
@@ -317,7 +332,10 @@ class Data:
     """Where tokens come from, and in what order."""
 
     data_path: Optional[list[str]] = setting(
-        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...", None, on_resume="refused"
+        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder is all datasets in it, by size",
+        None,
+        "--input-dir",
+        on_resume="refused",
     )
     train_data_path: Optional[list[str]] = setting("blend for training alone", None, on_resume="refused")
     valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)

@@ -10,13 +10,20 @@ from pathlib import Path
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
+from megatron.tokenizer.named import with_files
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),
     "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
     "SentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
     "GPTSentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
+    "GPTChineseTokenizer": ("sentence_piece", ("tokenizer_model",)),
     "TikTokenizer": ("ranks", ("tokenizer_model",)),
+    "BertWordPieceLowerCase": ("word_piece", ("vocab_file",)),
+    "BertWordPieceCase": ("word_piece", ("vocab_file",)),
+    "BertTokenizer": ("word_piece", ("vocab_file",)),
+    "ErnieTokenizer": ("word_piece", ("vocab_file",)),
+    "ElectraTokenizer": ("word_piece", ("vocab_file",)),
     "NullTokenizer": ("null", ("vocab_size",)),
 }
 
@@ -31,10 +38,12 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     if kind not in TYPES:
         near = did_you_mean(kind, TYPES)
         raise SettingsError(f"--tokenizer-type {kind} is unknown{near}", do=f"known: {', '.join(TYPES)}")
+    settings = with_files(settings, kind)
     module, flags = TYPES[kind]
     missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
     if missing:
-        raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}")
+        do = "or --tokenizer-model with the folder that has them, or its name in $MEGATRON_CACHE"
+        raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}", do=do)
     return import_module(f"megatron.tokenizer.{module}").build(settings, notify)
 
 

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SentencePiece models (`.model`). End of document is the piece `<EOD>` where the model has one, else its `</s>`."""
+"""SentencePiece models (`.model`). End of document is the piece `<EOD>` or `<eod>` where the model has one, else its
+`</s>`.
+
+GPTChineseTokenizer is PaddleNLP's of the CPM models: jieba cuts the text into words, spaces and newlines become marks,
+and the model encodes the words with a space between them.
+"""
 
 from pathlib import Path
 
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import Encode, Tokenizer, fingerprint
+from megatron.tokenizer.segmenters import Segment, make_segmenter
+
+MARKED = str.maketrans(" \n", "\u2582\u2583")
+UNMARKED = str.maketrans("\u2582\u2583", " \n")
 
 
 def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
@@ -25,16 +34,32 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         raise DataError(f"--tokenizer-model {path}: not a SentencePiece model", str(error)) from None
     if size == 0:
         raise DataError(f"--tokenizer-model {path}: not a SentencePiece model", "it holds no pieces")
-    end = model.PieceToId("<EOD>")
-    end = model.eos_id() if end == model.unk_id() else end
+    ends = [id for id in map(model.PieceToId, ("<EOD>", "<eod>")) if id != model.unk_id()]
+    end = ends[0] if ends else model.eos_id()
+    if settings.tokenizer_type == "GPTChineseTokenizer":
+        segment = make_segmenter("jieba", "--tokenizer-type GPTChineseTokenizer")
+        engines = {"sentencepiece": lambda: lambda text: model.EncodeAsIds(marked_words(text, segment))}
+        decode = lambda ids: model.DecodeIds(ids).replace(" ", "").translate(UNMARKED)
+    else:
+        engines = {"gigatoken": lambda: _gigatoken(data), "sentencepiece": lambda: model.EncodeAsIds}
+        decode = model.DecodeIds
     return Tokenizer(
         name=settings.tokenizer_type or "GPTSentencePieceTokenizer",
         vocab_size=size,
         eod=end if end >= 0 else None,
         fingerprint=fingerprint("sentencepiece", data),
-        engines={"gigatoken": lambda: _gigatoken(data), "sentencepiece": lambda: model.EncodeAsIds},
-        decode=model.DecodeIds,
+        engines=engines,
+        decode=decode,
     )
+
+
+def marked_words(text: str, segment: Segment) -> str:
+    """The words of a text with a space between them; its own spaces and newlines as marks, which are no spaces.
+
+    >>> marked_words("ab c", lambda text: ["a", "b", " ", "c"])
+    'a b \u2582 c'
+    """
+    return " ".join(word.translate(MARKED) for word in segment(text))
 
 
 def _gigatoken(data: bytes) -> Encode:

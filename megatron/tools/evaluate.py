@@ -141,9 +141,9 @@ def held_out(work: Evaluation, prefix: str) -> dict:
     """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
     import numpy as np
 
-    from megatron.data.indexed import IndexedDataset
+    from megatron.data.formats import open_tokens
 
-    dataset, settings, loaded = IndexedDataset(prefix), work.settings, work.loaded
+    dataset, settings, loaded = open_tokens(prefix), work.settings, work.loaded
     room, pieces = settings.max_tokens or dataset.num_tokens, []
     for sequence in range(len(dataset)):
         pieces.append(dataset.get(sequence)[: max(0, room)])

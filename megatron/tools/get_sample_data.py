@@ -7,16 +7,28 @@ writes loose JSON lines {"text": ..., "source": ...} of three kinds: language to
 documentation per standard-library module (its docstrings), and the modules' sources. The same Python version gives the
 same bytes. A module's documentation and source always go to the same side of the split, so that nothing held out is
 seen in training.
+
+    python -m megatron.tools.get_sample_data --output data/
+
+makes a folder that is ready for training, in the formats of PaddleNLP and of Megatron-LM:
+
+    data/sample_ids.npy, sample_idx.npz             `--input_dir data` and a YAML's `input_dir` read these
+    data/megatron/sample_text_document.bin, .idx    the same tokens for `--data-path data/megatron/sample_text_document`
+    data/vocab.json, merges.txt                     the vocabulary, trained on the text: --vocab-file, --merge-file
+    data/sample.jsonl                               the text
 """
 
 import ast
+import contextlib
 import hashlib
+import io
 import json
+import os
 import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -46,11 +58,12 @@ SHORTEST = 200  # characters; shorter pages say little
 class SampleDataOptions:
     """What to write, and where."""
 
-    output: str = setting("file for the training documents, .jsonl")
+    output: str = setting("file for the training documents, .jsonl; or a folder for text, vocabulary and token files")
     held_out: Optional[str] = setting("file for documents kept from training, for evaluation", None)
     held_out_percent: float = setting("share of documents that are held out", 5.0)
     kinds: tuple[str, ...] = setting("what to take: topics docs sources", KINDS)
     max_megabytes: float = setting("stop after this much text", 20.0)
+    vocab_size: int = setting("tokens of the vocabulary that a folder gets", 8192)
 
 
 class Document(NamedTuple):
@@ -72,9 +85,32 @@ def main(argv: list[str]) -> None:
     unknown = set(settings.kinds) - set(KINDS)
     if unknown:
         raise SettingsError(f"--kinds {' '.join(sorted(unknown))}: unknown", do=f"known: {' '.join(KINDS)}")
+    folder = Path(settings.output)
+    if folder.is_dir() or settings.output.endswith(os.sep) or not folder.suffix:
+        return make_ready(folder, settings)
     counts = write_corpus(settings)
     for path, (documents, size) in counts.items():
         print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
+
+
+def make_ready(folder: Path, settings: SampleDataOptions) -> None:
+    """Text, vocabulary and token files of both formats in a folder, by the commands that make them of any text."""
+    from megatron.data.merge import merge
+    from megatron.tools import create_pretraining_data, train_tokenizer
+
+    text, prefix = str(folder / "sample.jsonl"), str(folder / "sample")
+    for path, (documents, size) in write_corpus(replace(settings, output=text)).items():
+        print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_tokenizer.main(["--input", text, "--vocab-size", str(settings.vocab_size), "--output", str(folder)])
+        words = ["--model_name", str(folder), "--tokenizer_name", "GPTTokenizer", "--append_eos"]
+        create_pretraining_data.main(
+            ["--input_path", text, "--output_prefix", prefix, "--log_interval", "1000000", *words]
+        )
+    made = merge([prefix], str(folder / "megatron" / "sample_text_document"))
+    print(f"{prefix}_ids.npy and _idx.npz: {made.documents} documents, {made.tokens} tokens")
+    print(f"{folder / 'megatron' / 'sample_text_document'}.bin and .idx: the same")
+    print(f"train with: --input_dir {folder} --vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}")
 
 
 def write_corpus(settings: SampleDataOptions) -> dict[str, tuple[int, int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify token files: every byte against the manifest beside them, and every number of the .idx against the others.
+"""Verify token files: every byte against the manifest beside them, and every number of the index against the others.
 
     python -m megatron.tools.verify_data corpus_text_document other_text_document
     python -m megatron.tools.verify_data corpus_text_document --write     make the manifest of files that have none
@@ -65,6 +65,7 @@ def examine(prefix: str, write: bool) -> tuple[list[str], int]:
     import os
 
     from megatron.data import manifest
+    from megatron.data.formats import endings_of
 
     problems = [] if write else manifest.verify(prefix)
     try:
@@ -74,30 +75,30 @@ def examine(prefix: str, write: bool) -> tuple[list[str], int]:
     if write and not problems:
         manifest.write_manifest(prefix)
         print(f"{prefix}: wrote {manifest.manifest_path(prefix)}", file=sys.stderr)
-    return problems, sum(os.path.getsize(prefix + s) for s in manifest.SUFFIXES if os.path.exists(prefix + s))
+    return problems, sum(os.path.getsize(prefix + s) for s in endings_of(prefix) if os.path.exists(prefix + s))
 
 
 def contradictions(prefix: str) -> list[str]:
-    """Numbers of an .idx that contradict each other, in bounded memory. Raises DataError as `IndexedDataset` does."""
+    """Numbers of an index that contradict each other, in bounded memory. Raises DataError as `open_tokens` does."""
     import numpy as np
 
-    from megatron.data.indexed import IndexedDataset
+    from megatron.data.formats import open_tokens
 
-    data, problems, at = IndexedDataset(prefix), [], 0
+    data, problems, at = open_tokens(prefix), [], 0
     for start in range(0, len(data), PIECE):
-        lengths = data.sequence_lengths[start : start + PIECE].astype(np.int64) * data.dtype.itemsize
+        lengths = data.sequence_lengths[start : start + PIECE].astype(np.int64)
         wanted = at + np.cumsum(lengths) - lengths
-        wrong = np.flatnonzero(data.sequence_pointers[start : start + PIECE] != wanted)
+        wrong = np.flatnonzero(data.sequence_pointers[start : start + PIECE] != wanted * data.pointer_unit)
         if len(wrong):
             problems.append(
-                f"{prefix}.idx: the offset of sequence {start + wrong[0]} is not where the one before it ends"
+                f"{data.index_path}: the offset of sequence {start + wrong[0]} is not where the one before it ends"
             )
             break
         at += int(lengths.sum())
     for start in range(0, data.num_documents, PIECE):
         boundaries = data.document_indices[start : start + PIECE + 1]
         if (boundaries[1:] < boundaries[:-1]).any():
-            problems.append(f"{prefix}.idx: documents run backwards after document {start}")
+            problems.append(f"{data.index_path}: documents run backwards after document {start}")
             break
     return problems
 

@@ -38,9 +38,10 @@ def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
 
 
 def all_paths(data: schema.Data, log) -> list[str]:
-    """Every prefix that is read, on this machine, weights between them."""
+    """Every prefix that is read, on this machine."""
     lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return [nearby(word, data.data_cache_path, log) for words in lists for word in words or ()]
+    blends = [parse_blend(words, "--data-path") for words in lists if words]
+    return [nearby(prefix, data.data_cache_path, log) for blend in blends for prefix in blend.prefixes]
 
 
 def verify_data(data: schema.Data, context: RankContext, log) -> None:

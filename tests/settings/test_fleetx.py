@@ -91,7 +91,7 @@ def test_a_file_and_the_one_that_it_builds_on(read):
     assert config.recompute.recompute_granularity == "full" and config.recompute.exempt_layers == {0, 5}
     assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("./output", None, 1000)
     assert config.data.split == "949,50,1" and config.kernels.device == "cuda" and not config.profiling.profile
-    assert "base.yaml:21: Data.Train.dataset.input_dir has no effect: say --data-path" in told
+    assert config.data.data_path == ["./data/"]
     assert "Model.type_vocab_size" in told and "sampler" not in told
 
 

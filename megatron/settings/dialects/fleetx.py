@@ -67,6 +67,7 @@ Model.use_flash_attn --use-flash-attn
 Model.fused_linear --fused-linear
 Model.fuse_attn_qkv --fuse-attn-qkv
 Model.fused_softmax_with_triangular --masked-softmax-fusion
+Data.Train.dataset.input_dir --data-path
 Data.Train.dataset.split --split
 Data.Train.dataset.max_seq_len --seq-length
 Data.Train.loader.num_workers --num-workers
@@ -118,7 +119,6 @@ IDLE = {
     "": """Engine.accumulate_steps Data.*.sampler.* Data.*.loader.* Data.*.collate_fn Data.*.sample_split Data.Eval.*
         Data.Test.* Optimizer.multi_precision Optimizer.lr.use_increments Distributed.fuse_sequence_parallel_allreduce
         Inference.* Offline_Eval.* Generation.*""",
-    "say --data-path PREFIX; preprocess_data.py writes such files from text": "Data.Train.dataset.input_dir",
     "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "a GPT has no token types": "Model.type_vocab_size",
     "training is counted in steps, not in epochs": "Engine.save_load.save_epoch",

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies by folder or by name: `--tokenizer-model DIR`, or a name that is a folder of $MEGATRON_CACHE.
+
+    --tokenizer-type GPT2BPETokenizer --tokenizer-model gpt2-en
+
+reads vocab.json and merges.txt of $MEGATRON_CACHE/gpt2-en (~/.cache/megatron/gpt2-en where the variable is not set).
+Nothing is ever downloaded: what is not there is told with the names of the files that would be.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.errors import DataError
+from megatron.settings.schema import TokenizerSettings
+
+Wanted = Mapping[str, tuple[str, ...]]  # setting -> the names that its file may have, the usual one first
+
+BYTE_LEVEL: Wanted = dict(
+    vocab_file=("vocab.json", "gpt-en-vocab.json", "gpt2-vocab.json"),
+    merge_file=("merges.txt", "gpt-en-merges.txt", "gpt2-merges.txt"),
+)
+WORD_PIECE: Wanted = dict(vocab_file=("vocab.txt", "*vocab.txt"))
+SENTENCE_PIECE: Wanted = dict(tokenizer_model=("sentencepiece.model", "tokenizer.model", "spiece.model", "*.model"))
+WANTED: dict[str, Wanted] = {
+    "GPT2BPETokenizer": BYTE_LEVEL,
+    "BertWordPieceLowerCase": WORD_PIECE,
+    "BertWordPieceCase": WORD_PIECE,
+    "BertTokenizer": WORD_PIECE,
+    "ErnieTokenizer": WORD_PIECE,
+    "ElectraTokenizer": WORD_PIECE,
+    "SentencePieceTokenizer": SENTENCE_PIECE,
+    "GPTSentencePieceTokenizer": SENTENCE_PIECE,
+    "GPTChineseTokenizer": SENTENCE_PIECE,
+    "HuggingFaceTokenizer": dict(tokenizer_model=("tokenizer.json",)),
+    "TikTokenizer": dict(tokenizer_model=("*.tiktoken",)),
+}
+# Models with one vocabulary: where a name has no folder of its own, these share one.
+SHARED = {"gpt2-": "gpt2", "gpt3-": "gpt2", "gpt-cpm-": "gpt-cpm"}
+_FILES = (".json", ".model", ".tiktoken", ".txt")
+
+
+def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
+    """The settings with the files of the folder or name that --tokenizer-model gives; others as they are.
+
+    kind: the type of tokenizer. Raises DataError for a name that the cache has not, or a folder that lacks a file.
+    """
+    given, wanted = settings.tokenizer_model, WANTED.get(kind, {})
+    others = [name for name in wanted if name != "tokenizer_model"]
+    if not given or not wanted or others and all(getattr(settings, name) for name in others):
+        return settings
+    path = Path(given)
+    if path.is_file():
+        return replace(settings, tokenizer_model=None, **{others[0]: given}) if len(others) == 1 else settings
+    if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
+        return settings  # a file that is missing: who opens it says so
+    folder = path if path.is_dir() else _cached(given, wanted)
+    found = {name: _find(folder, names) for name, names in wanted.items()}
+    lost = [" or ".join(names) for name, names in wanted.items() if found[name] is None]
+    if lost:
+        has = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise DataError(f"{folder} lacks {' and '.join(lost)} for {kind}", f"it has: {has}")
+    return replace(settings, **(dict(tokenizer_model=None) | found))
+
+
+def cache_folder() -> Path:
+    """Where vocabularies lie by name."""
+    return Path(os.environ.get("MEGATRON_CACHE") or Path.home() / ".cache" / "megatron")
+
+
+def _cached(name: str, wanted: Wanted) -> Path:
+    cache = cache_folder()
+    shared = next((folder for start, folder in SHARED.items() if name.startswith(start)), name)
+    for folder in (cache / name, cache / shared):
+        if folder.is_dir():
+            return folder
+    files = " and ".join(names[0] for names in wanted.values())
+    raise DataError(
+        f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE)",
+        "nothing is downloaded",
+        f"put {files} into {cache / name}, or give the folder that has them",
+    )
+
+
+def _find(folder: Path, names: tuple[str, ...]) -> str | None:
+    """The first of these names that is in the folder. A pattern counts where exactly one file fits it."""
+    for name in names:
+        found = list(folder.glob(name))
+        if len(found) == 1:
+            return str(found[0])
+    return None

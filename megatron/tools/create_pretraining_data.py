@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loose JSON lines -> token files of PaddlePaddle (_ids.npy and _idx.npz), as PaddleNLP makes them.
+
+    python -m megatron.tools.create_pretraining_data --model_name gpt2-en --tokenizer_name GPTTokenizer \\
+        --data_format JSON --input_path openwebtext/ --append_eos --output_prefix gpt_openwebtext --workers 40
+
+PaddleNLP's command with its flags and its files: gpt_openwebtext_ids.npy and gpt_openwebtext_idx.npz. --model_name is a
+folder with the vocabulary, or its name in $MEGATRON_CACHE; --vocab-file and its like name the files themselves.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, replace
+from typing import ClassVar, Literal, Optional
+
+from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
+
+
+@dataclass(frozen=True)
+class CreateOptions:
+    """What to read, how, and where the tokens go. The names that `data.preprocess` knows; PaddleNLP's are aliases."""
+
+    input: list[str] = setting("JSON lines: a file or a folder; .zst, .gz, .bz2, .xz too", MISSING, "--input-path")
+    output_prefix: str = setting("files are named <prefix>_ids.npy and <prefix>_idx.npz")
+    model_name: Optional[str] = setting("folder with the vocabulary, or its name in $MEGATRON_CACHE", None)
+    data_format: Literal["JSON"] = setting("one JSON object a line is the only format", "JSON", also=dict(text="JSON"))
+    json_keys: Optional[list[str]] = setting("key whose text is taken (default: text)", None, "--json-key")
+    split_sentences: bool = setting("one sequence per sentence instead of one per document", False)
+    sentence_splitter: Literal["auto", "nltk", "sentencex"] = setting(
+        "of text that is not --chinese; auto: nltk, as PaddleNLP, where it has its punkt data", "auto"
+    )
+    lang: str = setting("language of --split-sentences", "english")
+    chinese: bool = setting("sentences of --split-sentences are lines", False)
+    cn_whole_word_segment: bool = setting("mark the inner characters of Chinese words, for masking whole words", False)
+    cn_seg_func: Literal["jieba", "lac", "seg"] = setting("what finds the words of --cn-whole-word-segment", "jieba")
+    cn_splited: bool = setting("the text is cut into words already: --cn-seg-func is not needed", False)
+    cn_split_dimer: str = setting("what stands between the words of --cn-splited text", " ")
+    append_eod: bool = setting("put the end-of-document token after each document", False, "--append-eos")
+    workers: int = setting("processes; the output does not depend on it", 1)
+    on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
+    log_interval: int = setting("documents between progress lines", 100)
+    debug: bool = setting("tracebacks with error messages", False)
+
+    output_format: ClassVar[str] = "paddle"
+    partitions: ClassVar[int] = 1
+    keep_sequential_samples: ClassVar[bool] = True
+    keep_newlines: ClassVar[bool] = False
+
+
+def main(argv: list[str]) -> None:
+    start = time.perf_counter()
+    from megatron.settings.parse import parse
+
+    groups = dict(create=CreateOptions, tokenizer=TokenizerSettings)
+    prog = "python -m megatron.tools.create_pretraining_data"
+    common = tuple(CreateOptions.__dataclass_fields__) + ("tokenizer_type",)
+    argv, mark = take_mark(argv)
+    parsed = parse(argv, groups, prog=prog, description=__doc__.split("\n")[0], common=common)
+    settings = check(parsed["create"] if mark is None else replace(parsed["create"], cn_split_dimer=mark))
+    vocabulary = parsed["tokenizer"]
+    if settings.model_name and vocabulary.tokenizer_model is None:
+        vocabulary = replace(vocabulary, tokenizer_model=settings.model_name)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
+
+    from megatron.data.json_input import find_sources
+    from megatron.data.preprocess import preprocess
+    from megatron.data.preprocess_report import Reporter, print_totals
+
+    find_sources(settings.input)  # what is not there is told before a vocabulary is read
+    tokenizer = make_tokenizer(settings, vocabulary)
+    if settings.append_eod and tokenizer.eod is None:
+        print(f"note: {tokenizer.name} has no token that ends a document: nothing is appended, as in PaddleNLP")
+        settings = replace(settings, append_eod=False)
+    print(f"> {tokenizer.name}, {tokenizer.vocab_size} tokens", flush=True)
+    reporter = Reporter(settings.log_interval)
+    split = make_split(settings)
+    try:
+        totals = preprocess(settings, tokenizer, lambda line: print(line, flush=True), reporter, split=split)
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
+    reporter.end()
+    print_totals(totals, time.perf_counter() - start)
+
+
+def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
+    """The command line without a `--cn_split_dimer` of white space, which would pass for a slip there; and that mark.
+
+    >>> take_mark(["--cn_split_dimer", "\\t", "--chinese"])
+    (['--chinese'], '\\t')
+    """
+    rest, mark = list(argv), None
+    for name in ("--cn_split_dimer", "--cn-split-dimer"):
+        for place, word in reversed(list(enumerate(rest))):
+            behind = word.removeprefix(f"{name}=") if word != name else "".join(rest[place + 1 : place + 2])
+            if word.startswith(name) and behind and behind.isspace():
+                mark = behind
+                del rest[place : place + (2 if word == name else 1)]
+    return rest, mark
+
+
+def check(settings: CreateOptions) -> CreateOptions:
+    """Settings with the default key filled in. Raises SettingsError for what cannot work together."""
+    for name in ("workers", "log_interval"):
+        if getattr(settings, name) < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: at least 1 is needed")
+    keys = list(dict.fromkeys(settings.json_keys or ["text"]))
+    if len(keys) > 1:
+        do = "run it once for each key, with an --output-prefix of its own"
+        raise SettingsError(f"--json-key {' '.join(keys)}: one key fills one pair of files", do=do)
+    if settings.cn_splited and not settings.cn_whole_word_segment:
+        why = "marks between words would be tokens like any other text"
+        raise SettingsError("--cn-splited has no use without --cn-whole-word-segment", why, "add it, or drop the flag")
+    return replace(settings, json_keys=keys)
+
+
+def make_tokenizer(settings: CreateOptions, vocabulary: TokenizerSettings):
+    """The tokenizer that the flags describe; with --cn-whole-word-segment one that marks whole words."""
+    from megatron.tokenizer import build_tokenizer, tokenizer_type
+    from megatron.tokenizer.named import with_files
+    from megatron.tokenizer.segmenters import make_segmenter, split_words
+
+    kind = tokenizer_type(vocabulary)
+    tokenizer = build_tokenizer(vocabulary, print)
+    if not settings.cn_whole_word_segment:
+        return tokenizer
+    if kind not in WORD_PIECE:
+        why = f"whole words are marked with '##', and {kind} has no such tokens"
+        raise SettingsError(
+            "--cn-whole-word-segment needs a WordPiece vocabulary", why, "--tokenizer-name ErnieTokenizer"
+        )
+    from megatron.tokenizer.word_piece import build_whole_words
+
+    mark = settings.cn_split_dimer
+    segment = (lambda text: split_words(text, mark)) if settings.cn_splited else make_segmenter(settings.cn_seg_func)
+    return build_whole_words(with_files(vocabulary, kind), segment)
+
+
+def make_split(settings: CreateOptions) -> Callable[[str], list[str]]:
+    """A function from a text to its sequences, without white space at their ends."""
+    if not settings.split_sentences:
+        return lambda text: [text.strip()]
+    if settings.chinese:
+        return lambda text: [line.strip() for line in text.split("\n")]
+    from megatron.data.sentences import make_splitter
+
+    try:
+        library = "nltk" if settings.sentence_splitter == "auto" else settings.sentence_splitter
+        sentences = make_splitter(library, settings.lang, False)
+    except DataError as lacking:
+        if settings.sentence_splitter != "auto":
+            raise
+        print(f"note: sentences are split by sentencex ({lacking.what}; PaddleNLP's are nltk's)", flush=True)
+        sentences = make_splitter("sentencex", settings.lang, False)
+    return lambda text: [sentence.strip() for sentence in sentences(text)]
+
+
+if __name__ == "__main__":
+    run_main(main)
