@@ -80,7 +80,8 @@ def test_a_file_and_the_one_that_it_builds_on(read):
         1024,
         None,
     )
-    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size) == (4, 2, 32)
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.dp_degree) == (4, 2, 2)
+    assert p.asserted_data_parallel == 32
     assert (p.sharding_stage, p.sharding_degree, p.overlap_grad_reduce, p.overlap_param_gather) == (2, 16, True, False)
     assert (b.micro_batch_size, b.local_batch_size, b.train_iters, b.eval_interval) == (4, 8, 500000, 500)
     assert filled(config, 256).batch.global_batch_size == 8 * 32
@@ -102,7 +103,7 @@ def test_overrides(read):
         "-o batch.eval_iters=0 --device cpu"
     )
     assert (config.model.hidden_size, config.batch.train_iters, config.data.split) == (1024, 3, "8,1,1")
-    assert config.parallel.sharding_stage == 0 and config.parallel.data_parallel_size == 2
+    assert config.parallel.sharding_stage == 0 and config.parallel.dp_degree == 2
     assert config.precision.amp_custom_black_list == ["reduce_sum", "elementwise_div"]
     assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
     assert config.batch.eval_iters == 0 and config.kernels.device == "cpu"

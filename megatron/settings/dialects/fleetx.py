@@ -279,15 +279,15 @@ def _recompute(given: dict[str, Entry], out: Translated) -> None:
 
 
 def _sharding(given: dict[str, Entry], out: Translated) -> None:
-    """A degree of 1 shards nothing, whatever the stage. Their data parallelism is outside of sharding, ours includes it."""
+    """A degree of 1 shards nothing, whatever the stage. Their data parallelism is outside of sharding."""
     at, dp = "Distributed.sharding.sharding_", "Distributed.dp_degree"
     degree = _word(given, at + "degree", "1")
     if degree != "1":
         words, origin = given[at + "degree"]
         out.flags.append(("--sharding-degree", words, origin))
         out.flags.append(("--sharding-stage", *given.get(at + "stage", Entry(["1"], origin))))
-    if dp in given and degree.isdigit() and _word(given, dp).isdigit():
-        out.flags.append(("--data-parallel-size", [str(int(_word(given, dp)) * int(degree))], given[dp].origin))
+    if dp in given:
+        out.flags.append(("--dp-degree", *given[dp]))
 
 
 def _profiler(given: dict[str, Entry], out: Translated) -> None:
