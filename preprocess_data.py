@@ -22,7 +22,7 @@ from megatron.settings.schema import TokenizerSettings, setting
 class PreprocessOptions:
     """What to read, how, and where the tokens go."""
 
-    input: list[str] = setting("JSON lines: files, globs in quotes, folders, or - for stdin; .gz .zst .bz2 .xz too")
+    input: list[str] = setting("JSON lines: files, globs in quotes, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from megatron.data.indexed import token_dtype
-from megatron.data.json_input import STDIN, Source, find_sources
+from megatron.data.json_input import Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
@@ -83,7 +83,7 @@ def preprocess(
 def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) -> Ranges | Files | Feed:
     """How the input is shared out. Plain files are cut anywhere; compressed ones and pipes have to be read in order,
     so workers take whole files where there are enough of them, and are fed by this process otherwise."""
-    whole = [source for source in sources if source.compression or source.path == STDIN]
+    whole = [source for source in sources if source.whole]
     if not whole:
         return Ranges(sources, block_size)
     too_few = len(whole) < (workers or available_cores())
