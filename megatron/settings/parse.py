@@ -308,8 +308,10 @@ class FlagReader:
         self._give_fleetx(fleetx.translate(entries))
 
     def _give_fleetx(self, found) -> None:
-        for flag, words, origin in found.flags:
-            self.give(flag, self._joined(flag[2:], words), origin, FILE)
+        tools = [] if self.pretraining else [one for one in found.tool_flags if one[0] in self.spellings]
+        for flag, words, origin in [*found.flags, *tools]:
+            if self.pretraining or flag != "--data-path":  # that of training is no data of another command
+                self.give(flag, self._joined(flag[2:], words), origin, FILE)
         for sentence, where in found.notes if self.pretraining else ():
             self.notices.setdefault(sentence, []).append(where)
         self.problems += found.problems if self.pretraining else []
@@ -453,7 +455,8 @@ def _asked(given: Given) -> bool:
 
 def _shown(given: Given) -> str:
     alone = given.spelling.implies is not None or isinstance(given.value, bool)
-    value = "" if alone else f" {given.spelling.setting.word(given.value)}"
+    many = isinstance(given.value, list)
+    value = "" if alone else f" {' '.join(map(str, given.value)) if many else given.spelling.setting.word(given.value)}"
     where = "" if given.level == COMMAND else f" ({given.origin})"
     return f"{given.spelling.flag}{value}{where}"
 

@@ -2,6 +2,7 @@
 """PaddlePaddle's degrees: replicas stand outside sharding, and a job has mp x sharding x pp x dp ranks."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -15,14 +16,19 @@ def problems(line: str, world: int) -> list[str]:
     return check(parse_pretrain(f"{SHAPE} {line}".split()), world)
 
 
-@pytest.mark.parametrize("stage", ["", "--use_sharding true"])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_world_is_the_product_of_paddles_degrees(stage):
     """Every small combination, against the documented product; Megatron's --data-parallel-size stays the total."""
+    plain = parse_pretrain(SHAPE.split())
+
+    def works(world: int, **degrees) -> bool:
+        return check(replace(plain, parallel=replace(plain.parallel, sharding_stage=stage, **degrees)), world) == []
+
     for mp, sharding, pp, dp, world in itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4, 8, 16, 32)):
-        line = f"{stage} --mp_degree {mp} --sharding_degree {sharding} --pp_degree {pp}"
+        sizes = dict(tensor_model_parallel_size=mp, pipeline_model_parallel_size=pp, sharding_degree=sharding)
         right = world == mp * sharding * pp * dp
-        assert (problems(f"{line} --dp_degree {dp}", world) == []) == right, (mp, sharding, pp, dp, world)
-        assert (problems(f"{line} --data-parallel-size {dp * sharding}", world) == []) == right
+        assert works(world, **sizes, dp_degree=dp) == right, (mp, sharding, pp, dp, world)
+        assert works(world, **sizes, data_parallel_size=dp * sharding) == right
 
 
 def test_without_a_sharding_degree_all_of_data_parallel_is_sharded():

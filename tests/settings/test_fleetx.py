@@ -92,8 +92,9 @@ def test_a_file_and_the_one_that_it_builds_on(read):
     assert config.recompute.recompute_granularity == "full" and config.recompute.exempt_layers == {0, 5}
     assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("./output", None, 1000)
     assert config.data.split == "949,50,1" and config.kernels.device == "cuda" and not config.profiling.profile
-    assert "base.yaml:21: Data.Train.dataset.input_dir has no effect: say --data-path" in told
-    assert "Model.type_vocab_size" in told and "sampler" not in told
+    assert config.data.data_path == ["./data/"]
+    assert "base.yaml:16: Engine.mix_precision.custom_black_list has no effect: at level O2" in told
+    assert "Model.type_vocab_size" in told and "sampler" not in told and "Data.Eval" not in told
 
 
 def test_overrides(read):
@@ -117,7 +118,7 @@ def test_overrides(read):
         ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
         ("Quantization.enable=True", "-o Quantization.enable is not supported: compression"),
         ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
-        ("Engine.run_mode=epoch", "'epoch' is not supported; there is: step"),
+        ("Engine.run_mode=epoch", "'epoch' is not supported; training is as long as Engine.max_steps"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
         ("model.layers=3", "unknown flag --layers"),
