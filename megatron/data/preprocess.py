@@ -60,7 +60,7 @@ def preprocess(
     sources = find_sources(settings.input)
     split = None
     if settings.split_sentences:
-        split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
+        split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines, log)
     blocks = divide(sources, settings.workers, block_size)
     choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = token_dtype(tokenizer.vocab_size)
