@@ -21,6 +21,7 @@ class MergeOptions:
 
     input: list[str] = setting("folders (searched below) or prefixes without .bin/.idx")
     output_prefix: str = setting("the result is <prefix>.bin and <prefix>.idx")
+    multimodal: bool = setting("each sequence has a mode, which is kept (Megatron-LM's multimodal .idx)", False)
     debug: bool = setting("tracebacks with error messages", False)
 
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     from megatron.settings.parse import parse
 
     description = __doc__.split("\n")[0]
-    common = ("input", "output_prefix")
+    common = ("input", "output_prefix", "multimodal")
     groups = dict(merge=MergeOptions)
     settings = parse(argv, groups, prog="merge_datasets.py", description=description, common=common)["merge"]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
@@ -36,7 +37,8 @@ def main(argv: list[str]) -> None:
     from megatron.data.merge import merge
 
     try:
-        merged = merge(settings.input, settings.output_prefix, log=lambda line: print(line, flush=True))
+        log = lambda line: print(line, flush=True)
+        merged = merge(settings.input, settings.output_prefix, log, settings.multimodal)
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         sys.exit(130)

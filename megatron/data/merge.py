@@ -28,17 +28,22 @@ class Merged:
     seconds: float
 
 
-def merge(inputs: list[str], output_prefix: str, log: Callable[[str], None] = lambda line: None) -> Merged:
+def merge(
+    inputs: list[str], output_prefix: str, log: Callable[[str], None] = lambda line: None, multimodal: bool = False
+) -> Merged:
     """Write `<output_prefix>.bin` and `.idx` from the datasets that `inputs` name (folders, searched below, or prefixes).
 
     Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
-    Raises DataError when there is nothing to merge, or dtypes or vocabularies differ; Locked; StorageError.
+    multimodal: each sequence has a mode, in all datasets and in the result
+    Raises DataError when there is nothing to merge, or dtypes, vocabularies or their having modes differ; Locked;
+    StorageError.
     """
     started = time.perf_counter()
     output_prefix = bare_prefix(output_prefix)
     prefixes = find_prefixes(inputs, output_prefix)
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)
+    check_modes(prefixes, multimodal)
     try:
         with Workspace(output_prefix) as workspace:
             _join_tokens(prefixes, workspace.path("merged.bin"), log)
@@ -49,6 +54,7 @@ def merge(inputs: list[str], output_prefix: str, log: Callable[[str], None] = la
                 sizes["documents"],
                 lambda: _pieces(prefixes, lambda dataset: dataset.sequence_lengths),
                 lambda: _counts(prefixes),
+                (lambda: _pieces(prefixes, _modes)) if multimodal else None,
             )
             publish(workspace, "merged", output_prefix)
     except OSError as error:
@@ -113,6 +119,22 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
         why = "; ".join(f"{prefix}: {dtype.name}" for dtype, prefix in dtypes.items())
         raise DataError("the datasets hold tokens of different types", why, "preprocess them with one vocabulary")
     return next(iter(dtypes)), sizes
+
+
+def check_modes(prefixes: list[str], multimodal: bool) -> None:
+    """Raise DataError where a dataset has modes that would be lost, or lacks those that are asked for."""
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        if dataset.sequence_modes is not None and not multimodal:
+            do = "add --multimodal: without it the modes would be lost"
+            raise DataError(f"{prefix}.idx holds a mode for each sequence: it is multimodal", do=do)
+        if dataset.sequence_modes is None and multimodal and len(dataset):
+            do = "leave --multimodal out, or leave out this dataset"
+            raise DataError(f"--multimodal: {prefix}.idx holds no modes of its {len(dataset)} sequences", do=do)
+
+
+def _modes(dataset: IndexedDataset) -> np.ndarray:
+    return np.empty(0, np.int8) if dataset.sequence_modes is None else dataset.sequence_modes
 
 
 def _join_tokens(prefixes: list[str], path: str, log: Callable[[str], None]) -> None:
