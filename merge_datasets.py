@@ -11,6 +11,7 @@ _idx.npz, or old _ids.npz) are read too, and written with --output-format paddle
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from megatron.errors import run_main
@@ -26,6 +27,7 @@ class MergeOptions:
     output_format: Literal["megatron", "paddle"] = setting(
         "megatron: .bin and .idx; paddle: <prefix>_ids.npy and _idx.npz", "megatron"
     )
+    multimodal: bool = setting("each sequence has a mode, which is kept (Megatron-LM's multimodal .idx)", False)
     debug: bool = setting("tracebacks with error messages", False)
 
 
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> None:
     from megatron.settings.parse import parse
 
     description = __doc__.split("\n")[0]
-    common = ("input", "output_prefix", "output_format")
+    common = ("input", "output_prefix", "output_format", "multimodal")
     groups = dict(merge=MergeOptions)
     settings = parse(argv, groups, prog="merge_datasets.py", description=description, common=common)["merge"]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
@@ -42,9 +44,8 @@ def main(argv: list[str]) -> None:
     from megatron.data.merge import merge
 
     try:
-        merged = merge(
-            settings.input, settings.output_prefix, lambda line: print(line, flush=True), settings.output_format
-        )
+        log = partial(print, flush=True)
+        merged = merge(settings.input, settings.output_prefix, log, settings.output_format, settings.multimodal)
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was written", file=sys.stderr)
         sys.exit(130)

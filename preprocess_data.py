@@ -22,7 +22,7 @@ from megatron.settings.schema import TokenizerSettings, setting
 class PreprocessOptions:
     """What to read, how, and where the tokens go."""
 
-    input: list[str] = setting("JSON lines: files, globs in quotes, folders, or - for stdin; .gz .zst .bz2 .xz too")
+    input: list[str] = setting("JSON lines: files, globs in quotes, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None
@@ -32,7 +32,9 @@ class PreprocessOptions:
     )
     append_eod: bool = setting("put the end-of-document token after each document", False)
     split_sentences: bool = setting("one sequence per sentence (files are named ..._sentence)", False)
-    sentence_splitter: Literal["sentencex", "nltk"] = setting("nltk: as Megatron-LM, needs its punkt data", "sentencex")
+    sentence_splitter: Literal["auto", "nltk", "sentencex"] = setting(
+        "nltk: Megatron-LM's sentences, needs its punkt data; auto: nltk where they are, else sentencex", "auto"
+    )
     lang: str = setting("language of --split-sentences", "english")
     keep_newlines: bool = setting("keep white space between sentences", False)
     workers: Optional[int] = setting("processes (default: one per core); the output does not depend on it", None)

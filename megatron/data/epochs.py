@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import sources_of
 from megatron.data.index_maps import make_epoch_plan, sequences_of
-from megatron.data.indexed import IndexedDataset
 from megatron.data.remote import nearby
 from megatron.errors import SettingsError
 from megatron.settings import schema
@@ -49,7 +49,7 @@ def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print
 
 
 def _samples_of(prefix: str, share, data: schema.Data, seq_length: int, epochs: int, log) -> int:
-    tokens = IndexedDataset(nearby(prefix, data.data_cache_path, log))
+    tokens = open_tokens(nearby(prefix, data.data_cache_path, log))
     lengths, sequences = tokens.sequence_lengths, sequences_of(share, len(tokens))
     if not np.any(lengths[sequences.start : sequences.stop]):
         return 0  # told where the samples are made

@@ -12,6 +12,7 @@ The format is Megatron-LM's, byte for byte, little-endian without padding:
     34      int32[S]    tokens of each sequence
             int64[S]    byte offset of each sequence in the .bin: what all earlier sequences take
             int64[D]    sequences before each document; starts with 0, ends with S
+            int8[S]     mode of each sequence, such as 0 text and 1 image; in files of multimodal data alone
 
     tokens = IndexedDataset("corpus_text_document")
     tokens.get(0, offset=2, length=3)  # array([ 257, 1332,   13], dtype=uint16)
@@ -37,7 +38,7 @@ DTYPES = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-LENGTH_TYPE, OFFSET_TYPE = np.dtype("<i4"), np.dtype("<i8")
+LENGTH_TYPE, OFFSET_TYPE, MODE_TYPE = np.dtype("<i4"), np.dtype("<i8"), np.dtype("i1")
 ENDINGS = (".bin", ".idx", "_ids.npy", "_idx.npz", "_ids.npz")  # of token files; the last three are PaddlePaddle's
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -53,7 +54,8 @@ class TokenFiles:
 
     `prefix`, `tokens_path`, `index_path`, all `tokens` and their `dtype`, `sequence_lengths` int32[S] in tokens,
     `sequence_pointers` int64[S], where each starts: tokens before it x `pointer_unit`, `document_indices`
-    int64[documents + 1] in sequences. A format is a subclass that opens files, sets all this and calls `_check`.
+    int64[documents + 1] in sequences, `sequence_modes` int8[S] (see above) or None. A format is a subclass that opens
+    files, sets all this and calls `_check`.
     """
 
     prefix: str
@@ -64,6 +66,7 @@ class TokenFiles:
     sequence_pointers: np.ndarray
     pointer_unit: int
     document_indices: np.ndarray
+    sequence_modes: np.ndarray | None = None
     tokens: np.ndarray
 
     def place(self) -> tuple[str, int, int] | None:
@@ -141,6 +144,8 @@ class IndexedDataset(TokenFiles):
         self.sequence_pointers = np.frombuffer(index, OFFSET_TYPE, sequences, at)
         at += self.sequence_pointers.nbytes
         self.document_indices = np.frombuffer(index, OFFSET_TYPE, documents, at)
+        at += self.document_indices.nbytes
+        self.sequence_modes = np.frombuffer(index, MODE_TYPE, sequences, at) if at < len(index) else None
         self.tokens = self._map_tokens()
         self._check()
 
@@ -177,11 +182,12 @@ def stream_index(
     num_documents: int,
     lengths: Callable[[], Iterable[np.ndarray]],
     per_document: Callable[[], Iterable[np.ndarray]],
+    modes: Callable[[], Iterable[np.ndarray]] | None = None,
 ) -> None:
     """Write an `.idx` piece by piece, for indices larger than memory. The file is on the disk when this returns.
 
     `lengths()` yields the tokens of each sequence in pieces (it is called twice), `per_document()` the number of
-    sequences of each document.
+    sequences of each document, `modes()` the mode of each sequence, for multimodal data.
     """
     with open(path, "wb", buffering=1 << 20) as file:
         file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), num_sequences, num_documents + 1))
@@ -189,8 +195,10 @@ def stream_index(
             file.write(np.ascontiguousarray(piece, LENGTH_TYPE).data)
         _write_sums(file, lengths(), scale=np.dtype(dtype).itemsize, include_last=False)
         _write_sums(file, per_document(), scale=1, include_last=True)
+        for piece in modes() if modes else ():
+            file.write(np.ascontiguousarray(piece, MODE_TYPE).data)
         file.flush()
-        expected = HEADER.size + 12 * num_sequences + 8 * (num_documents + 1)
+        expected = HEADER.size + (13 if modes else 12) * num_sequences + 8 * (num_documents + 1)
         assert file.tell() == expected, f"{path}: {file.tell()} bytes written instead of {expected}"
         os.fsync(file.fileno())
 

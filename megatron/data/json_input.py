@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines from files, globs, folders and stdin, plain or compressed, in blocks of whole lines.
+"""Loose JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
 
+A file whose bytes are not what its name says is refused; of an archive, those members are read that would be of a folder.
 A line ends at a newline byte only: U+2028 and U+0085 inside a JSON string do not end it.
 """
 
 import bz2
+import contextlib
 import glob
 import gzip
 import json
 import lzma
 import os
 import sys
+import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.data.file_formats import (
+    COMPRESSIONS,
+    HEAD,
+    LINE_SUFFIXES,
+    SUFFIXES,
+    TAR,
+    claimed,
+    members,
+    refuse_another_format,
+)
 from megatron.errors import DataError
 
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
-SUFFIXES = (".json", ".jsonl", ".ndjson")
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 OUR_SUFFIXES = (".rejected.jsonl", ".stats.json")
 STDIN = "-"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -29,11 +39,17 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain text."""
+    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain bytes."""
 
     path: str
     size: int
     compression: str | None
+    archive: bool = False  # a tar archive that is not compressed
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has to be read from its start; other files are cut anywhere."""
+        return bool(self.compression or self.archive or self.path == STDIN)
 
 
 def find_sources(inputs: list[str]) -> list[Source]:
@@ -52,9 +68,9 @@ def _expand(given: str) -> list[str]:
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
-        found = sorted(str(path) for path in Path(given).rglob("*") if path.is_file() and _is_text(path))
+        found = sorted(str(path) for path in Path(given).rglob("*") if path.is_file() and _is_input(path.name))
         if not found:
-            names = f"*{' *'.join(SUFFIXES)}, or without suffix; each also with {' '.join(COMPRESSED_SUFFIXES)}"
+            names = f"*{' *'.join(LINE_SUFFIXES)}, or without suffix; each also with {' '.join(SUFFIXES)}, or *.tar"
             do = f"files of a folder are taken by their names: {names}"
             raise DataError(f"--input {given}: the folder holds no JSON lines", do=do)
         return found
@@ -69,13 +85,21 @@ def _expand(given: str) -> list[str]:
     return found
 
 
-def _is_text(path: Path) -> bool:
-    name = path.name
-    if name.startswith(".") or name.endswith(OUR_SUFFIXES):
+def _is_input(name: str) -> bool:
+    """Whether a file of a folder is taken, by its name."""
+    return _is_text(name) or not _is_ours(name) and TAR in claimed(name)
+
+
+def _is_text(name: str) -> bool:
+    if _is_ours(name):
         return False
-    for suffix in COMPRESSED_SUFFIXES:
+    for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
-    return "." not in name or name.endswith(SUFFIXES)
+    return "." not in name or name.endswith(LINE_SUFFIXES)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(".") or name.endswith(OUR_SUFFIXES)
 
 
 def _source(path: str) -> Source:
@@ -86,14 +110,16 @@ def _source(path: str) -> Source:
         if not os.path.isfile(path):
             return Source(path, 0, "pipe")  # cannot be read by ranges
         with open(path, "rb") as file:
-            return Source(path, status.st_size, compression_of(file.read(6)))
+            head = file.read(HEAD)
     except PermissionError:
         raise DataError(f"--input {path}: not readable", do="check its permissions") from None
+    kind = refuse_another_format(path, head, claimed(path))
+    return Source(path, status.st_size, compression_of(head), archive=kind == TAR)
 
 
 def compression_of(head: bytes) -> str | None:
     """How a file is compressed, told by its first bytes and not by its name."""
-    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+    return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None)
 
 
 def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
@@ -128,20 +154,78 @@ def read_blocks(source: Source, block_size: int) -> Iterator[tuple[bytes, int]]:
 
     Raises DataError when compressed data is damaged or cut short.
     """
-    with _open(source) as raw:
-        stream = decompressed(raw, source)
-        pieces, first = [], True
-        while data := _read(stream, block_size, source):
-            if first:
-                data, first = data.removeprefix(BYTE_ORDER_MARK), False
-            cut = data.rfind(b"\n") + 1
-            if not cut:
-                pieces.append(data)
-                continue
-            yield b"".join([*pieces, data[:cut]]), _position(raw)
-            pieces = [data[cut:]] if cut < len(data) else []
-        if pieces:
-            yield b"".join(pieces), _position(raw)
+    with _open(source) as raw, _telling_damage(source.path):
+        says, compression = claimed(source.path), _compression(raw, source)
+        stream = Ahead(decompressed(raw, source))
+        inside = compression or ""
+        if refuse_another_format(source.path, stream.peek(HEAD), says[1:] if inside else says, inside) == TAR:
+            parts = _texts_of_archive(stream, source.path)
+        else:
+            parts = [stream]
+        for part in parts:
+            for data in _whole_lines(part, block_size):
+                yield data, _position(raw)
+
+
+def _whole_lines(stream, block_size: int) -> Iterator[bytes]:
+    pieces, first = [], True
+    while data := stream.read(block_size):
+        if first:
+            data, first = data.removeprefix(BYTE_ORDER_MARK), False
+        cut = data.rfind(b"\n") + 1
+        if not cut:
+            pieces.append(data)
+            continue
+        yield b"".join([*pieces, data[:cut]])
+        pieces = [data[cut:]] if cut < len(data) else []
+    if pieces:
+        yield b"".join(pieces)
+
+
+def _texts_of_archive(stream: "Ahead", path: str) -> Iterator["Ahead"]:
+    """The members of a tar archive that hold lines by their names, decompressed; others are told on stderr."""
+    taken, left_out = 0, []
+    for name, packed in members(stream):
+        base = name.rpartition("/")[2]
+        if packed is None or not _is_text(base):
+            left_out += [name] * (not _is_ours(base))
+            continue
+        taken, member = taken + 1, f"{path}:{name}"
+        packed, says = Ahead(packed), claimed(name)
+        kind = refuse_another_format(member, packed.peek(HEAD), says)
+        text = Ahead(decompressed(packed, Source(member, 0, kind if kind in COMPRESSIONS.values() else None)))
+        if kind in COMPRESSIONS.values():
+            refuse_another_format(member, text.peek(HEAD), says[1:], kind)
+        yield text
+    if not taken:
+        names = f"*{' *'.join(LINE_SUFFIXES)}, or without suffix; each also with {' '.join(SUFFIXES)}"
+        raise DataError(f"{path}: the archive holds no JSON lines", do=f"its members are taken by their names: {names}")
+    if left_out:
+        what = f"{len(left_out)} of its {len(left_out) + taken} files"
+        print(f"note: {path}: {what} are no JSON lines by their names: {left_out[0]} ...", file=sys.stderr, flush=True)
+
+
+class Ahead:
+    """A stream of bytes whose beginning can be looked at before it is read."""
+
+    def __init__(self, stream):
+        self._stream, self._head, self._at = stream, b"", 0  # the head counts from there
+
+    def peek(self, size: int) -> bytes:
+        """The next `size` bytes, fewer only at the end. Before the first `read`."""
+        while len(self._head) < size and (data := self._stream.read(size - len(self._head))):
+            self._head += data
+        return self._head[:size]
+
+    def read(self, size: int) -> bytes:
+        """Some of the next `size` bytes; none at the end."""
+        if self._at == len(self._head):
+            data = self._stream.read(size)
+            if len(data) <= size:
+                return data
+            self._head, self._at = data, 0  # zstd gives what a piece of its input holds, which may be much more
+        start, self._at = self._at, min(self._at + size, len(self._head))
+        return self._head[start : self._at]
 
 
 def _open(source: Source) -> BinaryIO:
@@ -154,9 +238,7 @@ def _position(raw: BinaryIO) -> int:
 
 def decompressed(raw: BinaryIO, source: Source) -> BinaryIO:
     """A stream of plain bytes over `raw`; stdin and pipes are told by their first bytes."""
-    compression = source.compression
-    if compression in (None, "pipe") and hasattr(raw, "peek"):
-        compression = compression_of(raw.peek(6)[:6])
+    compression = _compression(raw, source)
     openers = dict(
         gzip=lambda: gzip.GzipFile(fileobj=raw, mode="rb"),
         bzip2=lambda: bz2.BZ2File(raw),
@@ -166,19 +248,30 @@ def decompressed(raw: BinaryIO, source: Source) -> BinaryIO:
     return openers[compression]() if compression in openers else raw
 
 
-def _read(stream: BinaryIO, size: int, source: Source) -> bytes:
+def _compression(raw: BinaryIO, source: Source) -> str | None:
+    """How the bytes of `raw` are compressed: as was seen before, or by what begins them."""
+    if source.compression in (None, "pipe") and hasattr(raw, "peek"):
+        return compression_of(raw.peek(6)[:6])
+    return source.compression
+
+
+@contextlib.contextmanager
+def _telling_damage(path: str):
+    """What the libraries raise at data that is cut short or changed becomes a DataError."""
     try:
-        return stream.read(size)
+        yield
+    except tarfile.TarError as error:
+        raise damaged(path, error, "the archive") from None
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise damaged(source.path, error) from None
+        raise damaged(path, error) from None
     except OSError as error:
-        if source.compression and error.errno is None:  # bz2 says "Invalid data stream" this way
-            raise damaged(source.path, error) from None
+        if error.errno is None:  # bz2 says "Invalid data stream" this way
+            raise damaged(path, error) from None
         raise
 
 
-def damaged(path: str, error) -> DataError:
-    return DataError(f"{path}: the compressed data is damaged or cut short", str(error), "copy or download it again")
+def damaged(path: str, error, what: str = "the compressed data") -> DataError:
+    return DataError(f"{path}: {what} is damaged or cut short", str(error), "copy or download it again")
 
 
 class ZstdStream:

@@ -14,7 +14,7 @@ from megatron.data.indexed import TokenFiles, bare_prefix
 from megatron.data.preprocess_output import replaced, write_stats
 from megatron.data.vocabulary import identity_of, name_of
 from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
-from megatron.errors import DataError
+from megatron.errors import DataError, SettingsError
 
 PIECE = 1 << 20  # numbers of an index that are in memory at a time
 
@@ -34,12 +34,15 @@ def merge(
     output_prefix: str,
     log: Callable[[str], None] = lambda line: None,
     output_format: str = "megatron",
+    multimodal: bool = False,
 ) -> Merged:
     """Write one dataset from those that `inputs` name (folders, searched below, or prefixes), of whatever formats.
 
     One input in another format is a conversion: sequences, documents (empty ones too) and the type of ids stay.
     Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
-    Raises DataError when there is nothing to merge, or dtypes or vocabularies differ; Locked; StorageError.
+    multimodal: each sequence has a mode, in all datasets and in the result
+    Raises DataError when there is nothing to merge, or dtypes, vocabularies or their having modes differ; Locked;
+    StorageError.
     """
     started = time.perf_counter()
     output_prefix = bare_prefix(output_prefix)
@@ -48,6 +51,9 @@ def merge(
     dtype, sizes = common_dtype(prefixes)
     form = FORMATS[output_format]
     replaced(output_prefix, form)
+    check_modes(prefixes, multimodal)
+    if multimodal and form is not FORMATS["megatron"]:
+        raise SettingsError("--multimodal: files of --output-format paddle hold no modes", do="leave out one of them")
     try:
         with Workspace(output_prefix) as workspace:
             tokens, index = (workspace.path(f"merged{ending}") for ending in form.endings)
@@ -59,6 +65,7 @@ def merge(
                 sizes["documents"],
                 lambda: _pieces(prefixes, lambda dataset: dataset.sequence_lengths),
                 lambda: _counts(prefixes),
+                *([lambda: _pieces(prefixes, _modes)] if multimodal else []),
             )
             publish(workspace, "merged", output_prefix, form.endings)
     except OSError as error:
@@ -126,6 +133,22 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
         why = "; ".join(f"{prefix}: {dtype.name}" for dtype, prefix in dtypes.items())
         raise DataError("the datasets hold tokens of different types", why, "preprocess them with one vocabulary")
     return next(iter(dtypes)), sizes
+
+
+def check_modes(prefixes: list[str], multimodal: bool) -> None:
+    """Raise DataError where a dataset has modes that would be lost, or lacks those that are asked for."""
+    for prefix in prefixes:
+        dataset = open_tokens(prefix)
+        if dataset.sequence_modes is not None and not multimodal:
+            do = "add --multimodal: without it the modes would be lost"
+            raise DataError(f"{prefix}.idx holds a mode for each sequence: it is multimodal", do=do)
+        if dataset.sequence_modes is None and multimodal and len(dataset):
+            do = "leave --multimodal out, or leave out this dataset"
+            raise DataError(f"--multimodal: {dataset.index_path} holds no modes of its {len(dataset)} sequences", do=do)
+
+
+def _modes(dataset: TokenFiles) -> np.ndarray:
+    return np.empty(0, np.int8) if dataset.sequence_modes is None else dataset.sequence_modes
 
 
 def _join_tokens(prefixes: list[str], path: str, head: bytes, log: Callable[[str], None]) -> None:

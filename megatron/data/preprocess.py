@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from megatron.data.formats import FORMATS
-from megatron.data.json_input import STDIN, Source, find_sources
+from megatron.data.json_input import Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
@@ -62,7 +62,7 @@ def preprocess(
     sources = find_sources(settings.input)
     form = FORMATS[settings.output_format]
     if settings.split_sentences and split is None:
-        split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines)
+        split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines, log)
     blocks = divide(sources, settings.workers, block_size)
     choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = form.dtype(tokenizer.vocab_size)
@@ -87,7 +87,7 @@ def preprocess(
 def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) -> Ranges | Files | Feed:
     """How the input is shared out. Plain files are cut anywhere; compressed ones and pipes have to be read in order,
     so workers take whole files where there are enough of them, and are fed by this process otherwise."""
-    whole = [source for source in sources if source.compression or source.path == STDIN]
+    whole = [source for source in sources if source.whole]
     if not whole:
         return Ranges(sources, block_size)
     too_few = len(whole) < (workers or available_cores())

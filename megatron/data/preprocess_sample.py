@@ -47,7 +47,7 @@ def read_places(sources: list[Source]) -> Iterator[bytes]:
         position = total * place // PLACES
         index = next(index for index, end in enumerate(ends) if position < end)
         source = sources[index]
-        if source.compression:
+        if source.whole:
             yield next(iter(read_blocks(source, REACH)), (b"", 0))[0]
         else:
             start = position - (ends[index] - source.size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts into sentences, for models that are trained on pairs of sentences.
 
-`sentencex` is fast and needs no data. `nltk` is what Megatron-LM uses: it gives Megatron-LM's sentences exactly, and
-needs its punkt data on this machine.
+`nltk` is what Megatron-LM uses: its Punkt gives Megatron-LM's sentences exactly, and needs its data on this machine.
+`sentencex` is fast and needs no data. `auto` is the first where it is there, else the second, and says which.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,27 @@ ISO_CODES = dict(
     malayalam="ml",
     chinese="zh",
 )
+WORDS = dict(nltk="nltk's Punkt, as Megatron-LM does", sentencex="sentencex")
 PIECE = 1_000_000  # characters that Megatron-LM splits at a time, so that one huge document does not take for ever
 
 
-def make_splitter(library: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """A function `text -> sentences`. White space between sentences is dropped, or kept with `keep_newlines`."""
-    split = dict(sentencex=_sentencex, nltk=_nltk)[library](language, keep_newlines)
+def make_splitter(
+    library: str, language: str, keep_newlines: bool, log: Callable[[str], None] = lambda line: None
+) -> Callable[[str], list[str]]:
+    """A function `text -> sentences`. White space between sentences is dropped, or kept with `keep_newlines`.
+
+    library: nltk, sentencex or auto. Raises DataError where what is asked for is not on this machine.
+    """
+    why = ""
+    if library == "auto":
+        try:
+            library, split = "nltk", _nltk(language, keep_newlines)
+        except DataError as error:
+            library, split = "sentencex", _sentencex(language, keep_newlines)
+            why = f" ({error.what}: Megatron-LM's sentences, by nltk's Punkt, differ in places)"
+    else:
+        split = dict(sentencex=_sentencex, nltk=_nltk)[library](language, keep_newlines)
+    log(f"> splitting {language} sentences by {WORDS[library]}{why}")
     return lambda text: [sentence for at in range(0, len(text), PIECE) for sentence in split(text[at : at + PIECE])]
 
 
@@ -55,7 +70,10 @@ def _nltk(language: str, keep_newlines: bool):
     try:
         from nltk.tokenize import punkt
     except ImportError:
-        raise DataError("--sentence-splitter nltk needs the package nltk", do="pip install nltk") from None
+        do = "pip install nltk, or use --sentence-splitter sentencex"
+        raise DataError("the package nltk is not on this machine", do=do) from None
+    if not hasattr(punkt, "PunktTokenizer"):  # earlier ones run code from their data
+        raise DataError("the package nltk is older than 3.8.2", do="pip install --upgrade nltk")
     try:
         tokenizer = punkt.PunktTokenizer(language)
     except LookupError:

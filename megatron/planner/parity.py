@@ -128,7 +128,7 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     Raises SettingsError with everything that makes the layout impossible.
     """
     parallel = config.parallel if layout.own else _parallel(config, layout)
-    parallel = replace(parallel, data_parallel_size=None, pipeline_timeline=None)
+    parallel = replace(parallel, data_parallel_size=None, dp_degree=None, pipeline_timeline=None)
     # Muon's products would else differ by rounding to bf16.
     exact = dict(muon_fp32_matmul_prec="highest") if knows_matrices(config.optimizer) else {}
     quiet = dict(

@@ -112,6 +112,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         cp_comm_type=_of_layers(p.cp_comm_type, num_layers),
         pipeline_model_parallel_size=sizes.pp,
         data_parallel_size=None,
+        dp_degree=None,
         pipeline_schedule=schedule,
         sharding_degree=few["shard"] if p.sharding_stage and few["replicate"] > 1 else None,
         pipeline_timeline=None,
@@ -134,7 +135,7 @@ def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[Shru
     tp = p.tensor_model_parallel_size
     if not shrunk.lost or tp == 1:
         return [shrunk]
-    others = replace(p, tensor_model_parallel_size=1, sequence_parallel=False, data_parallel_size=None)
+    others = replace(p, tensor_model_parallel_size=1, sequence_parallel=False, data_parallel_size=None, dp_degree=None)
     return [replace(shrunk, lost=()), shrunk_job_of(replace(config, parallel=others), world_size // tp, steps)]
 
 
@@ -346,10 +347,10 @@ def original(config: Config, log) -> tuple[Config, int]:
 
 
 def asked_ranks(config: Config) -> int:
-    """Ranks of the real job: --world-size, else as --data-parallel-size has it, else the fewest that there can be."""
+    """Ranks of the real job: --world-size, else as data parallelism is asserted, else the fewest that there can be."""
     p = config.parallel
     least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-    dp = p.data_parallel_size or p.sharding_degree or (2 if p.sharding_stage else 1)
+    dp = p.asserted_data_parallel or p.sharding_degree or (2 if p.sharding_stage else 1)
     return config.planner.world_size or least * dp
 
 

@@ -54,6 +54,17 @@ COMMON = (
 )
 
 
+# A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15.
+MEANS_TOO = {"--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15)}
+
+# what names data -> what else would name them
+INSTEAD_OF_FILES = dict(
+    mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    train_data_path=("data_path", "mock_data"),
+    data_path=("train_data_path", "valid_data_path", "test_data_path", "mock_data"),
+)
+
+
 @dataclass(frozen=True)
 class Given:
     """One setting as somebody gave it."""
@@ -160,6 +171,7 @@ def given(argv: list[str], name: str) -> object:
 
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
 THEN = "--then"  # scripts put it between their words and those of whoever calls them
+JOINED_LINES = re.compile(r"(true|false|[-+]?[\d.]+(?:[eE][-+]?\d+)?)(--[A-Za-z][\w-]*)", re.IGNORECASE)
 OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
 
 
@@ -169,7 +181,7 @@ def read_argv(argv: list[str], reader: "FlagReader") -> list[tuple[str, list[str
     Every flag takes any number of words here; what it may take is judged later, together with everything else.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    argv = [_with_dashes(word) for word in argv if not reader.refuse_word(word)]
+    argv = [_with_dashes(part) for word in argv if not reader.refuse_word(word) for part in reader.parted(word)]
     parser._negative_number_matcher = re.compile(r"-[.\d]")  # -1e-4 is a value, which argparse doubts before 3.14
     met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *reader.spellings, *met]):
@@ -215,6 +227,14 @@ class FlagReader:
             return False
         return True
 
+    def parted(self, word: str) -> list[str]:
+        """A word as two where it is a value and a flag: what a backslash without a blank before it makes of two lines."""
+        joined = JOINED_LINES.fullmatch(word)
+        if not joined or _with_dashes(joined[2]) not in self.spellings and not answer(joined[2]):
+            return [word]
+        self.notes.append(f"'{word}' is read as {joined[1]} and {joined[2]}: the line before lacks a blank at its end")
+        return [joined[1], joined[2]]
+
     def give(self, flag: str, words: list[str], origin: str, level: int) -> None:
         """Take one `flag words` of a command line, or one `key: words` of a file."""
         spelling = self.spellings.get(flag)
@@ -227,6 +247,9 @@ class FlagReader:
         else:
             if value is not None:
                 self.given.append(Given(spelling, value, origin, level, self.turn))
+                for name, other in MEANS_TOO.get(flag, {}).items() if value is not False else ():
+                    if dashed(name) in self.spellings:
+                        self.given.append(Given(self.spellings[dashed(name)], other, origin, PRESET))
 
     def unknown(self, flag: str, words: list[str], origin: str, level: int) -> None:
         """Answer a flag that is no setting here: of pretraining only, of Megatron-LM, or misspelled."""
@@ -285,8 +308,10 @@ class FlagReader:
         self._give_fleetx(fleetx.translate(entries))
 
     def _give_fleetx(self, found) -> None:
-        for flag, words, origin in found.flags:
-            self.give(flag, self._joined(flag[2:], words), origin, FILE)
+        tools = [] if self.pretraining else [one for one in found.tool_flags if one[0] in self.spellings]
+        for flag, words, origin in [*found.flags, *tools]:
+            if self.pretraining or flag != "--data-path":  # that of training is no data of another command
+                self.give(flag, self._joined(flag[2:], words), origin, FILE)
         for sentence, where in found.notes if self.pretraining else ():
             self.notices.setdefault(sentence, []).append(where)
         self.problems += found.problems if self.pretraining else []
@@ -317,12 +342,29 @@ class FlagReader:
     def choose(self) -> dict[str, Given]:
         """The winner for each setting: the highest level, the last turn; inside of these two spellings must agree."""
         chosen: dict[str, Given] = {}
+        self._drop_other_data()
+        self._say_whose_curve()
         for name in dict.fromkeys(g.spelling.setting.name for g in self.given):
             rivals = [g for g in self.given if g.spelling.setting.name == name]
             top = max((g.level, g.turn) for g in rivals)
             rivals = [g for g in rivals if (g.level, g.turn) == top]
             chosen[name] = self._winner([g for g in rivals if not g.spelling.yielding] or rivals)
         return chosen
+
+    def _drop_other_data(self) -> None:
+        """Data that the command line names take the place of those that a file names, by whichever setting."""
+        mine = {g.spelling.setting.name for g in self.given if g.level == COMMAND and g.value}
+        others = {other for name in mine & set(INSTEAD_OF_FILES) for other in INSTEAD_OF_FILES[name]} - mine
+        for one in [g for g in self.given if g.level == FILE and g.spelling.setting.name in others and g.value]:
+            self.given.remove(one)
+            self.notes.append(f"{_shown(one)} gives way to the data of the command line")
+
+    def _say_whose_curve(self) -> None:
+        """PaddleNLP's words for learning rates without the curve, which is a cosine there and a line here."""
+        named = any(g.spelling.setting.name == "lr_decay_style" for g in self.given)
+        theirs = [g.spelling.flag for g in self.given if g.spelling.flag in ("--decay-steps", "--warmup-rate")]
+        if theirs and not named and self.pretraining:
+            self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
 
     def _winner(self, rivals: list[Given]) -> Given:
         last = rivals[-1]  # the same flag twice: the last one counts, so that wrappers can override
@@ -413,7 +455,8 @@ def _asked(given: Given) -> bool:
 
 def _shown(given: Given) -> str:
     alone = given.spelling.implies is not None or isinstance(given.value, bool)
-    value = "" if alone else f" {given.spelling.setting.word(given.value)}"
+    many = isinstance(given.value, list)
+    value = "" if alone else f" {' '.join(map(str, given.value)) if many else given.spelling.setting.word(given.value)}"
     where = "" if given.level == COMMAND else f" ({given.origin})"
     return f"{given.spelling.flag}{value}{where}"
 

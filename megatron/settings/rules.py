@@ -50,7 +50,8 @@ RANGES = {  # what a value must be -> test, fields
         """
         num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
         num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
-        context_parallel_size data_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        context_parallel_size data_parallel_size dp_degree
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
         save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
@@ -147,6 +148,7 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.cp_comm = settings.parallel.cp_comm_types if s.cp > 1 else ()
     s.row_pieces = s.cp * math.lcm(2 if s.cp > 1 else 1, s.tp if s.sequence_parallel else 1)
     s.dp = max(1, world // s.model_ranks)
+    s.sharding_ranks = s.sharding_degree or (s.dp if s.sharding_stage else 1)
     s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
     s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
     s.host_share = settings.optimizer.host_share
@@ -180,6 +182,15 @@ RULES = (
             f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
             f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
             "ranks"
+        ),
+    ),
+    Rule(
+        lambda s: s.dp_degree and s.world % s.model_ranks == 0 and s.dp_degree * s.sharding_ranks != s.dp,
+        lambda s: (
+            f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and {s.world} ranks / "
+            f"(mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x sharding {s.sharding_ranks}) = "
+            f"{s.dp / s.sharding_ranks:g}; leave it out or run on {s.dp_degree * s.sharding_ranks * s.model_ranks} "
+            "ranks (the total, shards included, is --data-parallel-size)"
         ),
     ),
     Rule(

@@ -176,7 +176,10 @@ class Model:
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
     model_type: str = setting(
-        "which model: GPT, or a module that has a function recipe()", "GPT", on_resume="another model"
+        "which model: GPT, or a module that has a function recipe()",
+        "GPT",
+        on_resume="another model",
+        also={"gpt": "GPT", "gpt-cn": "GPT"},
     )
     model_name_or_path: Optional[str] = setting(
         "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
@@ -234,7 +237,11 @@ class Parallel:
         "tokens for heads (default: p2p)",
         None,
     )
-    data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None, "--dp-degree")
+    data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None)
+    dp_degree: Optional[int] = setting(
+        "asserted, not set: replicas outside sharding, as PaddlePaddle counts: world / (mp x pp x --sharding-degree)",
+        None,
+    )
     sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
     pipeline_schedule: str = setting(
         "order of passes: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops a rank",
@@ -275,6 +282,13 @@ class Parallel:
         "default: nccl on CUDA, gloo on CPU", None, "--backend"
     )
     distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
+
+    @property
+    def asserted_data_parallel(self) -> Optional[int]:
+        """Data parallel ranks as `--data-parallel-size` or `--dp-degree` say them; None: neither was given."""
+        if self.data_parallel_size or not self.dp_degree:
+            return self.data_parallel_size
+        return self.dp_degree * (self.sharding_degree or 1)
 
     @property
     def cp_comm_types(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class EvaluateOptions:
     max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
     micro_batch_size: int = setting("windows or passages side by side", 8, "--batch-size")
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
-    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
     output: Optional[str] = setting("file for the results, JSON lines", None)
 

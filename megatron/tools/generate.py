@@ -30,7 +30,7 @@ class GenerateOptions:
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
     num_samples: int = setting("continuations of each prompt", 1)
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
-    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
     use_cache: bool = setting("keep keys and values of earlier tokens; off: compute them again (slow, same text)", True)
     json: bool = setting("one JSON object a line: prompt, text, tokens", False)

@@ -61,7 +61,7 @@ def test_damaged_compression_is_a_data_error(tmp_path, kind, damage):
 def test_folder_glob_and_order(tmp_path):
     for name in ["b/x.jsonl", "a/wiki_00", "a/y.json.gz", "c.txt", "a/.hidden.json", "old.rejected.jsonl", "d.bin"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}\n")
+        (tmp_path / name).write_bytes(gzip.compress(b"{}\n") if name.endswith(".gz") else b"{}\n")
     found = [source.path.removeprefix(f"{tmp_path}/") for source in find_sources([str(tmp_path)])]
     assert found == ["a/wiki_00", "a/y.json.gz", "b/x.jsonl"]
     found = find_sources([f"{tmp_path}/*.txt", f"{tmp_path}/**/*.jsonl"])

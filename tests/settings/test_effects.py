@@ -22,7 +22,8 @@ ALWAYS = """
     squared_relu attn_logit_softcapping final_logit_softcapping z_loss_coeff disable_bias_linear
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size pipeline_schedule
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree
+    pipeline_schedule
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size
     data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss

@@ -87,6 +87,7 @@ CHECKS = dict(
         context_parallel_size=f"{LAYOUT}::test_context_parallel_ranks_hold_two_chunks_of_the_sequence",
         cp_comm_type=f"{LAYOUT}::test_cp_comm_type_is_what_ranks_send_in_each_layer",
         data_parallel_size=f"{LAYOUT}::test_data_parallel_size_is_asserted",
+        dp_degree="test_dp_degree::test_world_is_the_product_of_paddles_degrees",
         sequence_parallel=f"{LAYOUT}::test_sequence_parallel_ranks_hold_a_half_of_the_sequence",
         pipeline_schedule=f"{LAYOUT}::test_pipeline_schedule_is_the_order_of_passes",
         num_layers_per_virtual_pipeline_stage=CUT,

@@ -159,7 +159,7 @@ def test_what_is_misspelled_is_not_missing_as_well():
     [
         ("--mp_degree 2", "parallel", "tensor_model_parallel_size", 2),
         ("--pp_degree 2", "parallel", "pipeline_model_parallel_size", 2),
-        ("--dp_degree 2", "parallel", "data_parallel_size", 2),
+        ("--dp_degree 2", "parallel", "dp_degree", 2),
         ("--model-parallel-size 2", "parallel", "tensor_model_parallel_size", 2),
         ("--use-distributed-optimizer", "parallel", "sharding_stage", 1),
         ("--use-distributed-optimizer --sharding-stage 2", "parallel", "sharding_stage", 2),

@@ -80,7 +80,8 @@ def test_a_file_and_the_one_that_it_builds_on(read):
         1024,
         None,
     )
-    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size) == (4, 2, 32)
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.dp_degree) == (4, 2, 2)
+    assert p.asserted_data_parallel == 32
     assert (p.sharding_stage, p.sharding_degree, p.overlap_grad_reduce, p.overlap_param_gather) == (2, 16, True, False)
     assert (b.micro_batch_size, b.local_batch_size, b.train_iters, b.eval_interval) == (4, 8, 500000, 500)
     assert filled(config, 256).batch.global_batch_size == 8 * 32
@@ -92,7 +93,8 @@ def test_a_file_and_the_one_that_it_builds_on(read):
     assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("./output", None, 1000)
     assert config.data.split == "949,50,1" and config.kernels.device == "cuda" and not config.profiling.profile
     assert config.data.data_path == ["./data/"]
-    assert "Model.type_vocab_size" in told and "sampler" not in told
+    assert "base.yaml:16: Engine.mix_precision.custom_black_list has no effect: at level O2" in told
+    assert "Model.type_vocab_size" in told and "sampler" not in told and "Data.Eval" not in told
 
 
 def test_overrides(read):
@@ -102,7 +104,7 @@ def test_overrides(read):
         "-o batch.eval_iters=0 --device cpu"
     )
     assert (config.model.hidden_size, config.batch.train_iters, config.data.split) == (1024, 3, "8,1,1")
-    assert config.parallel.sharding_stage == 0 and config.parallel.data_parallel_size == 2
+    assert config.parallel.sharding_stage == 0 and config.parallel.dp_degree == 2
     assert config.precision.amp_custom_black_list == ["reduce_sum", "elementwise_div"]
     assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
     assert config.batch.eval_iters == 0 and config.kernels.device == "cpu"
@@ -116,7 +118,7 @@ def test_overrides(read):
         ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
         ("Quantization.enable=True", "-o Quantization.enable is not supported: compression"),
         ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
-        ("Engine.run_mode=epoch", "'epoch' is not supported; there is: step"),
+        ("Engine.run_mode=epoch", "'epoch' is not supported; training is as long as Engine.max_steps"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
         ("model.layers=3", "unknown flag --layers"),

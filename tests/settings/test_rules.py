@@ -324,7 +324,9 @@ def test_all_violations_come_at_once():
 def test_every_rule_speaks_in_flags():
     """Each sentence of a rule names a flag, and none fails on the settings of a plain run."""
     plain = config("")
-    s = record(config("--num-query-groups 2 --data-parallel-size 1 --sharding-degree 1 --profile-ranks 0"), 1)
+    s = record(
+        config("--num-query-groups 2 --data-parallel-size 1 --dp-degree 1 --sharding-degree 1 --profile-ranks 0"), 1
+    )
     rules = [*RULES, *rules_of(plain)]
     assert len(rules) > len(RULES) > 0
     for rule in rules:

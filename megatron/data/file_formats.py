@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a file is: what its name says, what its first bytes say, and the members of a tar archive as a stream.
+
+claimed("corpus.jsonl.gz") -> ("gzip", LINES)    claimed("corpus.jsonl.zst.tar") -> (TAR,)    claimed("wiki_00") -> ()
+found(first_bytes) -> "gzip", TAR, LINES or the name of a format that holds no lines
+"""
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import BinaryIO
+
+from megatron.errors import DataError
+
+TAR, LINES = "tar", "lines"
+HEAD = 512  # bytes that say what a file is: the header of a tar archive
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+OTHERS = {  # what lies about beside JSON lines: no byte of theirs begins a line of JSON
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "Parquet",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\x1f\x9d": "compress (.Z)",
+    b"ARROW1": "Arrow",
+    b"\x89HDF": "HDF5",
+    b"\x93NUMPY": "a numpy array",
+    b"SQLite format 3": "SQLite",
+    b"%PDF": "PDF",
+    b"MMIDIDX": "a token index (.idx)",
+}
+SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+TAR_SUFFIXES = {".tgz": ".tar.gz", ".tzst": ".tar.zst", ".tbz2": ".tar.bz2", ".txz": ".tar.xz"}
+LINE_SUFFIXES = (".json", ".jsonl", ".ndjson")
+WORDS = {TAR: "a tar archive", LINES: "lines of text"}
+
+
+def claimed(name: str) -> tuple[str, ...]:
+    """What a name says of the file, outermost first: compression and then what is in it, as far as it says so."""
+    suffix = PurePath(name).suffix.lower()
+    if suffix in TAR_SUFFIXES:
+        name = name[: -len(suffix)] + TAR_SUFFIXES[suffix]
+        suffix = PurePath(name).suffix
+    if suffix in SUFFIXES:
+        inner = claimed(name[: -len(suffix)])
+        return (SUFFIXES[suffix], *inner)
+    return (TAR,) if suffix == ".tar" else (LINES,) if suffix in LINE_SUFFIXES else ()
+
+
+def found(head: bytes) -> str:
+    """What the first HEAD bytes of a file say that it is."""
+    for table in (COMPRESSIONS, OTHERS):
+        for magic, name in table.items():
+            if head.startswith(magic):
+                return name
+    return TAR if _is_tar(head) else LINES
+
+
+def _is_tar(head: bytes) -> bool:
+    if len(head) < HEAD or not head[0]:
+        return len(head) == HEAD and not any(head)  # an empty archive begins with its end
+    try:
+        tarfile.TarInfo.frombuf(head[:HEAD], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True  # the sum of the header is right, which no text has by chance
+
+
+def refuse_another_format(path: str, head: bytes, says: tuple[str, ...], inside: str = "") -> str:
+    """What the file is, as `found` tells. Raises DataError where its name says something else, or no lines can be in it.
+
+    inside: the compression that `head` was taken out of
+    """
+    kind = found(head)
+    if kind in OTHERS.values() or inside and kind in COMPRESSIONS.values():
+        do = "unpack or convert it: JSON lines are read, plain, in a tar archive, or packed by gzip, zstd, bzip2 or xz"
+        raise DataError(f"{path} holds {_words(kind)}{' inside ' + inside if inside else ''}, not JSON lines", do=do)
+    if says and kind != says[0]:
+        why = f"its name says {_words(says[0])}{' inside ' + inside if inside else ''}, its bytes are {_words(kind)}"
+        raise DataError(f"{path} is not what its name says", why, "rename it, or copy or download it again")
+    return kind
+
+
+def _words(kind: str) -> str:
+    return WORDS.get(kind, kind)
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose absence is an error: tarfile takes an archive that is cut between two members for a whole one."""
+
+    @classmethod
+    def fromtarfile(cls, archive):
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # the blocks of zeros at the end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {archive.offset}") from None
+
+
+def members(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO | None]]:
+    """(name, stream of its bytes) of each file in a tar archive, in its order; None for links and devices.
+
+    stream: has `read` alone. A member has to be read before the next one is asked for. Raises tarfile.TarError.
+    """
+    with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 18, tarinfo=_Header) as archive:
+        while (header := archive.next()) is not None:
+            if not header.isdir():
+                yield header.name, archive.extractfile(header) if header.isreg() else None
+            archive.members = []  # it would keep them all
