@@ -116,6 +116,13 @@ def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
     return (asked or fitting)[0]
 
 
+def run_probes(op: str) -> None:
+    """Ask of all kernels of an op whether they can be used, before layers that choose among them are compiled."""
+    for entry in TABLE[op]:
+        if not entry.lacking:
+            entry.probe()
+
+
 def _package(name: str, cuda: str) -> str:
     return cuda or ("" if importlib.util.find_spec(name) else f"the package {name.replace('_', '-')} is not installed")
 

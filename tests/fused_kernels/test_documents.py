@@ -42,13 +42,11 @@ def ids_of(layout: str, s: int = S) -> np.ndarray:
 
 
 def pairs_of(ids: np.ndarray, rows: tuple[int, int], first: int, window) -> torch.Tensor:
-    """[b, s, t] bool, counted one by one: same document, not after the query, in its window."""
+    """[b, s, t] bool: same document, not after the query, in its window."""
     start, stop = rows
-    seen = np.zeros((len(ids), stop - start, stop - first), bool)
-    for sample, i in itertools.product(range(len(ids)), range(start, stop)):
-        for j in range(first, i + 1):
-            seen[sample, i - start, j - first] = ids[sample, i] == ids[sample, j] and (not window or i - j <= window)
-    return torch.from_numpy(seen)
+    back = np.arange(start, stop)[:, None] - np.arange(first, stop)  # [s, t] places from the query back to the key
+    same = ids[:, start:stop, None] == ids[:, None, first:stop]
+    return torch.from_numpy(same & (back >= 0) & (back <= (stop if window is None else window)))
 
 
 # ---- what kernels are told -------------------------------------------------------------------------------------------

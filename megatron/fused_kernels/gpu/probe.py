@@ -32,6 +32,7 @@ MODULES = dict(
 )
 TOLERANCE = 2e-2  # of the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
+FOUND: dict[str, str] = {}  # what probes of this process found, for layers that are compiled later
 
 
 def kernel(op: str) -> Callable:
@@ -47,9 +48,12 @@ def probe(op: str) -> str:
     """Why the Triton kernel of an op cannot be used on the CUDA device; "" where it can. Of attention: torch's kernel of
     documents, whose signature and devices differ from release to release.
     """
+    if torch.compiler.is_compiling():
+        return FOUND.get(op, "it was not probed before it was compiled")  # what is traced is not run
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         return NO_VALUES  # in the dry runs of a model; not remembered
-    return _probe(op)
+    FOUND[op] = _probe(op)
+    return FOUND[op]
 
 
 @cache
