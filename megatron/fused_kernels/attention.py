@@ -232,11 +232,10 @@ def sdpa(
 
 def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, window: Optional[int]) -> torch.Tensor:
     """`sdpa` of each document by itself, and of short neighbours together, under a mask of their own pairs."""
-    of_samples = []
-    for sample, runs in enumerate(documents.runs):
-        queries = query[:, sample].split([run.queries for run in runs])
-        keys, values = (x[:, sample].split([run.keys for run in runs]) for x in (key, value))
-        starts = documents.starts[sample].split([run.queries for run in runs])
+    of_samples, samples = [], (query.unbind(1), key.unbind(1), value.unbind(1), documents.starts.unbind(0))
+    for runs, queries, keys, values, starts in zip(documents.runs, *samples, strict=True):
+        queries, starts = (x.split([run.queries for run in runs]) for x in (queries, starts))
+        keys, values = (x.split([run.keys for run in runs]) for x in (keys, values))
         attended, first = [], 0
         for run, *parts, own in zip(runs, queries, keys, values, starts, strict=True):
             if run.queries:
@@ -246,8 +245,8 @@ def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, wi
                 parts = (part.unsqueeze(1) for part in parts)
                 attended.append(sdpa(*parts, scale=scale, causal=True, allowed=allowed, window=reach))
             first += run.keys
-        of_samples.append(torch.cat(attended) if len(attended) > 1 else attended[0])
-    return torch.cat(of_samples, 1) if len(of_samples) > 1 else of_samples[0]
+        of_samples.append(torch.cat(attended))
+    return torch.cat(of_samples, 1)
 
 
 def _lower_right(s: int, t: int):
