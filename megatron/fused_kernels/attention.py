@@ -245,8 +245,13 @@ def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, wi
                 parts = (part.unsqueeze(1) for part in parts)
                 attended.append(sdpa(*parts, scale=scale, causal=True, allowed=allowed, window=reach))
             first += run.keys
-        of_samples.append(torch.cat(attended))
-    return torch.cat(of_samples, 1)
+        of_samples.append(_joined(attended, 0))
+    return _joined(of_samples, 1)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Without a copy where there is one."""
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _lower_right(s: int, t: int):

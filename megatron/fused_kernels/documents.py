@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 import torch
 
-JOINED = 256  # keys of neighbouring documents that are looked at together, under a mask: a call for each costs more
+from megatron.settings.kernel_sizes import JOINED
 
 
 class Part(NamedTuple):
