@@ -32,8 +32,10 @@ class MicroBatch:
     samples         [b] int64: place in the order of training, for dropout and for the ledger; always on the CPU
     loss_mask       [s, b] float32, or None where every position counts
     position_ids    [s, b] int64, or None for 0, 1, ..., s - 1
-    document_ids    [s, b] int32, or None; attention is allowed only between equal ids. Of all rows, also where the rank
-                    has some of them: keys come from other ranks
+    document_ids    [s, b] int32, or None; attention is allowed only between equal ids, which stand side by side. Of all
+                    rows, also where the rank has some of them: keys come from other ranks
+    document_starts [b, s] int32: place of the first token of each one's document, of all rows too; always in the host's
+                    memory, where kernels are told what to leave out. None: to be found from `document_ids`
     whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
     hash            of samples and tokens, for the ledger (data/ledger.py)
     """
@@ -44,6 +46,7 @@ class MicroBatch:
     loss_mask: Optional[torch.Tensor] = None
     position_ids: Optional[torch.Tensor] = None
     document_ids: Optional[torch.Tensor] = None
+    document_starts: Optional[np.ndarray] = None
     whole_tokens: Optional[torch.Tensor] = None
     hash: tuple[int, int] = (0, 0)
 
@@ -71,8 +74,8 @@ class MicroBatch:
         return self._map(lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory())
 
     def _map(self, function) -> "MicroBatch":
-        """Apply to all but `samples`, which is read on the CPU: reading it from a device would wait for the device."""
-        names = [field.name for field in fields(self) if field.name not in ("samples", "hash")]
+        """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
+        names = [field.name for field in fields(self) if field.name not in ("samples", "document_starts", "hash")]
         tensors = {name: getattr(self, name) for name in names}
         return replace(
             self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
@@ -171,6 +174,7 @@ class MicroBatchLoader:
             if data.reset_position_ids
             else None,
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
+            document_starts=masks.document_starts(tokens, self.eod) if data.reset_attention_mask else None,
             whole_tokens=whole_tokens,
         )
         return batch.pinned() if self.pin_memory else batch

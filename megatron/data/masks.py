@@ -18,12 +18,16 @@ def document_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
     return ids
 
 
+def document_starts(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Place of the first token of the document that each token belongs to: [b, s] -> [b, s] int32."""
+    starts = np.zeros(tokens.shape, np.int32)
+    starts[:, 1:] = np.where(tokens[:, :-1] == eod, np.arange(1, tokens.shape[1], dtype=np.int32), 0)
+    return np.maximum.accumulate(starts, axis=1)
+
+
 def position_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Positions that start again at 0 after each end of document: [b, s] -> [b, s] int64."""
-    positions = np.arange(tokens.shape[1])
-    starts = np.zeros(tokens.shape, np.int64)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eod, positions[1:], 0)
-    return positions - np.maximum.accumulate(starts, axis=1)
+    return np.arange(tokens.shape[1]) - document_starts(tokens, eod)
 
 
 def loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:

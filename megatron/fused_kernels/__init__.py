@@ -26,12 +26,14 @@ class Case:
     """What decides whether an implementation can do it. Of ops other than attention, device and dtype alone.
 
     causal:  no query sees a key after it, the queries being the last of the tokens
-    masked:  a mask comes besides; of a causal case it takes pairs away within that order, as documents do
+    masked:  a mask of all pairs comes besides; of a causal case it takes pairs away within that order
+    documents: of a causal case: samples are packed of documents, and a query sees no key of another one
     grouped: several queries share a key and a value
     scaled_softmax: scores that only fit fp16 when they are divided before and multiplied after
     softcap: scores are capped by a tanh
     window:  keys before its own that a query sees; None: all
     unfused: by torch's ops one after the other, as a --no-*-fusion asks
+    head_dim: channels of a head; 0: no more than any kernel takes
     """
 
     device: str
@@ -46,6 +48,8 @@ class Case:
     softcap: bool = False
     window: Optional[int] = None
     unfused: bool = False
+    documents: bool = False
+    head_dim: int = 0
 
     @property
     def reach(self) -> int:
@@ -61,7 +65,7 @@ class Case:
             order = "bidirectional" if self.queries == self.keys else "cross"
         extras = [
             extra
-            for extra in ("masked", "dropout", "grouped", "scaled_softmax", "softcap", "unfused")
+            for extra in ("masked", "documents", "dropout", "grouped", "scaled_softmax", "softcap", "unfused")
             if getattr(self, extra)
         ]
         return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
@@ -71,7 +75,7 @@ class Case:
 # tokens over a cache, a chunk of a sequence under context parallelism),
 # or no order, with as many queries as keys or not. Then what a case may have besides.
 EVERYTHING = frozenset(
-    "causal cached bidirectional cross masked dropout grouped scaled_softmax softcap window unfused".split()
+    "causal cached bidirectional cross masked documents dropout grouped scaled_softmax softcap window unfused".split()
 )
 FUSED = EVERYTHING - {"unfused"}
 
@@ -112,20 +116,25 @@ def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
     return (asked or fitting)[0]
 
 
+def run_probes(op: str) -> None:
+    """Ask of all kernels of an op whether they can be used, before layers that choose among them are compiled."""
+    for entry in TABLE[op]:
+        if not entry.lacking:
+            entry.probe()
+
+
 def _package(name: str, cuda: str) -> str:
     return cuda or ("" if importlib.util.find_spec(name) else f"the package {name.replace('_', '-')} is not installed")
 
 
-def _flash_attn() -> frozenset[str]:
-    """What the flash-attn package covers: windows since 2.3, caps since 2.6."""
+def _flash_attn(*orders: str) -> frozenset[str]:
+    """What the flash-attn package covers besides these orders: windows since 2.3, caps since 2.6."""
     try:
         release = tuple(int(part) for part in version("flash_attn").split(".")[:2])
     except (PackageNotFoundError, ValueError):
         release = (0, 0)
     newer = {"window": (2, 3), "softcap": (2, 6)}
-    return frozenset(
-        {"causal", "bidirectional", "cross", "grouped", "unfused"} | {ask for ask, of in newer.items() if release >= of}
-    )
+    return frozenset({*orders, "grouped", "unfused"} | {ask for ask, of in newer.items() if release >= of})
 
 
 def told(device: str, dtype: torch.dtype) -> list[str]:
@@ -173,6 +182,11 @@ def _many(case: Case) -> bool:
     return "cached" not in case.asks or case.queries > 1
 
 
+def _documents_on_cuda(case: Case) -> bool:
+    """In a format and of a width that flash attention takes."""
+    return case.documents and _HALF_ON_CUDA(case) and case.head_dim <= 256
+
+
 _HALF_ON_CUDA = _on("cuda", torch.bfloat16, torch.float16)
 NO_CUDA = "" if torch.cuda.is_available() else "no CUDA device"
 EXPLICIT_KEYS = 4096  # beyond this the stored weights of explicit attention cost more memory than they save time
@@ -186,12 +200,32 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: _HALF_ON_CUDA(case) and not torch.are_deterministic_algorithms_enabled(),  # backward: atomics
             _package("flash_attn", NO_CUDA),
             "flash",
-            _flash_attn(),
+            _flash_attn("causal", "bidirectional", "cross"),
+        ),
+        Implementation(
+            "flash-attn varlen",
+            attention.flash_attn_varlen,
+            "the same for documents: work and memory within each alone",
+            lambda case: _documents_on_cuda(case) and not torch.are_deterministic_algorithms_enabled(),
+            _package("flash_attn", NO_CUDA),
+            "flash",
+            _flash_attn("causal", "cached", "documents"),
+        ),
+        Implementation(
+            "varlen (CUDA)",
+            attention.varlen,
+            "torch's flash attention of documents: work and memory within each alone",
+            _documents_on_cuda,
+            NO_CUDA
+            or ("" if importlib.util.find_spec("torch.nn.attention.varlen") else "this torch has no varlen_attn"),
+            "sdpa",
+            frozenset({"causal", "cached", "documents", "grouped", "scaled_softmax", "window", "unfused"}),
+            partial(probe, "attention"),
         ),
         Implementation(  # like flash-attn it keeps scores in fp32, which scaled_softmax asks for
             "sdpa (CUDA)",
             attention.sdpa,
-            "torch's flash, cuDNN or memory-efficient attention: no stored scores",
+            "torch's flash, cuDNN or memory-efficient attention: no stored scores; a call for each document",
             _on("cuda"),
             NO_CUDA,
             "sdpa",
@@ -200,25 +234,29 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             "block-causal",
             attention.block_causal,
-            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys out of a window",
+            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys out of a window "
+            "and documents before a block's",
             lambda case: (
                 _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS)
             ),
             "",
             "explicit",
-            frozenset({"causal", "cached", "masked", "dropout", "grouped", "softcap", "window"}),  # not "unfused"
+            EVERYTHING - {"bidirectional", "cross", "scaled_softmax", "unfused"},
         ),
         Implementation(
             "sdpa (CPU)",
             attention.sdpa,
-            "long sequences without stored scores; attention without causal order",
+            "long sequences without stored scores, a call for each document; attention without causal order",
             lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
             EVERYTHING - {"dropout", "scaled_softmax", "softcap"},
         ),
         Implementation(
-            "reference", reference.attention, "covers everything: caches, scaled scores in fp16", backend="explicit"
+            "reference",
+            reference.attention,
+            "covers everything: caches, scaled scores in fp16; all scores at once, documents by a mask of all pairs",
+            backend="explicit",
         ),
     ],
     "matmul": [

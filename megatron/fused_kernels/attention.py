@@ -5,55 +5,107 @@ Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
 """
 
+import inspect
 from functools import lru_cache
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
 from megatron.settings.kernel_sizes import causal_blocks, first_key
 
+ALIGNED = 64  # places that a block's first key is a multiple of, in tokens: fewer shapes of products to prepare
+
 
 def block_causal(
-    query, key, value, *, scale: float, causal: bool, allowed=None, dropout=None, softcap=None, window=None, **_
+    query,
+    key,
+    value,
+    *,
+    scale: float,
+    causal: bool,
+    allowed=None,
+    documents=None,
+    dropout=None,
+    softcap=None,
+    window=None,
+    **_,
 ) -> torch.Tensor:
-    """Explicit attention: blocks of queries against the keys up to them and in the window of one of them, so half of the
-    scores or more never exist. The queries are the last s of the t tokens.
+    """Explicit attention: blocks of queries against the keys up to them, in the window of one of them and in a document of
+    one of them, so half of the scores or more never exist. The queries are the last s of the t tokens.
     """
     assert causal and query.shape[0] <= key.shape[0], "keys after a block of queries are never looked at"
+    blocks = _blocks(query, key, window, documents)
+    starts = None if documents is None else documents.starts
     if allowed is None:
-        return _BlockCausal.apply(query, key, value, None, dropout, scale, softcap, window)
+        return _BlockCausal.apply(query, key, value, None, starts, blocks, dropout, scale, softcap, window)
     visible, blind = visible_keys(allowed, causal, window)
-    return _BlockCausal.apply(query, key, value, visible, dropout, scale, softcap, window).masked_fill(blind, 0.0)
+    attended = _BlockCausal.apply(query, key, value, visible, None, blocks, dropout, scale, softcap, window)
+    return attended.masked_fill(blind, 0.0)
+
+
+class Block(NamedTuple):
+    """Queries from start to stop, and the keys from first to end that any of them sees.
+
+    apart: some of these keys are of documents before that of one of the queries
+    """
+
+    start: int
+    stop: int
+    first: int
+    end: int
+    apart: bool
+
+
+def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -> list[Block]:
+    """The blocks of block-causal attention. For torch.compile documents make no difference but masks: it would compile
+    anew for every sample.
+    """
+    (s, _, _, q, _), past = query.shape, key.shape[0] - query.shape[0]
+    least = most = None
+    if documents is not None and not torch.compiler.is_compiling():
+        least, most = documents.bounds
+    found = []
+    for start, stop in causal_blocks(s, q):
+        first = first_key(past + start, window)
+        if least is not None:
+            first = max(first, least[start] // ALIGNED * ALIGNED)
+        apart = documents is not None and (most is None or most[stop - 1] > first)
+        found.append(Block(start, stop, first, past + stop, apart))
+    return found
 
 
 class _BlockCausal(torch.autograd.Function):
     """Operands are first copied to [b g, s (q), d]: batched products of contiguous matrices are 1.4 x as fast.
 
     Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows. A block sees a slice
-    of the keys: from the first one in the window of its first query to its own last one.
+    of the keys: from the first one in the window and in the document of its first query to its own last one.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, visible, dropout, scale, softcap, window):
+    def forward(ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window):
         (s, b, g, q, d), t = query.shape, key.shape[0]
         past = t - s  # keys before the first query
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         keys, values = (x.reshape(t, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
         attended = torch.empty_like(rows)
         weights, masks = [], []  # of each block: [b g, block q, keys]
-        for start, stop in causal_blocks(s, q):
-            first, end = first_key(past + start, window), past + stop
+        for start, stop, first, end, apart in blocks:
             block = _scores(rows[:, start * q : stop * q], keys[:, first:end], scale)
             if softcap is not None:
                 block = block.div_(softcap).tanh_().mul_(softcap)
             if visible is not None:
                 block.view(b, g, -1, q, end - first).add_(_bias(visible[:, start:stop, first:end], block))
+            elif apart:
+                seen = _in_document(starts[:, start:stop], past + start, first, window)
+                block.view(b, g, -1, q, end - first).add_(_bias(seen, block))
             elif window is not None:
-                block += _window_bias(past + start, end, window, q, block)
+                block += _window_bias(stop - start, end - first, window, q, block)
             else:
-                block[:, :, past + start :] += _causal_bias(stop - start, q, block)
+                block[:, :, past + start - first :] += _causal_bias(stop - start, q, block)
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
                 masks.append(_mask(dropout, query.shape, slice(start, stop), slice(first, end)))
@@ -61,7 +113,7 @@ class _BlockCausal(torch.autograd.Function):
             attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:end])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
-        ctx.softcap, ctx.window = softcap, window
+        ctx.softcap, ctx.blocks = softcap, blocks
         if dropout is not None:  # of the weights, here applied to what they add up to
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
@@ -69,17 +121,15 @@ class _BlockCausal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         rows, keys, values, *weights = ctx.saved_tensors
-        (s, b, g, q, d), t = ctx.shape, keys.shape[1]
-        past, blocks = t - s, causal_blocks(s, q)
+        (s, b, g, q, d), t, blocks = ctx.shape, keys.shape[1], ctx.blocks
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
-        # Without a window the last block touches every key: it comes first, and so writes where the others add.
-        empty = torch.empty_like if ctx.window is None else torch.zeros_like
+        # Where the last block touches every key, it comes first, and so writes where the others add.
+        empty = torch.empty_like if blocks[-1].first == 0 else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
-        for (start, stop), weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
-            mine, dropped = slice(start * q, stop * q), weight
-            seen = slice(first_key(past + start, ctx.window), past + stop)
+        for block, weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
+            mine, dropped, seen = slice(block.start * q, block.stop * q), weight, slice(block.first, block.end)
             d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
             if mask is not None:
                 kept = numbers(mask, weight.dtype)
@@ -91,11 +141,11 @@ class _BlockCausal(torch.autograd.Function):
             d_rows[:, mine] = torch.bmm(d_scores, keys[:, seen])
             for total, left, right in ((d_keys, d_scores, rows), (d_values, dropped, gradient)):
                 part = torch.bmm(left.transpose(1, 2), right[:, mine])
-                total[:, seen] = part if stop == s else part.add_(total[:, seen])
+                total[:, seen] = part if block.stop == s else part.add_(total[:, seen])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
         d_key, d_value = (x.view(b, g, t, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
-        return d_query, d_key, d_value, None, None, None, None, None
+        return d_query, d_key, d_value, *[None] * 7
 
 
 def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
@@ -108,14 +158,24 @@ def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_full((size, size), float("-inf")).triu(1).repeat_interleave(q, 0)
 
 
-def _window_bias(start: int, stop: int, window: int, q: int, like: torch.Tensor) -> torch.Tensor:
-    """[n q, keys] for the n queries from start to stop and the keys that any of them sees: 0 where one does, else -inf."""
-    n, keys = stop - start, stop - first_key(start, window)
+def _window_bias(n: int, keys: int, window: int, q: int, like: torch.Tensor) -> torch.Tensor:
+    """[n q, keys] for n queries, the last of the keys that any of them sees: 0 where one does, else -inf."""
     return (
         like.new_zeros(n, keys)
         .masked_fill_(~in_window(n, keys, window, like.device), float("-inf"))
         .repeat_interleave(q, 0)
     )
+
+
+def _in_document(starts: torch.Tensor, place: int, first: int, window: Optional[int]) -> torch.Tensor:
+    """[b, n, keys] bool for the n queries from `place` on and the keys from `first` to the last query: the key is in the
+    query's document, not after it, and in its window. starts: [b, n].
+    """
+    n = starts.shape[1]
+    keys = torch.arange(first, place + n, device=starts.device)
+    queries = keys[place - first :].unsqueeze(-1)  # [n, 1]
+    after = starts if window is None else torch.maximum(starts, queries.squeeze(-1) - window)
+    return (keys >= after.unsqueeze(-1)) & (keys <= queries)
 
 
 def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -136,12 +196,19 @@ def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
     return x.view(b, g, s, q, d).permute(2, 0, 1, 3, 4)
 
 
-def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=None, **_) -> torch.Tensor:
+def sdpa(
+    query, key, value, *, scale: float, causal: bool, allowed=None, documents=None, window=None, **_
+) -> torch.Tensor:
     """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. It knows no
-    windows: they are masks.
+    windows: they are masks. Nor documents: each has a call of its own; for torch.compile, to which every sample would be
+    another program, they are a mask of all pairs.
     """
     s, b, g, q, d = query.shape
     t, heads = key.shape[0], g * q
+    if documents is not None:
+        if not torch.compiler.is_compiling():
+            return _sdpa_of_documents(query, key, value, documents, scale, window)
+        allowed = documents.allowed(t)
     mask = blind = None
     lower = False  # the kernel knows this order by itself
     if allowed is not None:
@@ -161,6 +228,30 @@ def sdpa(query, key, value, *, scale: float, causal: bool, allowed=None, window=
     attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **order)
     attended = attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
+
+
+def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, window: Optional[int]) -> torch.Tensor:
+    """`sdpa` of each document by itself, and of short neighbours together, under a mask of their own pairs."""
+    of_samples, samples = [], (query.unbind(1), key.unbind(1), value.unbind(1), documents.starts.unbind(0))
+    for runs, queries, keys, values, starts in zip(documents.runs, *samples, strict=True):
+        queries, starts = (x.split([run.queries for run in runs]) for x in (queries, starts))
+        keys, values = (x.split([run.keys for run in runs]) for x in (keys, values))
+        attended, first = [], 0
+        for run, *parts, own in zip(runs, queries, keys, values, starts, strict=True):
+            if run.queries:
+                places = torch.arange(first, first + run.keys, device=own.device)
+                allowed = None if run.documents == 1 else (places >= own.unsqueeze(-1)).unsqueeze(0)
+                reach = None if window is None or run.keys <= window + 1 else window
+                parts = (part.unsqueeze(1) for part in parts)
+                attended.append(sdpa(*parts, scale=scale, causal=True, allowed=allowed, window=reach))
+            first += run.keys
+        of_samples.append(_joined(attended, 0))
+    return _joined(of_samples, 1)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Without a copy where there is one."""
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _lower_right(s: int, t: int):
@@ -189,3 +280,42 @@ def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, w
     query, key, value = (x.transpose(0, 1) for x in (query.reshape(s, b, g * q, d), key, value))
     attended = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal, **more)  # [b, s, heads, d]
     return attended.transpose(0, 1).reshape(s, b, g * q * d)
+
+
+def varlen(query, key, value, *, scale: float, documents: Documents, window=None, **_) -> torch.Tensor:
+    """torch's flash attention of documents that lie one after the other."""
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import: torch._dynamo comes along
+
+    more = dict(window_size=(-1 if window is None else window, 0))  # the first: causal order without a window
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # later than 2.11; before, groups needed no word
+        more["enable_gqa"] = query.shape[3] > 1
+    d, packed = query.shape[-1], _packed(query, key, value)
+    if d % 8:  # the kernel reads 16 bytes at a time
+        packed = [F.pad(x, (0, -d % 8)) for x in packed]
+    edges = documents.query_edges, documents.key_edges, *documents.longest
+    return _unpacked(varlen_attn(*packed, *edges, scale=scale, **more)[..., :d], query)
+
+
+def flash_attn_varlen(
+    query, key, value, *, scale: float, documents: Documents, softcap=None, window=None, **_
+) -> torch.Tensor:
+    """The flash-attn package, of documents that lie one after the other."""
+    from flash_attn import flash_attn_varlen_func
+
+    more = {} if window is None else dict(window_size=(window, 0))
+    more |= {} if softcap is None else dict(softcap=softcap)
+    edges = documents.query_edges, documents.key_edges, *documents.longest
+    packed = _packed(query, key, value)
+    return _unpacked(flash_attn_varlen_func(*packed, *edges, softmax_scale=scale, causal=True, **more), query)
+
+
+def _packed(query, key, value) -> list[torch.Tensor]:
+    """[b s, g q, d] and twice [b t, g, d]: tokens of all samples, one sample after the other."""
+    b, d = query.shape[1], query.shape[-1]
+    return [x.transpose(0, 1).reshape(b * len(x), -1, d) for x in (query, key, value)]
+
+
+def _unpacked(attended: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """[b s, g q, d] -> [s, b, g q d]."""
+    s, b = query.shape[:2]
+    return attended.reshape(b, s, -1).transpose(0, 1)

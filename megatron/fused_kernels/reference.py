@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, drop
 
 
@@ -21,6 +22,7 @@ def attention(
     scale: float,
     causal: bool,
     allowed: torch.Tensor | None = None,
+    documents: Documents | None = None,
     score_divisor: float = 1.0,
     softmax_in_fp32: bool = False,
     dropout: DropoutMask | None = None,
@@ -33,6 +35,7 @@ def attention(
                sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
     allowed:   [b, s, t] bool, which pairs may see each other besides; a query that then sees no key gets zeros, and
                gives no gradient
+    documents: of a causal case: a query sees keys of its own document alone, here by a mask of all pairs
     dropout:   which weights stay, [b, g q, s, t]
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     softcap:   scores become softcap x tanh(score / softcap)
@@ -48,6 +51,8 @@ def attention(
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     blind = None
+    if documents is not None:
+        allowed = documents.allowed(t)
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
         scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal self-attention: grouped queries, rotary positions, query-key norm, document masks, sliding windows, soft caps,
+"""Causal self-attention: grouped queries, rotary positions, query-key norm, documents apart, sliding windows, soft caps,
 cached keys and values; of sequences that ranks of context parallelism share, with the others' keys or the others' rows.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
@@ -12,11 +12,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
+from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.cache import Cache
 from megatron.model.norms import NORMS
@@ -43,16 +45,19 @@ class ForwardContext:
     batch     the `MicroBatch`; None in inference
     samples   [b] places in the order of training, for dropout; None in inference
     angles    cos and sin of RoPE, or None
-    allowed   [b, s, t] bool: query may see key; None for plain causal attention
-    allowed_of_all  [b, t, t] bool: the same of all queries, where this rank's are some of them
+    documents which keys queries see where samples are packed of documents; None for plain causal attention. Of whole
+              sequences, also where this rank has some rows of them
+    of_chunks the same of the rank's two chunks of rows, by window: each one's queries over the keys that are sliced for it
+    allowed   [b, s, t] bool: query may see key. In inference, where prompts are padded
     cache     keys and values of earlier tokens, or None
     region    makes the context that recomputation happens in
     """
 
     samples: Optional[torch.Tensor] = None
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+    documents: Optional[Documents] = None
+    of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
     allowed: Optional[torch.Tensor] = None
-    allowed_of_all: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
     region: Callable = nullcontext
     batch: Any = None
@@ -68,17 +73,31 @@ class ForwardContext:
         return None if self.batch is None else self.batch.num_tokens
 
 
-def allowed_pairs(
-    query_documents: torch.Tensor, key_documents: torch.Tensor, rows: Optional[torch.Tensor] = None
-) -> torch.Tensor:
-    """[b, s, t] bool from document ids [s, b] and [t, b]: same document, and the key not after the query.
-
-    rows: [s] places of the queries among the t tokens; default: they are the last ones.
+def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
+    """[b, s, t] bool from document ids [s, b] and [t, b]: same document, and the key not after the query; the queries are
+    the last s tokens.
     """
     s, t = query_documents.shape[0], key_documents.shape[0]
     order = torch.arange(t, device=key_documents.device)
     same = query_documents.t().unsqueeze(2) == key_documents.t().unsqueeze(1)
-    return same & (order <= (order[t - s :] if rows is None else rows)[:, None])
+    return same & (order <= order[t - s :, None])
+
+
+def chunk_keys(chunk: tuple[int, int], window: Optional[int]) -> slice:
+    """The keys that the queries of a chunk of rows are given: up to its own end, and no more than a window before it."""
+    start, stop = chunk
+    return slice(0 if window is None else max(0, start - window), stop)
+
+
+def documents_of_chunks(starts: np.ndarray, cp: Axis, windows: set[Optional[int]], device) -> dict:
+    """`ForwardContext.of_chunks` for starts [b, t] of the documents of whole samples."""
+    chunks = own_chunks(starts.shape[1], cp.rank, cp.size)
+    return {
+        window: tuple(
+            Documents.of(starts, device, rows=chunk, first=chunk_keys(chunk, window).start) for chunk in chunks
+        )
+        for window in windows
+    }
 
 
 def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
@@ -183,10 +202,10 @@ def attention_by_rows(query, key, value, layer: Attention, context: ForwardConte
     with GatheredAgain(whole, own, layer.cp) if layer.gather_again else nullcontext():
         for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
             rows = slice(number * c, number * c + c)
-            keys = slice(0 if layer.window is None else max(0, start - layer.window), stop)
-            allowed = None if context.allowed is None else context.allowed[:, rows, keys]
+            keys = chunk_keys((start, stop), layer.window)
+            documents = context.of_chunks and context.of_chunks[layer.window][number]
             kept = dropout and dropout._replace(words=dropout.words[:, :, start:stop, keys])
-            part = replace(context, allowed=allowed)
+            part = replace(context, documents=documents)
             attended.append(scaled_dot_product_attention(query[rows], key[keys], value[keys], layer, part, kept))
     return torch.cat(attended)
 
@@ -195,8 +214,7 @@ def attention_by_heads(query, key, value, layer: Attention, context: ForwardCont
     """Ranks of cp exchange rows for heads: each attends with all rows of some groups (Ulysses, arXiv:2309.14509)."""
     qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
     query, key, value = rows_to_heads(qkv, layer.cp).split((layer.queries, 1, 1), 3)  # [t, b, g/(tp cp), ...]
-    whole = replace(context, allowed=context.allowed_of_all)
-    attended = scaled_dot_product_attention(query, key.squeeze(3), value.squeeze(3), layer, whole)
+    attended = scaled_dot_product_attention(query, key.squeeze(3), value.squeeze(3), layer, context)
     return heads_to_rows(attended, layer.cp)
 
 
@@ -236,6 +254,8 @@ def scaled_dot_product_attention(
         softcap=layer.softcap is not None,
         window=window,
         unfused=layer.plain_softmax,
+        documents=context.documents is not None,
+        head_dim=layer.head_dim,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
@@ -246,6 +266,7 @@ def scaled_dot_product_attention(
         scale=layer.head_dim**-0.5,
         causal=case.causal,
         allowed=allowed,
+        documents=context.documents,
         score_divisor=layer.score_divisor,
         softmax_in_fp32=layer.softmax_in_fp32,
         dropout=dropout,

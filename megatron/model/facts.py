@@ -36,7 +36,7 @@ class RankSetup:
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention whose scores are whole, as other suites have it. plain_softmax:
     --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
-    a2a), instead of gathering keys and values.
+    a2a), instead of gathering keys and values. documents: samples are packed of them (--reset-attention-mask).
     """
 
     tp: int = 1
@@ -50,6 +50,7 @@ class RankSetup:
     plain_softmax: bool = False
     cp: int = 1
     by_heads: bool = False
+    documents: bool = False
 
 
 class CoreAttention(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
+from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
@@ -109,6 +110,7 @@ class LanguageModel(nn.Module):
             if hasattr(module, "overlap"):
                 module.overlap = False
         if self.kernels.torch_compile:
+            run_probes("attention")
             for block in self.blocks.values():
                 block.compile()
         if last:

@@ -79,7 +79,7 @@ class Job:
     ) -> RankSetup:
         """How a rank works on the model in a layout."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
-        shared = (cp, cp > 1 and by_heads)
+        shared = (cp, cp > 1 and by_heads, self.documents)
         return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, *kernels, *shared)
 
 

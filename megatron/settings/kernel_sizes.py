@@ -4,6 +4,7 @@
 from typing import NamedTuple, Optional
 
 CHUNK_BYTES = dict(cpu=8 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in a CPU's cache; enough rows to fill a GPU
+JOINED = 256  # keys of neighbouring documents that a kernel looks at together, under a mask: a call for each costs more
 BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
 

@@ -4,6 +4,7 @@
 import os
 import traceback
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.fused_kernels import TABLE
 from megatron.guard.stopping import StopRequests
 from megatron.model.recipe import named_recipe
 from megatron.mpu import collectives, random
@@ -147,11 +149,21 @@ def a_job(rank: int, world: int):
     dist.destroy_process_group()
 
 
-def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str = "") -> dict:
+def be_there(kernel: str) -> list:
+    """Make a kernel of attention that a GPU would have one of this process; a list that grows with its calls."""
+    [number] = [n for n, entry in enumerate(TABLE["attention"]) if entry.name == kernel]
+    entry, calls = TABLE["attention"][number], []
+    counted = lambda *args, **kwargs: calls.append(1) or entry.run(*args, **kwargs)
+    TABLE["attention"][number] = replace(entry, run=counted, lacking="", probe=lambda: "")
+    return calls
+
+
+def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str = "", kernel: str = "") -> dict:
     """Build a run and train some steps; {"waits": where the host waits for the device in the last of them, "late": how
-    often it asked for what came of an earlier step}.
+    often it asked for what came of an earlier step, "calls": of a kernel}.
     """
     recipe = named_recipe("GPT")
+    calls = be_there(kernel) if kernel else []
     if mistake:
         getattr(mistakes, mistake)()
     with a_device(), a_job(rank, world), host_reads() as reads:
@@ -164,4 +176,4 @@ def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str 
             for Event.step in range(steps):
                 reads.clear()
                 step.train_step(run)
-    return dict(waits=reads, late=Event.late)
+    return dict(waits=reads, late=Event.late, calls=len(calls))

@@ -36,6 +36,13 @@ def memory_that_is_not_pinned() -> None:
     instead(loader.MicroBatch, "pinned", lambda real: lambda batch: batch)
 
 
+def documents_read_from_the_device() -> None:
+    def made(real):
+        return lambda loader, *args: dataclasses.replace(real(loader, *args), document_starts=None)
+
+    instead(loader.MicroBatchLoader, "micro_batch", made)
+
+
 def a_copy_that_waits() -> None:
     def made(real):
         return lambda batch, device: batch.pinned()._map(lambda tensor: tensor.to(device))

@@ -66,6 +66,18 @@ CASES = {  # name: flags, rank, ranks
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
     "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),
 }
+VARLEN = "varlen (CUDA)"  # torch's own attention of documents, which is called on fake tensors, as on a GPU it would be
+DOCUMENTS = f"{LLAMA} --reset-attention-mask --hidden-dropout 0 --attention-dropout 0"
+IN_VARLEN = {  # name: flags, rank, ranks, calls in two steps
+    "varlen, accumulation, O1": (f"{DOCUMENTS} --global-batch-size 4 --amp-level O1", 0, 1, 8),
+    "varlen, cp2 tp2, window, recompute": (
+        f"{DOCUMENTS} {TP} --context-parallel-size 2 --window-size 9,0 --window-attn-skip-freq 2 "
+        "--recompute-granularity full",
+        3,
+        4,
+        16,
+    ),
+}
 OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
     "wait for an event of this step in megatron/mpu/transfer.py: read",
     "copy that waits in megatron/optimizer/state.py: step",
@@ -80,6 +92,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "a_loss_read_for_the_log": ("", "item in megatron/training/step.py"),
     "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
     "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),
+    "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
     "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),
 }
@@ -95,13 +108,15 @@ def found(tmp_path_factory) -> dict:
     flags = ["-O1", "-shared", "-fPIC", "-std=c++20", *places, "-lc10", "-ltorch_cpu"]
     subprocess.run([COMPILER, source, "-o", str(library), *flags], check=True)
     cases = [dict(flags=flags, rank=rank, world=world) for flags, rank, world in CASES.values()]
+    for flags, rank, world, _ in IN_VARLEN.values():
+        cases.append(dict(flags=flags, rank=rank, world=world, kernel=VARLEN))
     cases += [dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()]
     cases = [dict(case, flags=f"{BASE} {case['flags']}") for case in cases]
     command = [sys.executable, str(HERE / "run_cases.py"), str(library)]
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     assert len(answers) == len(cases), done.stderr[-3000:]
-    return dict(zip([*CASES, *MISTAKES], answers, strict=True))
+    return dict(zip([*CASES, *IN_VARLEN, *MISTAKES], answers, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -110,6 +125,11 @@ def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     assert "waits" in found[name], found[name]
     late = name != "offload"
     assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
+
+
+@pytest.mark.parametrize("name", IN_VARLEN)
+def test_a_step_with_documents_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
+    assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_VARLEN[name][3]), found[name]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

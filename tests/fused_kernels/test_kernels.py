@@ -30,10 +30,32 @@ from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose_kernel, refer
         (Case("cpu", torch.float32, 256, 256, dropout=True), "auto", "reference"),
         (Case("cpu", torch.float32, 128, 256), "auto", "sdpa (CPU)"),
         (Case("cpu", torch.float32, 300, 40, masked=True, dropout=True), "sdpa", "reference"),
+        (Case("cpu", torch.float32, 256, 256, causal=True, documents=True), "auto", "block-causal"),
+        (Case("cpu", torch.float32, 256, 256, causal=True, documents=True), "sdpa", "sdpa (CPU)"),
+        (Case("cpu", torch.float32, 9000, 9000, causal=True, documents=True), "auto", "sdpa (CPU)"),
+        (Case("cpu", torch.float32, 9000, 9000, causal=True, documents=True, dropout=True), "auto", "block-causal"),
     ],
 )
 def test_choice(case, backend, name):
     assert choose_kernel("attention", case, backend).name == name
+
+
+def test_documents_on_cuda(monkeypatch):
+    """The kernels of documents, where there are some and the case is theirs; none of them without."""
+    for entry in TABLE["attention"]:
+        monkeypatch.setitem(entry.__dict__, "lacking", "")
+        monkeypatch.setitem(entry.__dict__, "probe", lambda: "")
+    packed = dict(device="cuda", dtype=torch.bfloat16, queries=64, keys=256, causal=True, documents=True, head_dim=128)
+
+    def chosen(backend="auto", **more):
+        return choose_kernel("attention", Case(**packed | more), backend).name
+
+    assert [chosen(backend) for backend in ("auto", "flash", "sdpa")] == ["flash-attn varlen"] * 2 + ["varlen (CUDA)"]
+    assert chosen("sdpa", head_dim=264) == chosen("sdpa", dtype=torch.float32) == "sdpa (CUDA)"
+    assert chosen(dropout=True) == "block-causal"
+    assert chosen(documents=False) not in ("flash-attn varlen", "varlen (CUDA)")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen() == "varlen (CUDA)"
 
 
 def cannot(name: str, case: Case) -> bool:
@@ -41,7 +63,14 @@ def cannot(name: str, case: Case) -> bool:
     their queries sees; the packages take no mask of ours."""
     ordered = case.causal and case.queries == case.keys
     return {
-        "flash-attn": case.masked or case.dropout or case.scaled_softmax or (case.causal and not ordered),
+        "flash-attn": case.masked
+        or case.documents
+        or case.dropout
+        or case.scaled_softmax
+        or not ordered
+        and case.causal,
+        "flash-attn varlen": not case.documents or case.masked or case.dropout or case.scaled_softmax,
+        "varlen (CUDA)": not case.documents or case.masked or case.dropout or case.dtype == torch.float32,
         "sdpa (CUDA)": case.dropout,
         "block-causal": not case.causal or case.scaled_softmax,
         "sdpa (CPU)": case.dropout or case.scaled_softmax,
@@ -54,16 +83,17 @@ def test_nothing_is_chosen_that_cannot(monkeypatch):
     for entries in TABLE.values():
         for entry in entries:
             monkeypatch.setitem(entry.__dict__, "lacking", "")
+            monkeypatch.setitem(entry.__dict__, "probe", lambda: "")
     met, flags = set(), [False, True]
     for device, dtype, sizes in itertools.product(
         ("cpu", "cuda"),
         (torch.float32, torch.bfloat16, torch.float16),
         ((1, 1), (256, 256), (9000, 9000), (1, 256), (128, 256), (300, 40)),
     ):
-        for causal, masked, dropout, grouped, scaled in itertools.product(flags, flags, flags, flags, flags):
-            if causal and sizes[0] > sizes[1]:
+        for causal, masked, dropout, grouped, scaled, packed in itertools.product(*[flags] * 6):
+            if causal and sizes[0] > sizes[1] or packed and (masked or not causal):
                 continue
-            case = Case(device, dtype, *sizes, causal, masked, dropout, grouped, scaled)
+            case = Case(device, dtype, *sizes, causal, masked, dropout, grouped, scaled, documents=packed)
             for backend in ("auto", "explicit", "sdpa", "flash"):
                 name = choose_kernel("attention", case, backend).name
                 assert not cannot(name, case), (name, case, backend)

@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, reference, told
+from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, reference, run_probes, told
 from megatron.fused_kernels.gpu import probe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("op", probe.MODULES)
+@pytest.mark.parametrize("op", [*probe.MODULES, "attention"])
 def test_a_probe_lets_rounding_pass_and_a_factor_not(op):
     """The small cases, on the CPU: the reference in bf16 passes for itself; 5 % more is seen."""
     right = getattr(reference, op)
 
-    def wrong(*args):
-        found = right(*args)
+    def wrong(*args, **kwargs):
+        found = right(*args, **kwargs)
         return tuple(x * 1.05 for x in found) if isinstance(found, tuple) else found * 1.05
 
     assert probe.compare(op, right, "cpu", BF16) == ""
@@ -74,3 +74,21 @@ def test_tensors_without_values_are_no_evidence(monkeypatch):
     with FakeTensorMode():
         assert choose_kernel("rotate", Case("cuda", BF16)).name == "torch"
         assert probe.NO_VALUES in told("cuda", BF16)[0]
+
+
+def test_what_is_compiled_is_told_what_was_found_before(monkeypatch):
+    """The kernel of documents alone is chosen in compiled layers; a probe cannot run in them."""
+    there = [replace(entry, lacking="") for entry in TABLE["attention"] if not entry.name.startswith("flash-attn")]
+    monkeypatch.setitem(TABLE, "attention", there)
+    monkeypatch.setattr(probe, "FOUND", {})
+    monkeypatch.setattr(probe, "_probe", lambda op: "" if op == "attention" else "not asked")
+    case = Case("cuda", BF16, 64, 64, causal=True, documents=True)
+
+    def chosen() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            return choose_kernel("attention", case, "sdpa").name
+
+    assert chosen() == "sdpa (CUDA)"
+    run_probes("attention")
+    assert chosen() == "varlen (CUDA)"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.data.loader import MicroBatch
 from megatron.errors import run_main
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.model import attention
@@ -22,7 +23,7 @@ SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout
 
 @pytest.mark.parametrize("backend", ["auto", "explicit", "sdpa"])
 @pytest.mark.parametrize(
-    "settings, masked",
+    "settings, packed",
     [
         (dict(), False),
         (dict(window_size="9,0"), False),
@@ -32,20 +33,21 @@ SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout
         (dict(attn_logit_softcapping=5.0, attention_dropout=0.1, window_size="9,0"), False),
     ],
 )
-def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, masked):
+def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, packed):
     asked = []
     note = lambda op, case, backend: asked.append((case, choose_kernel(op, case, backend))) or asked[-1][1]
     monkeypatch.setattr(attention, "choose_kernel", note)
     model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
     network = GPT(model, Mesh(), 50, kernels=Kernels(attention_backend=backend))
     tokens = torch.zeros(64, 1, dtype=torch.long)
-    documents = torch.zeros(64, 1, dtype=torch.int) if masked else None
-    x, context = torch.randn(64, 1, 16), network._context(tokens.shape, None, documents, torch.arange(1))
+    documents = torch.zeros(64, 1, dtype=torch.int) if packed else None
+    batch = MicroBatch(tokens, tokens, torch.arange(1), document_ids=documents)
+    x, context = torch.randn(64, 1, 16), network.context(batch)
     for layer, block in enumerate(network.blocks.values()):
         block.attention(x, context)
         case, chosen = asked[-1]
         assert case.window == (None if layer == 1 and "window_attn_skip_freq" in settings else model.window)
-        assert (case.softcap, case.masked) == (model.attn_logit_softcapping is not None, masked)
+        assert (case.softcap, case.documents) == (model.attn_logit_softcapping is not None, packed) and not case.masked
         share = RankSetup(device="cpu", precision="fp32", element=4, backend=backend)
         assert GPTFacts(model, 50).attention_kernel(share, case.window) == NAMES[chosen.name]
     assert len(asked) == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.loader import MicroBatchLoader
+from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.model.attention import attention_core
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
@@ -87,7 +87,9 @@ def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
         for settings, documents, way, backend in cases:
             network, layer = layer_of(mesh, way, settings, backend)
             own = [x[rows].clone().requires_grad_() for x in inputs]
-            context = network._context((len(rows), B), None, DOCUMENTS if documents else None, torch.arange(B))
+            tokens = torch.zeros(len(rows), B, dtype=torch.long)
+            batch = MicroBatch(tokens, tokens, torch.arange(B), document_ids=DOCUMENTS if documents else None)
+            context = network.context(batch)
             value = attention_core(*own, layer, context)
             found.append((value.detach(), *torch.autograd.grad(value, own, upstream[rows])))
         return found

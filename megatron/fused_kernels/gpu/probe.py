@@ -10,11 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron.fused_kernels import reference
+from megatron.fused_kernels import attention, reference
+from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 
 MODULES = dict(
@@ -30,6 +32,7 @@ MODULES = dict(
 )
 TOLERANCE = 2e-2  # of the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
+FOUND: dict[str, str] = {}  # what probes of this process found, for layers that are compiled later
 
 
 def kernel(op: str) -> Callable:
@@ -42,17 +45,23 @@ def kernel(op: str) -> Callable:
 
 
 def probe(op: str) -> str:
-    """Why the Triton kernel of an op cannot be used on the CUDA device; "" where it can."""
+    """Why the Triton kernel of an op cannot be used on the CUDA device; "" where it can. Of attention: torch's kernel of
+    documents, whose signature and devices differ from release to release.
+    """
+    if torch.compiler.is_compiling():
+        return FOUND.get(op, "it was not probed before it was compiled")  # what is traced is not run
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         return NO_VALUES  # in the dry runs of a model; not remembered
-    return _probe(op)
+    FOUND[op] = _probe(op)
+    return FOUND[op]
 
 
 @cache
 def _probe(op: str) -> str:
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            wrong = compare(op, kernel(op), "cuda", torch.bfloat16)
+            run = attention.varlen if op == "attention" else kernel(op)
+            wrong = compare(op, run, "cuda", torch.bfloat16)
     except Exception as error:  # of the compiler, the driver or the device: whatever it is, torch's ops remain
         return f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"the probe found {wrong}" if wrong else ""
@@ -102,6 +111,15 @@ def _dropout_case(device, dtype):
     return [_drawn((3, 2, 100), device, dtype, n) for n in range(2)], _tuple(call)
 
 
+def _documents_case(device, dtype):
+    """Queries that begin within a document and after one, with a window."""
+    starts = np.array([[0] * 5 + [5] * 15, [0] * 12 + [12] * 7 + [19]])
+    documents = Documents.of(starts, device, rows=(8, 20))
+    call = lambda run, *inputs: run(*inputs, scale=0.3, causal=True, documents=documents, window=6)
+    shapes = (12, 2, 2, 2, 16), (20, 2, 2, 16), (20, 2, 2, 16)
+    return [_drawn(shape, device, dtype, n) for n, shape in enumerate(shapes)], _tuple(call)
+
+
 def _cross_entropy_case(device, dtype):
     part, labels = reference.VocabularyPart(100, 290, 0.9, 1e-3, 30.0, 1e-3), torch.arange(95, 400, 61, device=device)
 
@@ -126,4 +144,5 @@ CASES = dict(
     rotate=_rotate_case,
     dropout_add=_dropout_case,
     cross_entropy=_cross_entropy_case,
+    attention=_documents_case,
 )

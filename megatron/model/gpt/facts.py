@@ -16,7 +16,7 @@ from typing import NamedTuple, Optional
 from megatron.model.facts import Branch, CoreAttention, Exchange, Facts, RankSetup
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.mpu.chunks import own_chunks
-from megatron.settings.kernel_sizes import causal_pairs
+from megatron.settings.kernel_sizes import JOINED, causal_pairs
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -173,6 +173,7 @@ def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple
         if core.kernel == "flash":
             masked = _masked(share, window) or (call.queries < call.keys and share.device == "cpu")
             found = call.queries * call.keys * e if masked else 0
+            found += 2 * n * fused * e if share.documents and share.device == "cpu" else 0  # gradients, joined twice
         else:
             whole = window is None or core.kernel == "reference"
             seen = call.keys if whole else min(call.keys, window + 256)  # by a block of queries
@@ -198,8 +199,11 @@ def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple
 
 
 def _masked(share: RankSetup, window: Optional[int]) -> bool:
-    """Whether a flash kernel takes a window as a mask, one for all layers: torch's do, and look at every pair."""
-    return window is not None and share.backend != "flash"
+    """Whether a flash kernel takes a window as a mask, one for all layers: torch's do, and look at every pair; but for the
+    one of documents, on CUDA in half precision.
+    """
+    varlen = share.documents and share.device == "cuda" and share.precision != "fp32"
+    return window is not None and share.backend != "flash" and not varlen
 
 
 def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
@@ -242,6 +246,8 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
             q if grouped and not own and calls[0].groups > 1 else 0
         )  # a copy, in place of queries that nobody else keeps
         copied += q if share.cp > 1 else 0  # its output, which is not what the next layer keeps
+        if share.documents and share.device == "cpu":  # outputs of a call for each; masks of short ones, at most
+            copied += q + n * min(JOINED, m.seq_length) * e
         return turned + views + copied + 4 * n * heads, recomputed
     if kernel == "block-causal":
         rows = q if own or grouped else fused

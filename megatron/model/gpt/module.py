@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: a language model of `Block`s, causal, with positions learned or rotary; training, and generation with a cache."""
 
-from dataclasses import replace
 from typing import Optional
 
 import torch
 
 from megatron.fused_kernels.autocast import autocast_of
-from megatron.model.attention import ForwardContext, allowed_pairs
+from megatron.fused_kernels.documents import Documents, starts_of
+from megatron.model.attention import ForwardContext, allowed_pairs, documents_of_chunks
 from megatron.model.block import Block
 from megatron.model.cache import Cache
 from megatron.model.gpt.facts import GPTFacts
@@ -15,7 +15,6 @@ from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
 from megatron.model.weights import Table
 from megatron.mpu import mappings
-from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Config, Model
@@ -69,8 +68,9 @@ class GPT(LanguageModel):
         )
 
     def context(self, batch) -> ForwardContext:
-        made = self._context(batch.tokens.shape, batch.position_ids, batch.document_ids, batch.samples)
-        return replace(made, batch=batch)
+        documents, of_chunks = self._documents(batch)
+        angles = self._angles(len(batch.tokens), batch.position_ids)
+        return ForwardContext(batch.samples, angles, documents, of_chunks, region=self.region, batch=batch)
 
     def logits(
         self,
@@ -92,7 +92,7 @@ class GPT(LanguageModel):
         assert self.first and self.last and self.cp.size == 1, "logits need a whole model and whole sequences"
         with self.region():
             x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
-            x, _ = self.run_layers(x, self._context(tokens.shape, position_ids, document_ids, None, cache))
+            x, _ = self.run_layers(x, self._context(len(tokens), position_ids, document_ids, cache))
             if cache is not None:
                 cache.length += tokens.shape[0]
             x = self.gather_input(self.final_norm(x), self.tp)
@@ -105,17 +105,29 @@ class GPT(LanguageModel):
     def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
         return self.positions(s, position_ids, 0 if cache is None else cache.length)
 
-    def _context(self, shape, position_ids, document_ids, samples, cache: Optional[Cache] = None) -> ForwardContext:
-        angles = allowed = None
-        if self.rotary is not None:
-            angles = self.rotary.angles(self._positions(shape[0], position_ids, cache), self.dtype)
-        keys = document_ids if cache is None else cache.extend_documents(document_ids, shape[0])
-        allowed_of_all = None
-        if keys is not None and self.cp.size > 1:
-            ways = [self.by_heads(int(layer)) for layer in self.blocks]
-            rows = own_rows(torch.arange(len(keys), device=keys.device), self.cp)
-            allowed = None if all(ways) else allowed_pairs(keys[rows], keys, rows)
-            allowed_of_all = allowed_pairs(keys, keys) if any(ways) else None
-        elif keys is not None:
-            allowed = allowed_pairs(keys[-shape[0] :], keys)
-        return ForwardContext(samples, angles, allowed, allowed_of_all, cache, self.region)
+    def _angles(self, s: int, position_ids, cache: Optional[Cache] = None):
+        if self.rotary is None:
+            return None
+        return self.rotary.angles(self._positions(s, position_ids, cache), self.dtype)
+
+    def _context(self, s: int, position_ids, document_ids, cache: Optional[Cache]) -> ForwardContext:
+        """Of s tokens without labels. Their documents are a mask of all pairs: in a cache padding may lie between."""
+        keys = document_ids if cache is None else cache.extend_documents(document_ids, s)
+        allowed = None if keys is None else allowed_pairs(keys[-s:], keys)
+        return ForwardContext(
+            angles=self._angles(s, position_ids, cache), allowed=allowed, cache=cache, region=self.region
+        )
+
+    def _documents(self, batch) -> tuple[Optional[Documents], Optional[dict]]:
+        """`documents` and `of_chunks` of a context, of which layers want one or both."""
+        if batch.document_ids is None:
+            return None, None
+        device = batch.document_ids.device
+        starts = starts_of(batch.document_ids) if batch.document_starts is None else batch.document_starts
+        layers = [int(layer) for layer in self.blocks]
+        by_rows = {self.facts.settings.window_of(n) for n in layers if self.cp.size > 1 and not self.by_heads(n)}
+        whole = self.cp.size == 1 or any(map(self.by_heads, layers))
+        return (
+            Documents.of(starts, device) if whole else None,
+            documents_of_chunks(starts, self.cp, by_rows, device) if by_rows else None,
+        )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents packed into samples, as kernels of attention are told of them: where each begins, instead of a tensor of all
+pairs of query and key. Memory is linear in the sequence.
+
+Legend: s queries, which are the last of t keys, b samples.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Optional
+
+import numpy as np
+import torch
+
+from megatron.settings.kernel_sizes import JOINED
+
+
+class Part(NamedTuple):
+    """Neighbouring keys of a sample, and the last of them that are queries, too. documents: how many begin among them."""
+
+    queries: int
+    keys: int
+    documents: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Which keys the queries of one call of attention may see: those of their own document, up to their own.
+
+    starts       [b, s] int32: the first key of each query's document, counted among the t keys
+    query_edges  [n + 1] int32: where each document begins among all b s queries, sample after sample, and their number
+    key_edges    [n + 1] int32: the same among all b t keys. What flash attention calls cu_seqlens. Keys that no query
+                 can see because their documents ended before are a document of no queries
+    longest      most queries and most keys of a document
+    on_host      `starts` in the host's memory: a kernel that leaves out blocks has to know them before it is launched
+    parts        of each sample its documents, in order
+
+    Made on the host, and copied to the device without waiting (`of`), once for all layers of a pass.
+    """
+
+    starts: torch.Tensor
+    query_edges: torch.Tensor
+    key_edges: torch.Tensor
+    longest: tuple[int, int]
+    on_host: np.ndarray
+    parts: tuple[tuple[Part, ...], ...]
+
+    @classmethod
+    def of(cls, starts: np.ndarray, device, *, rows: Optional[tuple[int, int]] = None, first: int = 0) -> "Documents":
+        """Of whole samples, or of the queries of some rows of them over the keys from `first` to the last of these.
+
+        starts: [b, whole s] int32, the first place of each token's document; rows: [start, stop) of the queries
+
+        >>> found = Documents.of(np.array([[0, 0, 2, 2, 2, 5]]), "cpu", rows=(3, 6))
+        >>> found.starts.tolist(), found.query_edges.tolist(), found.key_edges.tolist(), found.longest
+        ([[2, 2, 5]], [0, 0, 2, 3], [0, 2, 5, 6], (2, 3))
+        """
+        start, stop = rows or (0, starts.shape[1])
+        own = np.maximum(starts[:, start:stop] - first, 0).astype(np.int32)
+        parts = tuple(_parts(sample[first:stop] - first, start - first) for sample in starts)
+        every = [part for sample in parts for part in sample]
+        edges = np.zeros((2, len(every) + 1), np.int32)
+        np.cumsum([part.queries for part in every], out=edges[0, 1:])
+        np.cumsum([part.keys for part in every], out=edges[1, 1:])
+        longest = max(part.queries for part in every), max(part.keys for part in every)
+        packed = torch.from_numpy(np.concatenate((edges.ravel(), own.ravel())))  # one copy for the three
+        if torch.device(device).type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        query_edges, key_edges, places = packed.split((edges.shape[1], edges.shape[1], own.size))
+        return cls(places.view(own.shape), query_edges, key_edges, longest, own, parts)
+
+    @cached_property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """Of each query the least and the greatest of the samples' first keys."""
+        return self.on_host.min(0).tolist(), self.on_host.max(0).tolist()
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Part, ...], ...]:
+        """`parts`, of which neighbours are joined while they have no more than `JOINED` keys together."""
+        return tuple(_joined(sample) for sample in self.parts)
+
+    def allowed(self, t: int) -> torch.Tensor:
+        """[b, s, t] bool: the key is in the query's document, or after the query. Of kernels that know masks alone."""
+        return torch.arange(t, device=self.starts.device) >= self.starts.unsqueeze(-1)
+
+
+def starts_of(document_ids: torch.Tensor) -> np.ndarray:
+    """[b, s] int32 for ids [s, b], of which equal ones stand side by side. Reads them: waits for another device."""
+    ids = document_ids.t().cpu().numpy()
+    places = np.zeros(ids.shape, np.int32)
+    places[:, 1:] = np.where(ids[:, 1:] != ids[:, :-1], np.arange(1, ids.shape[1], dtype=np.int32), 0)
+    return np.maximum.accumulate(places, axis=1)
+
+
+def _parts(starts: np.ndarray, past: int) -> tuple[Part, ...]:
+    """The documents of a sample. starts: [t], of each key, may be negative; past: keys before the first query."""
+    t = len(starts)
+    begins = np.flatnonzero(starts == np.arange(t))
+    seen = begins[begins > max(int(starts[past]), 0)]  # documents behind that of the first query
+    edges = np.unique(np.concatenate(([0, max(int(starts[past]), 0)], seen, [t])))
+    queries = np.diff(np.maximum(edges, past))
+    return tuple(Part(*sizes) for sizes in zip(queries.tolist(), np.diff(edges).tolist()))
+
+
+def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last and last.queries and last.keys + part.keys <= JOINED:
+            found[-1] = Part(*(mine + other for mine, other in zip(last, part)))
+        else:
+            found.append(part)
+    return tuple(found)
