@@ -5,7 +5,9 @@
     (24, 4096)
 
 GPT-2: Radford et al. 2019; GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1; 22B: Korthikanti et al. 2022
-(arXiv:2205.05198), table 3. The 1.3B has 16 heads, as the suites that train it do; the paper's 24 do not divide 2048.
+(arXiv:2205.05198), table 3; 39B to 1T: Narayanan et al. 2021 (arXiv:2104.04473), table 1; CPM: Zhang et al. 2020
+(arXiv:2012.00413). PaddleNLP's 170B is the 175B.
+The 1.3B has 16 heads, as the suites that train it do; the paper's 24 do not divide 2048.
 """
 
 SHAPES = {  # layers, hidden size, heads, sequence length
@@ -15,13 +17,23 @@ SHAPES = {  # layers, hidden size, heads, sequence length
     "gpt2-xl": (48, 1600, 25, 1024),
     "125M": (12, 768, 12, 1024),
     "345M": (24, 1024, 16, 1024),
+    "350M": (24, 1024, 16, 1024),
     "760M": (24, 1536, 16, 1024),
     "1.3B": (24, 2048, 16, 1024),
     "2.7B": (32, 2560, 32, 1024),
     "6.7B": (32, 4096, 32, 1024),
     "13B": (40, 5120, 40, 4096),
     "22B": (48, 6144, 64, 2048),
+    "39B": (48, 8192, 64, 2048),
+    "76B": (60, 10240, 80, 2048),
+    "145B": (80, 12288, 96, 2048),
+    "170B": (96, 12288, 96, 2048),
     "175B": (96, 12288, 96, 2048),
+    "310B": (96, 16384, 128, 2048),
+    "530B": (105, 20480, 128, 2048),
+    "1T": (128, 25600, 160, 2048),
+    "cpm-large-cn": (32, 2560, 32, 1024),
+    "cpm-small-cn-distill": (12, 768, 12, 1024),
 }
 
 

@@ -283,6 +283,17 @@ def test_a_named_shape_has_the_published_sizes():
     assert parse_pretrain(line[:-2]).model.num_layers == 24 and found.seq_length == 1024
 
 
+@pytest.mark.parametrize(
+    "name, billions", {"39B": 39.1, "76B": 76.1, "145B": 145.6, "310B": 310.1, "530B": 529.6, "1T": 1008.0}.items()
+)
+def test_named_shapes_have_the_published_parameters(name, billions):
+    """Table 1 of arXiv:2104.04473, and its equation 2 for parameters: 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh)."""
+    found = parse_pretrain(f"--micro-batch-size 1 --model-name-or-path gpt3-{name}".split()).model
+    layers, hidden, length = found.num_layers, found.hidden_size, found.seq_length
+    counted = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (51200 + length) / (12 * layers * hidden))
+    assert round(counted / 1e9, 1) == billions
+
+
 # ---- initial weights, dropout, labels --------------------------------------------------------------------------------
 
 
