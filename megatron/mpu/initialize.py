@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import PeerLost, SettingsError
-from megatron.mpu import collectives
+from megatron.mpu import collectives, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
@@ -80,7 +80,9 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
                 str(error).splitlines()[0],
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
-    return RankContext(mesh_of(parallel, rank, world, timeout=timeout), device, joined, threads)
+    mesh = mesh_of(parallel, rank, world, timeout=timeout)
+    parallel_state.use_mesh(mesh)
+    return RankContext(mesh, device, joined, threads)
 
 
 def leave_job(context: RankContext) -> None:
@@ -89,6 +91,7 @@ def leave_job(context: RankContext) -> None:
         collectives.barrier(context.mesh.world)
         dist.destroy_process_group()
         context.mesh.release()
+    parallel_state.use_mesh(None)
 
 
 def prefer_messages() -> None:
