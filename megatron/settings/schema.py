@@ -798,6 +798,9 @@ class Logging:
     log_epoch: bool = setting(
         "a line at the end of each epoch (--train-epochs), with the mean losses of its steps", False
     )
+    log_memory_interval: Optional[int] = setting(
+        "steps between lines about memory: what the fullest rank has, has had, and was planned to have", None
+    )
     log_params_norm: bool = setting("the norm of all parameters in the log, every --log-interval steps", False)
     log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)

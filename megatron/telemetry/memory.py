@@ -1,15 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this rank has taken so far."""
+"""How much memory this rank takes."""
 
+import os
 import resource
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+
+class MemoryUse(NamedTuple):
+    """Bytes: of tensors on a GPU and what torch has reserved for them there, or of the whole process on a CPU."""
+
+    now: int
+    most: int
+    reserved: Optional[int] = None
+    most_reserved: Optional[int] = None
+
+
+def memory_use(device: str) -> MemoryUse:
+    """At this moment, and the most that there was at a time so far."""
+    if device == "cuda":
+        import torch
+
+        sizes = torch.cuda.memory_stats()
+        kinds = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+        kinds += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
+        return MemoryUse(*(sizes.get(kind, 0) for kind in kinds))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return MemoryUse(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), most)
+    except OSError:  # not on Linux
+        return MemoryUse(most, most)
 
 
 def peak_bytes(device: str) -> int:
     """Of tensors on its GPU, or of the whole process on a CPU: the most that there was at a time."""
-    if device == "cuda":
-        import torch
+    return memory_use(device).most
 
-        return torch.cuda.max_memory_allocated()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most * (1 if sys.platform == "darwin" else 1024)
+
+def memory_line(uses: Sequence[MemoryUse], planned: Sequence[int], iteration: int) -> str:
+    """Megatron-LM's line, of the rank that had most, with what the planner said of it.
+
+    uses, planned: of each rank; planned may be empty
+
+    >>> memory_line([MemoryUse(1 << 20, 2 << 20), MemoryUse(1 << 20, 3 << 20)], [3 << 20, 4 << 20], 5)
+    '[Rank 1] (after 5 iterations) memory (MB) | resident: 1.0 | max resident: 3.0 | planned: 4.0 | fullest of 2 ranks'
+    """
+    rank = max(range(len(uses)), key=lambda rank: uses[rank].most)
+    use, name = uses[rank], "resident" if uses[rank].reserved is None else "allocated"
+    sizes = {name: use.now, f"max {name}": use.most}
+    if use.reserved is not None:
+        sizes |= {"reserved": use.reserved, "max reserved": use.most_reserved}
+    if planned:
+        sizes["planned"] = planned[rank]
+    told = [f"{what}: {size / 2**20:.1f}" for what, size in sizes.items()]
+    told += [f"fullest of {len(uses)} ranks"] * (len(uses) > 1)
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(told)}"

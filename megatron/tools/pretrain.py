@@ -88,7 +88,19 @@ def train(config: Config, recipe: Recipe) -> None:
 
     from megatron.training.loop import pretrain
 
-    pretrain(config, recipe)
+    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())
+
+
+def planned_memory(config: Config) -> list[int]:
+    """Bytes on the device of each pipeline rank, as the planner expects them; none where it cannot."""
+    from megatron.planner import target
+    from megatron.planner.layout import Layout
+    from megatron.planner.memory import memory_report
+
+    cluster, _ = target.cluster_of(config)
+    layout = Layout.of(config, cluster.world_size)
+    job, _ = target.job_of(config, cluster, layout.dp)
+    return [memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
 
 
 def print_topology(config: Config) -> None:

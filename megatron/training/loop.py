@@ -6,6 +6,7 @@ checkpoint keeps: data order, batch size, learning rate and dropout are all comp
 """
 
 import time
+from collections.abc import Sequence
 from typing import Optional
 
 from megatron.guard.endings import guarded
@@ -13,6 +14,7 @@ from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
 from megatron.model.recipe import Recipe
 from megatron.settings import schema
+from megatron.telemetry.memory import memory_line, memory_use
 from megatron.telemetry.phases import Listening
 from megatron.training.build import build_run
 from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due
@@ -22,13 +24,16 @@ from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
 
 
-def pretrain(config: schema.Config, recipe: Recipe) -> None:
-    """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load."""
+def pretrain(config: schema.Config, recipe: Recipe, planned_memory: Sequence[int] = ()) -> None:
+    """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load.
+
+    planned_memory: bytes on the device of each pipeline rank as they were planned, to be told beside what is used
+    """
     with guarded(config.guard, config) as heartbeat:
         run = build_run(config, recipe, heartbeat)
         try:
             with Listening.with_timers(run.metrics.timers):
-                train(run)
+                train(run, planned_memory)
         except BaseException as error:
             run.close(error)
             if isinstance(error, KeyboardInterrupt):
@@ -37,7 +42,7 @@ def pretrain(config: schema.Config, recipe: Recipe) -> None:
         run.close()
 
 
-def train(run: Run) -> None:
+def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     """Train from `run.state` to the end of the run, or to where the settings say to stop."""
     first = saved_at = run.state.iteration
     for stage in run.stages:
@@ -55,11 +60,8 @@ def train(run: Run) -> None:
             record_step(run, step)
             if run.state.iteration <= before:  # a spike: back at an earlier step, or this one is to be repeated
                 continue
-            if due(run.config.guard.check_replicas_interval, run.state.iteration):
-                check_replicas(run.optimizer, run.state.iteration)
             epoch = run.ended_epoch(run.state.iteration, consumed, run.state.consumed_samples)
-            if epoch and run.config.logging.log_epoch:
-                run.metrics.record_epoch(epoch, run.state.iteration)
+            look_behind(run, epoch, planned_memory)
             saved = evaluate_if_due(run, garbage)
             stop = reason_to_stop(run)
             if run.checkpoint_manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
@@ -77,6 +79,24 @@ def train(run: Run) -> None:
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
+
+
+def look_behind(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
+    """What the guards and the log ask for behind a step, which has ended this epoch (0: none)."""
+    config, iteration = run.config, run.state.iteration
+    if due(config.guard.check_replicas_interval, iteration):
+        check_replicas(run.optimizer, iteration)
+    if due(config.logging.log_memory_interval, iteration):
+        log_memory(run, planned_memory)
+    if epoch and config.logging.log_epoch:
+        run.metrics.record_epoch(epoch, iteration)
+
+
+def log_memory(run: Run, planned: Sequence[int]) -> None:
+    """A line about the rank with the most memory in use; all ranks together. planned: of each pipeline rank."""
+    found = run.context.all_gather_object((memory_use(run.context.device.type), run.context.mesh.pp.rank))
+    uses, stages = zip(*found, strict=True)
+    run.metrics.log(memory_line(uses, [planned[stage] for stage in stages] if planned else (), run.state.iteration))
 
 
 def tell_end_of_training(run: Run) -> None:

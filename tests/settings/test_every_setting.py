@@ -266,6 +266,7 @@ CHECKS = dict(
         log_file="test_console::test_a_pipe_and_the_file_get_megatrons_lines",
         progress_bar="test_console::test_who_wants_it_otherwise",
         log_epoch="test_epochs::test_a_run_of_epochs",
+        log_memory_interval=f"{RUN}::test_memory_is_told_beside_what_was_planned",
         log_throughput="test_log_figures::test_throughput_stands_where_megatron_has_it",
         log_params_norm="test_log_figures::test_figures_of_all_ranks_do_not_depend_on_the_layout",
         log_num_zeros_in_grad="test_log_figures::test_figures_of_all_ranks_do_not_depend_on_the_layout",

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,6 +250,22 @@ def test_debug_shows_tracebacks(words, full, command, capsys, tmp_path):
     said = capsys.readouterr().err
     assert ended.value.code == 3 and "--hidden-size 33 is not a multiple" in said
     assert ("Traceback (most recent call last)" in said) is full
+
+
+def test_memory_is_told_beside_what_was_planned(train, command, capsys):
+    """Megatron-LM's line, with what /proc says of this process and what the dry run says of it."""
+    train(f"{SMALL} --train-iters 4 --log-memory-interval 2")
+    lines = re.findall(
+        r"\[Rank 0\] \(after (\d) iterations\) memory \(MB\) \| resident: (\S+) \| max resident: (\S+) \| planned: (\S+)\n",
+        capsys.readouterr().out,
+    )
+    assert [line[0] for line in lines] == ["2", "4"]
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    now, most, planned = map(float, lines[-1][1:])
+    assert most == pytest.approx(int(status["VmHWM"].split()[0]) / 1024, rel=0.05) and 0.5 * most < now <= most + 1
+    pretrain_gpt.main(command(f"{SMALL} --dry-run"))
+    gigabytes = float(re.search(r"memory[^\n]*?([\d.]+) GB", capsys.readouterr().out)[1])
+    assert planned * 2**20 / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 # ---- profiler --------------------------------------------------------------------------------------------------------

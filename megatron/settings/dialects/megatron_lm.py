@@ -141,7 +141,7 @@ every figure that the run logs goes to TensorBoard as well, at --log-interval
     --tensorboard-queue-size
 this figure is not logged yet
     --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
-    --log-world-size-to-tensorboard --log-device-memory-used --log-memory-interval --log-energy
+    --log-world-size-to-tensorboard --log-device-memory-used --log-energy
     --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
     --measure-activation-memory
 the log has one level; --console and --timing-log-level say what is in it
