@@ -264,7 +264,7 @@ def test_memory_is_told_beside_what_was_planned(train, command, capsys):
     now, most, planned = map(float, lines[-1][1:])
     assert most == pytest.approx(int(status["VmHWM"].split()[0]) / 1024, rel=0.05) and 0.5 * most < now <= most + 1
     pretrain_gpt.main(command(f"{SMALL} --dry-run"))
-    gigabytes = float(re.search(r"memory[^\n]*?([\d.]+) GB", capsys.readouterr().out)[1])
+    gigabytes = float(re.search(r"memory: ([\d.]+) of", capsys.readouterr().out)[1])
     assert planned * 2**20 / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
