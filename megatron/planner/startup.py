@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of ranks of a job, counted without making any, and how long it takes until they are there.
 
-The counts are exact: what `Mesh` and `open_channels` make (tests/planner/test_startup.py counts them in a run). Seconds are
+The counts are exact: what `Mesh` and `open_channels` make (tests/mpu/test_groups.py counts them in a run). Seconds are
 a model. Of it, what a CPU has was measured (`benchmarks/startup.py`, docs/launching.md says on what); what NCCL does was
 not: its figures are what users of it reported.
 """
