@@ -25,9 +25,9 @@ from megatron.errors import PeerLost
 def new_group(ranks: Sequence[int], purpose: str, timeout: Optional[timedelta] = None) -> dist.ProcessGroup:
     """A group of these ranks, in ascending order, one of which this rank is. Its members call this, and nobody else.
 
-    Members make their common groups in the same order. purpose: tells groups of the same ranks apart.
-    gloo connects all members here; NCCL makes its communicator at the first message. Raises PeerLost when members do not
-    come within the timeout (default: torch's).
+    Members make their common groups in the same order. purpose: what it is for, in words; groups of the same ranks differ
+    in it. gloo connects all members here; NCCL makes its communicator at the first message. Raises PeerLost when members
+    do not come within the timeout (default: torch's).
     """
     rank, ranks = dist.get_rank(), list(ranks)
     backend, store = c10d._world.pg_map[dist.group.WORLD]
@@ -46,7 +46,7 @@ def new_group(ranks: Sequence[int], purpose: str, timeout: Optional[timedelta] =
         )
     except RuntimeError as error:
         raise PeerLost(
-            f"rank {rank} could not open the {purpose} group of ranks {_told(ranks)}: not all of them came within "
+            f"rank {rank} could not open {purpose} (ranks {_told(ranks)}): not all of them came within "
             f"{timeout.total_seconds():g} s",
             str(error).splitlines()[0],
             "see what another rank said first; if ranks only start slowly, raise --distributed-timeout-minutes",

@@ -139,6 +139,7 @@ class Mesh:
     def _create_groups(self) -> None:
         import torch.distributed as dist
 
+        from megatron.mpu.collectives import GroupListener
         from megatron.mpu.groups import new_group
 
         for name in NAMES:
@@ -146,7 +147,9 @@ class Mesh:
             if axis.size == self.world_size > 1:
                 setattr(self, name, replace(axis, group=dist.group.WORLD))
         for ranks, names in self.own_groups():
-            group = new_group(ranks, names[0], self.timeout)
+            label = getattr(self, names[0]).label
+            GroupListener.notify(label)
+            group = new_group(ranks, label, self.timeout)
             for name in names:
                 setattr(self, name, replace(getattr(self, name), group=group))
 
