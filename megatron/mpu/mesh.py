@@ -136,10 +136,14 @@ class Mesh:
                 found.setdefault((ranks, use), []).append(name)
         return [(ranks, names) for (ranks, _), names in found.items()]
 
+    def carries(self, names: list[str]) -> bool:
+        """Whether messages of a step go over a group of these axes. Stages of pp talk over channels where one group of
+        them all would not do (NCCL), and the optimizer along replicate and shard."""
+        return not {"pp", "dp", "dp_cp", *["expert_dp"] * (self.ep.size == 1)}.issuperset(names)
+
     def _create_groups(self) -> None:
         import torch.distributed as dist
 
-        from megatron.mpu.collectives import GroupListener
         from megatron.mpu.groups import new_group
 
         for name in NAMES:
@@ -148,8 +152,9 @@ class Mesh:
                 setattr(self, name, replace(axis, group=dist.group.WORLD))
         for ranks, names in self.own_groups():
             label = getattr(self, names[0]).label
-            GroupListener.notify(label)
-            group = new_group(ranks, label, self.timeout)
+            # A communicator takes memory: none where nothing is sent, or only if an embedding is tied.
+            connect = self.carries(names) and names != ["tied"]
+            group = new_group(ranks, label, self.timeout, connect=connect)
             for name in names:
                 setattr(self, name, replace(getattr(self, name), group=group))
 

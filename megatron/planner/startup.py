@@ -18,10 +18,6 @@ from megatron.planner.layout import Layout
 from megatron.settings.schema import Config
 from megatron.telemetry.figures import several, size
 
-# Axes that no message of a training step goes over by itself: NCCL, which makes a communicator at its first message, has
-# none for them. Stages of pp talk over channels; the optimizer reduces along replicate and shard.
-SILENT = ("pp", "dp", "dp_cp")
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -80,8 +76,7 @@ def count(mesh: Mesh, stages: StageMap = (), nccl: bool = True) -> Groups:
         number = world // pp if names[0] == "tied" else world // len(ranks)
         axes[names[0]] = number, len(ranks)
     ends = Counter(rank for _, source, target in channels(stages) for rank in (source, target)) if nccl else {}
-    quiet = {*SILENT, *["expert_dp"] * (mesh.ep.size == 1)}
-    silent = tuple(names[0] for _, names in mesh.own_groups() if quiet.issuperset(names))
+    silent = tuple(names[0] for _, names in mesh.own_groups() if not mesh.carries(names))
     return Groups(world, axes, tuple(ends[rank] for rank in range(pp)) if ends else (), world // pp, silent)
 
 
