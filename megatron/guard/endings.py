@@ -14,7 +14,7 @@ from megatron.guard.exits import FOR_ANOTHER
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import die_with_parent
 from megatron.guard.stacks import COLLECTIVES, PHASES
-from megatron.mpu.collectives import GroupListener
+from megatron.mpu.groups import GroupListener
 from megatron.settings import rank_env
 from megatron.settings.schema import Config, Guard
 

@@ -5,42 +5,18 @@ torch 2.13 renamed two of the functions used here and warns at each call of the 
 This is the one place that knows.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.groups import GroupListener
 from megatron.mpu.mesh import Axis
 from megatron.telemetry import lanes
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
-
-
-class GroupListener:
-    """Calls a listener before each collective, with the name of its group: the heartbeat notes it, to explain a hang.
-
-    Output only: nothing is decided by it. One listener for a process, as there is one stack.
-    """
-
-    listener: Callable[[str], None] = staticmethod(lambda group: None)
-
-    @classmethod
-    def notify(cls, group: str) -> None:
-        if not torch.compiler.is_compiling():  # compiled code does not call out
-            cls.listener(group)
-
-    @classmethod
-    @contextlib.contextmanager
-    def calling(cls, listener: Callable[[str], None]):
-        """Inside the `with` block, `listener` is called with the name of each group."""
-        before, cls.listener = cls.listener, staticmethod(listener)
-        try:
-            yield
-        finally:
-            cls.listener = before
 
 
 def _noted(kind: str, axis: Axis, work):

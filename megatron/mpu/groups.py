@@ -11,24 +11,55 @@ Its `use_local_synchronization` is meant for members alone, and has two traps (t
   which all ranks have to take part (pytorch#129965): `initialize.join_job` binds none.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Optional
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.errors import PeerLost
 
 
-def new_group(ranks: Sequence[int], purpose: str, timeout: Optional[timedelta] = None) -> dist.ProcessGroup:
+class GroupListener:
+    """Calls a listener before each collective, and each new group, with the group's name: the heartbeat notes it, to explain
+    a hang.
+
+    Output only: nothing is decided by it. One listener for a process, as there is one stack.
+    """
+
+    listener: Callable[[str], None] = staticmethod(lambda group: None)
+
+    @classmethod
+    def notify(cls, group: str) -> None:
+        if not torch.compiler.is_compiling():  # compiled code does not call out
+            cls.listener(group)
+
+    @classmethod
+    @contextlib.contextmanager
+    def calling(cls, listener: Callable[[str], None]):
+        """Inside the `with` block, `listener` is called with the name of each group."""
+        before, cls.listener = cls.listener, staticmethod(listener)
+        try:
+            yield
+        finally:
+            cls.listener = before
+
+
+def new_group(
+    ranks: Sequence[int], purpose: str, timeout: Optional[timedelta] = None, *, connect: bool = True
+) -> dist.ProcessGroup:
     """A group of these ranks, in ascending order, one of which this rank is. Its members call this, and nobody else.
 
-    Members make their common groups in the same order. purpose: tells groups of the same ranks apart.
-    gloo connects all members here; NCCL makes its communicator at the first message. Raises PeerLost when members do not
-    come within the timeout (default: torch's).
+    Members make their common groups in the same order. purpose: what it is for, in words; groups of the same ranks differ
+    in it. gloo connects all members when it makes a group, NCCL at the first message, which is sent here: not in a step,
+    where other messages may be under way. connect: False leaves that to whoever uses the group, if anybody does.
+    Raises PeerLost when members do not come within the timeout (default: torch's).
     """
+    GroupListener.notify(purpose)
     rank, ranks = dist.get_rank(), list(ranks)
     backend, store = c10d._world.pg_map[dist.group.WORLD]
     timeout = timeout or c10d._get_default_timeout(backend)
@@ -44,14 +75,16 @@ def new_group(ranks: Sequence[int], purpose: str, timeout: Optional[timedelta] =
             timeout=timeout,
             group_desc=purpose,
         )
+        c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+        if connect:
+            dist.all_reduce(torch.zeros(1, device="cuda" if backend == "nccl" else "cpu"), group=group)
     except RuntimeError as error:
         raise PeerLost(
-            f"rank {rank} could not open the {purpose} group of ranks {_told(ranks)}: not all of them came within "
+            f"rank {rank} could not open {purpose} (ranks {_told(ranks)}): not all of them came within "
             f"{timeout.total_seconds():g} s",
             str(error).splitlines()[0],
             "see what another rank said first; if ranks only start slowly, raise --distributed-timeout-minutes",
         ) from error
-    c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
     return group
 
 

@@ -136,6 +136,11 @@ class Mesh:
                 found.setdefault((ranks, use), []).append(name)
         return [(ranks, names) for (ranks, _), names in found.items()]
 
+    def carries(self, names: list[str]) -> bool:
+        """Whether messages of a step go over a group of these axes. Stages of pp talk over channels where one group of
+        them all would not do (NCCL), and the optimizer along replicate and shard."""
+        return not {"pp", "dp", "dp_cp", *["expert_dp"] * (self.ep.size == 1)}.issuperset(names)
+
     def _create_groups(self) -> None:
         import torch.distributed as dist
 
@@ -146,7 +151,10 @@ class Mesh:
             if axis.size == self.world_size > 1:
                 setattr(self, name, replace(axis, group=dist.group.WORLD))
         for ranks, names in self.own_groups():
-            group = new_group(ranks, names[0], self.timeout)
+            label = getattr(self, names[0]).label
+            # A communicator takes memory: none where nothing is sent, or only if an embedding is tied.
+            connect = self.carries(names) and names != ["tied"]
+            group = new_group(ranks, label, self.timeout, connect=connect)
             for name in names:
                 setattr(self, name, replace(getattr(self, name), group=group))
 

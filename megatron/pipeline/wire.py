@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import SettingsError
-from megatron.mpu.collectives import GroupListener
-from megatron.mpu.groups import new_group
+from megatron.mpu.groups import GroupListener, new_group
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.channels import opening_rounds
 from megatron.pipeline.schedule import StageMap
@@ -131,7 +130,7 @@ def open_channels(mesh: Mesh, stages: StageMap) -> dict[tuple[str, int, int], di
         ends = mesh.pp.ranks[source], mesh.pp.ranks[target]
         if mesh.rank not in ends:
             continue
-        group = new_group(sorted(ends), f"{kind} from {ends[0]} to {ends[1]}", mesh.timeout)
+        group = new_group(sorted(ends), f"channel {kind} from {ends[0]} to {ends[1]}", mesh.timeout, connect=False)
         groups[kind, source, target] = group
         # The first message makes the connection, for which both sides have to be there: here, not in a step.
         hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")

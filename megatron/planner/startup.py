@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of ranks of a job, counted without making any, and how long it takes until they are there.
 
-The counts are exact: what `Mesh` and `open_channels` make (tests/planner/test_startup.py counts them in a run). Seconds are
+The counts are exact: what `Mesh` and `open_channels` make (tests/mpu/test_groups.py counts them in a run). Seconds are
 a model. Of it, what a CPU has was measured (`benchmarks/startup.py`, docs/launching.md says on what); what NCCL does was
 not: its figures are what users of it reported.
 """
@@ -17,10 +17,6 @@ from megatron.pipeline.schedule import StageMap
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Config
 from megatron.telemetry.figures import several, size
-
-# Axes that no message of a training step goes over by itself: NCCL, which makes a communicator at its first message, has
-# none for them. Stages of pp talk over channels; the optimizer reduces along replicate and shard.
-SILENT = ("pp", "dp", "dp_cp")
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,7 @@ def count(mesh: Mesh, stages: StageMap = (), nccl: bool = True) -> Groups:
         number = world // pp if names[0] == "tied" else world // len(ranks)
         axes[names[0]] = number, len(ranks)
     ends = Counter(rank for _, source, target in channels(stages) for rank in (source, target)) if nccl else {}
-    quiet = {*SILENT, *["expert_dp"] * (mesh.ep.size == 1)}
-    silent = tuple(names[0] for _, names in mesh.own_groups() if quiet.issuperset(names))
+    silent = tuple(names[0] for _, names in mesh.own_groups() if not mesh.carries(names))
     return Groups(world, axes, tuple(ends[rank] for rank in range(pp)) if ends else (), world // pp, silent)
 
 

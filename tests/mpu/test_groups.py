@@ -83,10 +83,10 @@ def members(rank: int, lay: dict) -> dict[str, frozenset]:
 
 def creations(mesh: Mesh, stages) -> list[tuple[tuple[int, ...], str]]:
     """What a rank makes, in order: (ranks, purpose) of its axes and then of its channels, as `open_channels` does."""
-    found = [(ranks, names[0]) for ranks, names in mesh.own_groups()]
+    found = [(ranks, getattr(mesh, names[0]).label) for ranks, names in mesh.own_groups()]
     for kind, source, target in itertools.chain.from_iterable(opening_rounds(stages)):
         ends = mesh.pp.ranks[source], mesh.pp.ranks[target]
-        found += [(tuple(sorted(ends)), f"{kind} from {ends[0]} to {ends[1]}")] * (mesh.rank in ends)
+        found += [(tuple(sorted(ends)), f"channel {kind} from {ends[0]} to {ends[1]}")] * (mesh.rank in ends)
     return found
 
 
@@ -277,7 +277,7 @@ def _without_one(rank):
 def test_a_rank_that_does_not_come_is_told(run_ranks):
     """Rank 1 waits for it among its data parallel ranks, rank 2 among its tensor parallel ones, and rank 0 for rank 1."""
     *found, _ = run_ranks(4, _without_one)
-    where = ("tp group of ranks 0, 1", "replicate group of ranks 1, 3", "tp group of ranks 2, 3")
+    where = ("tp group 0 (ranks 0, 1)", "dp group 1 (ranks 1, 3)", "tp group 1 (ranks 2, 3)")
     for (code, what, do), group in zip(found, where, strict=True):
         assert code == 7 and group in what and what.endswith("not all of them came within 1.2 s")
         assert "--distributed-timeout-minutes" in do

@@ -308,7 +308,7 @@ def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> 
     own = next(group for group in groups if context.mesh.rank in group)
     mine = None
     if len(own) > 1:
-        mine = Axis("node", tuple(own), group=new_group(own, "node", context.mesh.timeout))
+        mine = Axis("node", tuple(own), group=new_group(own, "node group", context.mesh.timeout))
     inside = gather_numbers(all_reduce_seconds(mine, context.device) if mine else 0.0, context)
     everywhere = max(gather_numbers(all_reduce_seconds(context.mesh.world, context.device), context))
     whole = f"{_elements(context.device) * 4 / 2**20:.0f} MiB over all ranks in {1000 * everywhere:.2f} ms"
