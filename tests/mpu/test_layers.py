@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over two ranks against one plain product; what runs beside what in their backward pass."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ class Events(list):
             def started(*args):
                 work = start(*args)
                 self.append(f"start {name}")
-                return Work(self, name, work)
+                return Work(self, name, work, args[:-1])
 
             return started
 
@@ -64,10 +66,14 @@ class Events(list):
 
 
 class Work:
-    def __init__(self, events, name, work):
+    """As a device has it: whoever launches a message keeps the tensors that it reads and fills until the wait."""
+
+    def __init__(self, events, name, work, tensors):
         self.events, self.name, self.work = events, name, work
+        self.tensors = [weakref.ref(tensor) for tensor in tensors]
 
     def wait(self):
+        assert all(tensor() is not None for tensor in self.tensors), f"freed before the wait for {self.name}"
         self.work.wait()
         self.events.append(f"wait {self.name}")
 
