@@ -161,11 +161,13 @@ class _Columns:
 
     def __init__(self, x: torch.Tensor, axis: Axis | None):
         self.x, self.axis, self.work = x.detach(), axis, None
+        if axis is not None:
+            self.x = self.x.contiguous()  # read until the wait: so it is kept here
 
     def start(self) -> None:
         if self.axis is not None and self.work is None:
             self.whole = self.x.new_empty((self.axis.size * self.x.shape[0], *self.x.shape[1:]))
-            self.work = collectives.start_all_gather(self.whole, self.x.contiguous(), self.axis)
+            self.work = collectives.start_all_gather(self.whole, self.x, self.axis)
 
     def __call__(self) -> torch.Tensor:
         if self.axis is None:
@@ -184,13 +186,13 @@ def start_input_reduction(
     if gather is None and reduce is None:
         return lambda: rows.view(shape)
     if gather is None:
-        total = rows.view(shape)
+        source = total = rows.view(shape)
         work = collectives.start_all_reduce(total, reduce)
     else:
-        total = rows.new_empty(shape)
-        work = collectives.start_reduce_scatter(total, rows.contiguous(), gather)
+        source, total = rows.contiguous(), rows.new_empty(shape)
+        work = collectives.start_reduce_scatter(total, source, gather)
 
-    def reduced():
+    def reduced(keep=source):  # it is read until the wait
         work.wait()
         return total
 

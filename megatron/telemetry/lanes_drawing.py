@@ -116,8 +116,8 @@ def _pass(bar: Bar, at: float, scale: float, y: float) -> list[str]:
 
 
 def _kind(bar: Bar) -> str:
-    """Of a pass (F3.1) its kind, of a phase (update weights) its first word, if it has a colour."""
-    return next((kind for kind in (bar.name[0], bar.name.split()[0]) if kind in FILL), "data")
+    """Of a pass (F3.1) its kind; other phases are kinds themselves."""
+    return bar.name if bar.name in FILL else bar.name[0]
 
 
 def _message(bar: Bar, at: float, scale: float, y: float) -> list[str]:

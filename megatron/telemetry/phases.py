@@ -81,7 +81,7 @@ def phase(name: str, which: object = "") -> AbstractContextManager:
     profiled = torch.autograd._profiler_enabled()
     if not profiled and lanes.Recording.active is None:
         return timer or nullcontext()
-    bar = lanes.span(lanes.COMPUTE, str(which) or PHASES[name].words) if name in DRAWN else None
+    bar = lanes.span(lanes.COMPUTE, str(which) or name) if name in DRAWN else None
     span = torch.profiler.record_function(PHASES[name].words) if profiled else None
     return _all([listener for listener in (timer, bar, span) if listener])
 

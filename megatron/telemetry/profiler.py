@@ -51,6 +51,7 @@ class Profiler:
         self.ranks = self.settings.profile_ranks or [0]
         self.chosen = self.settings.profile and self.rank in self.ranks
         self.under_way: Optional[profile] = None
+        lanes.Recording.active = None  # what another run of this process has left
 
     def before(self, iteration: int) -> None:
         """Iteration `iteration` is about to begin."""
@@ -64,7 +65,7 @@ class Profiler:
             self.first = iteration
         if self.settings.profile and iteration == self.settings.profile_step_start:
             self.barrier()
-            if self.under_way:
+            if self.under_way and lanes.Recording.active is None:
                 lanes.Recording.active = lanes.Recording(self.device.type)
 
     def ends(self, iteration: int) -> bool:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over two ranks against one plain product; what runs beside what in their backward pass."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from megatron.model import weights
 from megatron.mpu import collectives, layers
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WgradGemm, linear
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import Axis, Mesh
 
 S, B, H, OUT = 6, 2, 5, 8
 TINY = (
@@ -160,6 +163,26 @@ def test_products_that_wait_gather_one_ahead(run_ranks):
     for events in run_ranks(2, body):
         gather, product = "start all_gather", ["wait all_gather", WEIGHT_GRADIENT]
         assert events == [gather, gather, *product, gather, *product, *product]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_what_a_message_reads_and_fills_is_kept_until_its_wait(sequence_parallel, fused, monkeypatch):
+    """Against messages that keep nothing themselves: a device's allocator would give the memory to the next product."""
+    waited = []
+
+    def launch(*args):
+        kept = [weakref.ref(tensor) for tensor in args[:-1]]
+        return SimpleNamespace(wait=lambda: waited.append([tensor() is not None for tensor in kept]))
+
+    for name in ("start_all_reduce", "start_all_gather", "start_reduce_scatter"):
+        monkeypatch.setattr(collectives, name, launch)
+    monkeypatch.setattr(collectives, "all_gather", lambda x, axis: torch.cat([x, x]))
+    layer = column(Axis("tp", (0, 1)), sequence_parallel)
+    if fused:
+        layer.accumulate = lambda weight: lambda product: product()
+    layer(INPUT[: S // 2 if sequence_parallel else S].clone().requires_grad_()).backward(UPSTREAM.chunk(2, -1)[0])
+    assert waited == ([[True, True]] * 2 if sequence_parallel else [[True]])
 
 
 def test_overlapped_or_apart_the_bits_are_the_same(run_ranks):

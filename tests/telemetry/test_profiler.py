@@ -25,7 +25,8 @@ def _names(trace):
 def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     flags = f"{TINY} --tensor-model-parallel-size 2 --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 "
     run_ranks(2, lambda rank: pretrain_gpt.main([*flags.split(), "--profile-dir", str(tmp_path)]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_1.trace.json.gz", "rank_1.txt"]
+    files = ["rank_1.lanes.json", "rank_1.trace.json.gz", "rank_1.txt", "timeline.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
     names = _names(tmp_path / "rank_1.trace.json.gz")
     steps, micro_batches = 2, 2
     assert names.count("update weights") == names.count("reduce gradients") == steps
