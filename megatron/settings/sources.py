@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as other suites have them, read from their files and command lines: [Source(key, words, where, text)].
+"""Settings as other suites have them, read from their files and command lines: [TheirSetting(key, words, where, text)].
 
     read_commands("torchrun --nproc_per_node 8 train.py --lr 1e-4", "run.sh")
-        -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [Source("--lr", ["1e-4"], "run.sh:1", "--lr 1e-4")])]
+        -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [TheirSetting("--lr", ["1e-4"], "run.sh:1", ...)])]
 
 YAML, JSON and Python are read, and nothing in them is run: of Python, assignments of plain values alone.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.errors import UsageError
-from megatron.settings.dialects.table import Source
+from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.parse import JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
@@ -27,7 +27,7 @@ class Command:
 
     launcher: list[str]
     program: str
-    sources: list[Source]
+    sources: list[TheirSetting]
     notes: list[str] = field(default_factory=list)
 
 
@@ -96,26 +96,26 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
     return Command(launcher, program, list(_flags(tokens[at + 1 :])), notes)
 
 
-def _flags(tokens: list[tuple[str, str, str]]) -> Iterator[Source]:
+def _flags(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
     """Flags and their words; words that belong to none are `key=value` pairs, as hydra has them."""
     flag, words, where = "", [], ""
     for word, place, _ in [*tokens, ("--", "", "")]:
         if word == "--" or FLAG.match(word):
             if flag:
-                yield Source(flag, words, where, " ".join([flag, *map(shlex.quote, words)]))
+                yield TheirSetting(flag, words, where, " ".join([flag, *map(shlex.quote, words)]))
             flag, equals, value = word.partition("=")
             words, where = [value] if equals else [], place
         elif flag and (flag == "-o" or not re.match(r"[+~]*[\w.]+\.[\w.]+=", word)):
             words.append(word)
         else:
             key, _, value = word.partition("=")
-            yield Source(key.lstrip("+~"), value.strip("[]").split(","), place, word)
+            yield TheirSetting(key.lstrip("+~"), value.strip("[]").split(","), place, word)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def read_tree(path: str) -> list[Source]:
+def read_tree(path: str) -> list[TheirSetting]:
     """The leaves of a YAML or JSON file, by dotted keys. Raises UsageError where it is none.
 
     `${model.x}` and `${.x}` of OmegaConf are what they refer to, where that is plain.
@@ -136,7 +136,7 @@ def read_tree(path: str) -> list[Source]:
     return [one._replace(words=[_resolved(word, one.key, found) for word in one.words]) for one in found.values()]
 
 
-def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator[Source]:
+def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator[TheirSetting]:
     for key_node, node in mapping.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line
         if isinstance(node, yaml.MappingNode):
@@ -148,10 +148,10 @@ def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator
             alone = (
                 text.lstrip("\"'").startswith(str(key_node.value)) and text.count(":") == 1 and text[-1] not in ":[{"
             )
-            yield Source(key, words, f"{path}:{line + 1}", text if alone else f"{key}: {', '.join(words)}")
+            yield TheirSetting(key, words, f"{path}:{line + 1}", text if alone else f"{key}: {', '.join(words)}")
 
 
-def _resolved(word: str, key: str, found: dict[str, Source]) -> str:
+def _resolved(word: str, key: str, found: dict[str, TheirSetting]) -> str:
     reference = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", word)
     if not reference:
         return word
@@ -159,7 +159,7 @@ def _resolved(word: str, key: str, found: dict[str, Source]) -> str:
     return _resolved(found[target].value, target, found) if target in found and target != key else word
 
 
-def read_python(path: str) -> list[Source]:
+def read_python(path: str) -> list[TheirSetting]:
     """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`, names that were assigned before.
 
     A class or a call stands as its name. Raises UsageError where the file is no Python.
@@ -169,16 +169,16 @@ def read_python(path: str) -> list[Source]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    found: dict[str, Source] = {}
+    found: dict[str, TheirSetting] = {}
     lines = text.splitlines()
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             for key, words, line in _values(node.value, node.targets[0].id, found):
-                found[key] = Source(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
+                found[key] = TheirSetting(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
     return list(found.values())
 
 
-def _values(node: ast.expr, key: str, found: dict[str, Source]) -> Iterator[tuple[str, list[str], int]]:
+def _values(node: ast.expr, key: str, found: dict[str, TheirSetting]) -> Iterator[tuple[str, list[str], int]]:
     if isinstance(node, ast.Dict):
         pairs = [
             (one.value if isinstance(one, ast.Constant) else "?", value) for one, value in zip(node.keys, node.values)
@@ -195,7 +195,7 @@ def _values(node: ast.expr, key: str, found: dict[str, Source]) -> Iterator[tupl
         yield from _values(value, f"{key}.{name}", found)
 
 
-def _word(node: ast.expr, found: dict[str, Source]) -> str:
+def _word(node: ast.expr, found: dict[str, TheirSetting]) -> str:
     """A value as a word: `3`, `HybridAdam` for a name or a call of it, a product of numbers as their product."""
     if isinstance(node, ast.Constant):
         return str(node.value)

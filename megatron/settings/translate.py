@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another suite's settings in the flags of this one, each beside the line that it comes from.
 
-    translate(DEEPSPEED, read_tree("ds.json")) -> Translation([Line("--bf16", [], Source(...), "")], ...)
+    translate(DEEPSPEED, read_tree("ds.json")) -> Translation([FlagLine("--bf16", [], TheirSetting(...), "")], ...)
     back(DEEPSPEED, [("--bf16", [])]) -> ({"bf16.enabled": "true"}, [])
 
 Nothing is dropped: a source is a line, has no effect here for a reason that is said, or has no equivalent, with what
@@ -21,7 +21,7 @@ from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.table import Dialect, Line, Source, sentence
+from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
 from megatron.settings.spelling import BadValue, Spelling, dashed, settings_of, spellings_of
 
 FLEETX = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed", programs=("train.py",))  # its table is fleetx.py
@@ -40,9 +40,9 @@ EMPTY = ("", "null", "none", "~", "???")
 class Translation:
     """lines: what this suite is told. idle, lost: (source, sentence) of what has no effect here, and no equivalent."""
 
-    lines: list[Line] = field(default_factory=list)
-    idle: list[tuple[Source, str]] = field(default_factory=list)
-    lost: list[tuple[Source, str]] = field(default_factory=list)
+    lines: list[FlagLine] = field(default_factory=list)
+    idle: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    lost: list[tuple[TheirSetting, str]] = field(default_factory=list)
 
 
 @cache
@@ -50,7 +50,7 @@ def spellings() -> dict[str, Spelling]:
     return spellings_of(settings_of(schema.GROUPS))
 
 
-def translate(dialect: Dialect, sources: Iterable[Source]) -> Translation:
+def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:
     """What the sources mean here; of two that say the same setting, the last one counts, as it does there."""
     out, sources = Translation(), [one._replace(key=dialect.name_of(one.key)) for one in sources]
     given, known = {source.key: source for source in sources}, spellings()
@@ -64,24 +64,31 @@ def translate(dialect: Dialect, sources: Iterable[Source]) -> Translation:
             continue
         if default.flag not in known:
             text = INSTEAD.get(default.flag, "there is no such flag")
-            place = Source(default.flag, [], "where nothing is said", f"{default.flag} {default.word}")
+            place = TheirSetting(default.flag, [], "where nothing is said", f"{default.flag} {default.word}")
             out.lost += [(place, text)] * (not _said(default.unless, given))
         elif _setting(default.flag, known) not in said and not _said(default.unless, given):
-            out.lines.append(Line(default.flag, [default.word], None))
+            out.lines.append(FlagLine(default.flag, [default.word], None))
     return out
 
 
-def _said(keys: tuple[str, ...], given: Mapping[str, Source]) -> bool:
+def _said(keys: tuple[str, ...], given: Mapping[str, TheirSetting]) -> bool:
     """Whether one of the keys is given, itself or something below it, or with its value."""
     below = {key.split(".")[0] for key in given}
     pairs = {f"{source.key}={source.value.lower()}" for source in given.values()}
     return bool(set(keys) & (below | pairs))
 
 
-def _one(dialect: Dialect, source: Source, given, known: Mapping[str, Spelling], out: Translation) -> None:
-    flags = dialect.flags(source)
-    if source.value.lower() in EMPTY and not dialect.base:
+def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spelling], out: Translation) -> None:
+    empty = source.value.lower() in EMPTY and f"{source.key}={source.value.lower()}" not in dialect.table
+    if empty and not dialect.base:
         return  # a key without a value says nothing
+    try:
+        flags = dialect.flags(source)
+    except ValueError as error:
+        if source.value != "auto":
+            out.lost.append((source, str(error)))
+            return
+        flags = None
     section = given.get(f"{source.key.rpartition('.')[0]}.enabled")
     if section is not None and section.value.lower() == "false" and section is not source:
         out.idle.append((source, f"{section.key} is false"))
@@ -102,7 +109,7 @@ def _one(dialect: Dialect, source: Source, given, known: Mapping[str, Spelling],
         _without_row(dialect, source, known, out)
 
 
-def _without_row(dialect: Dialect, source: Source, known: Mapping[str, Spelling], out: Translation) -> None:
+def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spelling], out: Translation) -> None:
     idle, lost = sentence(dialect.idle, source.key), sentence(dialect.lost, source.key)
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
         out.idle.append((source, ANYWAY))
@@ -120,7 +127,7 @@ def _without_row(dialect: Dialect, source: Source, known: Mapping[str, Spelling]
         out.lost.append((source, f"no key that is known of {dialect.title}{hint}"))
 
 
-def _flag_of_megatron(source: Source, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
+def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
     flag = dashed(source.key.lstrip("-"))
     spelling = known.get(flag)
     if spelling is not None:
@@ -133,7 +140,7 @@ def _flag_of_megatron(source: Source, dialect: Dialect, known: Mapping[str, Spel
         out.lost.append((source, "no flag that is known" + (f"; did you mean {near[0]}?" if near else "")))
 
 
-def _add(source: Source, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
+def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
     """Add lines in this suite's main spelling. A value that is none here is told instead."""
     for flag, words in flags:
         spelling = known.get(flag)
@@ -147,7 +154,7 @@ def _add(source: Source, flags, dialect: Dialect, known: Mapping[str, Spelling],
             continue
         if value is not None:
             changed = dialect.changed.get(source.key, "")
-            out.lines.append(Line(*_canonical(spelling, flag, value, words), source, changed))
+            out.lines.append(FlagLine(*_canonical(spelling, flag, value, words), source, changed))
 
 
 def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[str, list[str]]:
@@ -162,13 +169,13 @@ def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[
     return dashed(setting.name), [also if isinstance(also := setting.also.get(word), str) else word for word in words]
 
 
-def _say_presence(dialect: Dialect, given: Mapping[str, Source], known, out: Translation) -> None:
+def _say_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
     """A section that means something by being there: `zero = dict(...)` of Colossal-AI."""
     for name, made in dialect.computed.items():
         inside = [source for key, source in given.items() if key.startswith(f"{name}.")]
         if inside and name not in given:
             first = inside[0]
-            section = Source(name, [], first.where, f"{name} = ...")
+            section = TheirSetting(name, [], first.where, f"{name} = ...")
             lines = Translation()
             _add(section, made([], given), dialect, known, lines)
             said = {_setting(line.flag, known) for line in out.lines}
@@ -197,17 +204,17 @@ def translate_fleetx(entries: Mapping[str, fleetx.Entry], texts: Mapping[str, st
     for flag, words, origin in found.flags:
         many = known[flag].setting.many
         one = [",".join(words)] if known[flag].setting.kind is str and not many and len(words) > 1 else words
-        _add(Source(origin, one, origin, texts.get(origin, origin)), [(flag, one)], plain, known, out)
+        _add(TheirSetting(origin, one, origin, texts.get(origin, origin)), [(flag, one)], plain, known, out)
     for text, where in found.notes:
         origin, _, key = where.rpartition(": ")
-        out.idle.append((Source(key, [], origin or where, texts.get(origin, where)), text))
+        out.idle.append((TheirSetting(key, [], origin or where, texts.get(origin, where)), text))
     for problem in found.problems:
         origin, _, rest = problem.partition(": ")
-        out.lost.append((Source(origin, [], origin, texts.get(origin, origin)), rest or problem))
+        out.lost.append((TheirSetting(origin, [], origin, texts.get(origin, origin)), rest or problem))
     told = {source.where for source, _ in out.idle + out.lost} | {line.source.where for line in out.lines}
     for key, entry in entries.items():
         if entry.words is not None and entry.origin not in told:
-            source = Source(key, entry.words, entry.origin, texts.get(entry.origin, entry.origin))
+            source = TheirSetting(key, entry.words, entry.origin, texts.get(entry.origin, entry.origin))
             out.idle.append((source, ANYWAY))
     _keep_last(out, known)
     return out

@@ -19,7 +19,7 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
 from megatron.settings import files
 from megatron.settings.dialects import fleetx
-from megatron.settings.dialects.table import Dialect, Line, Source
+from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.settings.sources import Command, read_commands, read_python, read_tree, read_words
@@ -84,7 +84,7 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 @dataclass
-class Translated:
+class TranslatedRun:
     """One run: what it was made of, what starts it, and what is odd about the source."""
 
     found: Translation
@@ -93,7 +93,7 @@ class Translated:
     notes: list[str]
 
 
-def translations(dialect: Dialect, words: list[str]) -> list[Translated]:
+def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun]:
     """What the words name: a file of settings, a script with commands, or one command."""
     if len(words) > 1:
         return [of_command(dialect, read_words(words, dialect.programs), Path("."))]
@@ -114,14 +114,14 @@ def translations(dialect: Dialect, words: list[str]) -> list[Translated]:
     return [of_command(dialect, one, path.parent) for one in commands]
 
 
-def of_file(dialect: Dialect, path: str) -> Translated:
+def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
-        return Translated(of_fleetx([path], []), ["python"], "pretrain_gpt.py", [])
+        return TranslatedRun(of_fleetx([path], []), ["python"], "pretrain_gpt.py", [])
     if path.endswith(".py"):
         sources = read_python(path)
     else:
         sources = read_tree(path)
-    return Translated(translate(dialect, sources), ["python"], "pretrain_gpt.py", [])
+    return TranslatedRun(translate(dialect, sources), ["python"], "pretrain_gpt.py", [])
 
 
 def of_fleetx(paths: list[str], overrides: list[str]) -> Translation:
@@ -138,7 +138,7 @@ def of_fleetx(paths: list[str], overrides: list[str]) -> Translation:
     return translate_fleetx(entries, texts)
 
 
-def of_command(dialect: Dialect, command: Command, folder: Path) -> Translated:
+def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun:
     """A command, with the files that its flags name."""
     launcher, notes = started(command.launcher)
     sources, others, program = list(command.sources), [], "pretrain_gpt.py"
@@ -146,7 +146,7 @@ def of_command(dialect: Dialect, command: Command, folder: Path) -> Translated:
         paths = [word for one in sources if one.key in ("-c", "--config") for word in one.words]
         overrides = [word for one in sources if one.key in ("-o", "--override") for word in one.words]
         found = of_fleetx([str(folder / path) for path in paths], overrides)
-        return Translated(found, launcher, program, command.notes + notes)
+        return TranslatedRun(found, launcher, program, command.notes + notes)
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     for one in list(sources):
@@ -165,7 +165,7 @@ def of_command(dialect: Dialect, command: Command, folder: Path) -> Translated:
         _join(found, other)
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
         launcher, program = ["python", "-m"], "megatron.tools.plan"
-    return Translated(found, launcher, program, command.notes + notes)
+    return TranslatedRun(found, launcher, program, command.notes + notes)
 
 
 def _bare(key: str) -> str:
@@ -223,7 +223,7 @@ def started(launcher: list[str]) -> tuple[list[str], list[str]]:
 # What is printed ------------------------------------------------------------------------------------------------------
 
 
-def shown(one: Translated, dialect: Dialect, form: str) -> list[str]:
+def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     told: set[str] = set()  # what changed is said once for each source
     rows = [
         (as_yaml(line) if form == "yaml" else as_flag(line), beside(line, dialect, told)) for line in one.found.lines
@@ -240,15 +240,15 @@ def shown(one: Translated, dialect: Dialect, form: str) -> list[str]:
     return head + body
 
 
-def _place(source: Source) -> str:
+def _place(source: TheirSetting) -> str:
     return f"{source.where}: {source.text}" if source.text and source.text != source.where else source.where
 
 
-def as_flag(line: Line) -> str:
+def as_flag(line: FlagLine) -> str:
     return " ".join([line.flag, *map(quoted, line.words)])
 
 
-def as_yaml(line: Line) -> str:
+def as_yaml(line: FlagLine) -> str:
     spelling = spellings()[line.flag]
     value = spelling.value(line.words)
     if isinstance(value, list):
@@ -268,7 +268,7 @@ def quoted(word: str) -> str:
     return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
 
 
-def beside(line: Line, dialect: Dialect, told: set[str]) -> str:
+def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:
     if line.source is None:
         return f"what {dialect.title} does where nothing is said"
     place = _place(line.source)

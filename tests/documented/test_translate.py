@@ -12,7 +12,7 @@ import yaml
 
 from megatron.errors import run_main
 from megatron.settings.dialects import fleetx
-from megatron.settings.dialects.table import Source, sentence
+from megatron.settings.dialects.table import TheirSetting, sentence
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.sources import read_python, read_tree
 from megatron.settings.translate import DIALECTS, back, spellings, translate
@@ -403,7 +403,7 @@ def test_round_trips_of_every_row(name):
     dialect, known, tried = DIALECTS[name], spellings(), 0
 
     def mine(sources: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
-        found = translate(dialect, [Source(key, words, "here", "") for key, words in sources.items()])
+        found = translate(dialect, [TheirSetting(key, words, "here", "") for key, words in sources.items()])
         return [(line.flag, line.words) for line in found.lines if line.source and line.source.key in sources]
 
     for row, meaning in dialect.table.items():

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
-class Source(NamedTuple):
+class TheirSetting(NamedTuple):
     """One setting as another suite has it: `key`, the words of its value, where it stands, and the text there."""
 
     key: str
@@ -32,16 +32,16 @@ class Source(NamedTuple):
         return " ".join(self.words)
 
 
-class Line(NamedTuple):
+class FlagLine(NamedTuple):
     """A flag of this suite and its words, what it comes from (None: a default of the other suite), and what changed."""
 
     flag: str
     words: list[str]
-    source: Source | None
+    source: TheirSetting | None
     changed: str = ""
 
 
-Computed = Callable[[list[str], Mapping[str, Source]], list[tuple[str, list[str]]]]
+Computed = Callable[[list[str], Mapping[str, TheirSetting]], list[tuple[str, list[str]]]]
 
 
 class Default(NamedTuple):
@@ -90,7 +90,7 @@ class Dialect:
         assert len({key for key, _ in rows}) == len(rows), f"{self.name}: a key is there twice"
         object.__setattr__(self, "table", {key: meaning.strip() for key, meaning in rows})
 
-    def flags(self, source: Source) -> list[tuple[str, list[str]]] | None:
+    def flags(self, source: TheirSetting) -> list[tuple[str, list[str]]] | None:
         """The flags of the row for a key and its value, with their words; None where there is no row."""
         one = self.table.get(f"{source.key}={source.value.lower() or 'true'}")
         if one is not None:
@@ -118,14 +118,18 @@ def flags_of(meaning: str, words: list[str]) -> list[tuple[str, list[str]]]:
 
     >>> flags_of("--adam-beta1 --adam-beta2", ["0.9", "0.95"])
     [('--adam-beta1', ['0.9']), ('--adam-beta2', ['0.95'])]
-    >>> flags_of("--fp16; --amp-level O1", ["true"])
-    [('--fp16', []), ('--amp-level', ['O1'])]
+    >>> flags_of("--max-global-batch-size; --auto-parallel", ["32"])
+    [('--max-global-batch-size', ['32']), ('--auto-parallel', [])]
+
+    Raises ValueError where there are more or fewer words than flags.
     """
     if meaning == "-":
         return []
     parts = [part.split() for part in meaning.split(";")]
     if len(parts) == 1 and len(parts[0]) > 1 and all(word.startswith("--") for word in parts[0]):
-        return [(flag, [word]) for flag, word in zip(parts[0], words, strict=False)]
+        if len(words) != len(parts[0]):
+            raise ValueError(f"{len(parts[0])} values are wanted ({' '.join(parts[0])}), and there are {len(words)}")
+        return [(flag, [word]) for flag, word in zip(parts[0], words, strict=True)]
     (flag, *fixed), *others = parts
     return [(flag, fixed or words), *((other, fixed) for other, *fixed in others)]
 
