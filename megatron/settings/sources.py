@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.errors import UsageError
+from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.parse import JOINED_LINES
 
@@ -28,11 +29,13 @@ class Command:
     launcher: list[str]
     program: str
     sources: list[TheirSetting]
+    where: str = ""
+    words: list[str] = field(default_factory=list)  # behind the program
     notes: list[str] = field(default_factory=list)
 
 
 def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[Command]:
-    """The commands of a script, by its lines: those of `programs`, else all that have flags.
+    """The commands of a script, by its lines: those of `programs` and of what prepares their data, else all with flags.
 
     A line that ends in a backslash goes on, also where the shell would take its value and the next flag for one word,
     or the backslash for a part of a comment; that is noted.
@@ -52,7 +55,7 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
             if tokens:
                 found.append(_command(tokens, programs, notes))
             tokens, notes = [], []
-    wanted = [one for one in found if _is_one_of(one.program, programs)]
+    wanted = [one for one in found if _is_one_of(one.program, (*programs, *OURS, *INSTEAD))]
     if not wanted and found and all(one.sources and not one.launcher and not one.program for one in found):
         return [Command([], "", [source for one in found for source in one.sources])]  # a list of flags
     return wanted or [one for one in found if one.sources and not programs]
@@ -79,12 +82,12 @@ def _begins_with_a_word(lines: list[str], number: int) -> bool:
 
 
 def _is_one_of(program: str, programs: tuple[str, ...]) -> bool:
-    return bool(program) and Path(program).name in programs
+    return bool(program) and (Path(program).name in programs or program in programs)
 
 
 def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], notes: list[str]) -> Command:
     words = [word for word, _, _ in tokens]
-    at = next((i for i, word in enumerate(words) if _is_one_of(word, programs)), None)
+    at = next((i for i, word in enumerate(words) if _is_one_of(word, (*programs, *OURS, *INSTEAD))), None)
     if at is None:
         at = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
     if at is None:
@@ -93,7 +96,8 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
     if launcher[-1:] == ["-m"]:
         launcher = launcher[:-1]
     program = words[at] if at >= 0 else ""
-    return Command(launcher, program, list(_flags(tokens[at + 1 :])), notes)
+    place = tokens[max(at, 0)][1] if tokens else ""
+    return Command(launcher, program, list(_flags(tokens[at + 1 :])), place, words[at + 1 :], notes)
 
 
 def _flags(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:

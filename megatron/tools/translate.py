@@ -13,12 +13,13 @@ What changed in meaning stands behind a line, what has no effect here and what h
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
 from megatron.settings import files
-from megatron.settings.dialects import fleetx
+from megatron.settings.dialects import fleetx, programs
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
@@ -67,6 +68,9 @@ def main(argv: list[str]) -> None:
         return print_back(dialect, words)
     lost = 0
     for one in translations(dialect, words):
+        if isinstance(one, str):
+            print(one)
+            continue
         print("\n".join(shown(one, dialect, options.format)))
         lost += len(one.found.lost)
     if options.strict and lost:
@@ -93,17 +97,17 @@ class TranslatedRun:
     notes: list[str]
 
 
-def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun]:
-    """What the words name: a file of settings, a script with commands, or one command."""
+def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun | str]:
+    """What the words name: a file of settings, a script with commands, or one command. Text: of what prepares its data."""
     if len(words) > 1:
-        return [of_command(dialect, read_words(words, dialect.programs), Path("."))]
+        return [of_any(dialect, read_words(words, dialect.programs), Path("."))]
     [name] = words
     path = Path(name)
     if not path.is_file():
         if " " not in name:
             raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
         commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
-        return [of_command(dialect, one, Path(".")) for one in commands]
+        return [of_any(dialect, one, Path(".")) for one in commands]
     if path.suffix in (".yaml", ".yml", ".json", ".py"):
         return [of_file(dialect, name)]
     commands = read_commands(path.read_text(encoding="utf-8"), name, dialect.programs)
@@ -111,7 +115,25 @@ def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun]:
         raise UsageError(
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
         )
-    return [of_command(dialect, one, path.parent) for one in commands]
+    return [of_any(dialect, one, path.parent) for one in commands]
+
+
+def of_any(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun | str:
+    name = Path(command.program).name
+    tool = programs.TOOLS.get(name)
+    if tool and find_spec(f"megatron.tools.{tool}"):
+        ours = f"-m megatron.tools.{tool}"
+    elif name in programs.OURS:
+        ours = programs.OURS[name]
+    elif name in programs.INSTEAD or command.program in programs.INSTEAD:
+        sentence = programs.INSTEAD.get(command.program) or programs.INSTEAD[name]
+        return f"# {command.where}: {command.program}: {sentence}"
+    else:
+        return of_command(dialect, command, folder)
+    many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
+    return f"# {command.where}: {command.program}: its flags are taken as they are{many}\n" + " ".join(
+        ["python", ours, *map(quoted, command.words)]
+    )
 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:

@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Another name for pretrain_gpt_1.3B_single.sh.
+exec bash "$(dirname "$0")/pretrain_gpt_1.3B_single.sh" "$@"
