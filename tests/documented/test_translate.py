@@ -106,6 +106,7 @@ B = {
     "--seed": "1024",
     "--clip-grad": "0",
 }
+B |= {"--train-epochs": "60"} if "--train-epochs" in spellings() else {}
 D22 = {
     "--num-layers": "48",
     "--num-attention-heads": "64",
