@@ -5,6 +5,7 @@ torch 2.13 renamed two of the functions used here and warns at each call of the 
 This is the one place that knows.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch

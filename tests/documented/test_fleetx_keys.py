@@ -134,6 +134,16 @@ def test_the_earlier_name_of_the_switch(capsys):
     assert run(*half, capsys=capsys)[0].precision == run(capsys=capsys)[0].precision
 
 
+def test_epochs_count_where_steps_do_not(capsys):
+    config, told = run("Engine.num_train_epochs=3", capsys=capsys)
+    assert config.batch.train_iters == 500000 and "Engine.num_train_epochs has no effect" in told
+    config, _ = run("Engine.num_train_epochs=3", "Engine.max_steps=-1", capsys=capsys)
+    if isinstance(config, str):
+        assert "--train-epochs is not supported: training is as long as" in config
+    else:
+        assert config.batch.train_epochs == 3 and config.batch.train_iters is None
+
+
 def test_unknown_keys_are_errors_in_every_section(capsys):
     for key in ("Engine.mix_precision.levle", "Profiler.enabel", "Data.Train.sampler.shufle", "Engine.save_load.step"):
         assert f"-o {key} is no known key" in run(f"{key}=1", capsys=capsys)[0]

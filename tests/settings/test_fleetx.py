@@ -134,7 +134,7 @@ def test_no_compression_and_keys_without_effect_pass(read):
     plain, told = read()
     idle = "-o Compress.Prune.enable=False -o Compress.Prune.ratio=0.1 -o Quantization.weight_bits=8"
     assert read(idle) == (plain, told)
-    unlimited, _ = read("-o Engine.max_steps=-1")
+    unlimited, _ = read("-o Engine.max_steps=-1 -o Engine.num_train_epochs=")
     assert plain.batch.train_iters == 500000 and unlimited.batch.train_iters is None
 
 

@@ -118,7 +118,6 @@ NAMED = {
     "Model.module": dict(gptmodule=None, gptmoduleauto=None),
     "Model.name": dict(gpt=None),
     "Engine.run_mode": dict(step=None),
-    "Engine.num_train_epochs": {"1": None},
     "Data.Train.dataset.name": dict(gptdataset=None),
     "Data.Train.sampler.name": dict(gptbatchsampler=None, distributedbatchsampler=None),
     "Data.Train.sampler.shuffle": dict(false=None, true=("--dataloader-type", "cyclic")),
@@ -144,13 +143,13 @@ ELSEWHERE = {
     "Data.Train.loader.collate_fn": {"": "samples are put together by the model's recipe (docs/extending.md)"},
     "Data.Train.collate_fn": {"": "samples are put together by the model's recipe (docs/extending.md)"},
     "Engine.run_mode": {"epoch": "training is as long as Engine.max_steps says"},
-    "Engine.num_train_epochs": {"": "training is as long as Engine.max_steps says, over as many epochs as that takes"},
 }
 
 # read together, further down
 JOINT = """Engine.mix_precision.enable Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype
     Engine.mix_precision.level Engine.mix_precision.scale_loss Engine.mix_precision.custom_black_list
-    Engine.mix_precision.custom_white_list Engine.use_recompute Model.use_recompute Model.recompute_granularity
+    Engine.mix_precision.custom_white_list Engine.num_train_epochs
+    Engine.use_recompute Model.use_recompute Model.recompute_granularity
     Model.no_recompute_layers Distributed.dp_degree Distributed.sharding.sharding_degree
     Distributed.sharding.sharding_stage Data.Eval.*
     Profiler.enable Profiler.scheduler Profiler.profiler_log Profiler.detailed""".split()
@@ -258,7 +257,7 @@ def translate(entries: dict[str, Entry]) -> Translated:
                 out.problems.append(f"{_at(key, origin)} is not supported: {sentence}")
         else:
             _idle(out, key, value, origin)
-    for joint in (_precision, _recompute, _sharding, _profiler, _evaluation):
+    for joint in (_precision, _recompute, _sharding, _profiler, _evaluation, _epochs):
         joint(given, out)
     return out
 
@@ -380,3 +379,13 @@ def _evaluation(given: dict[str, Entry], out: Translated) -> None:
             continue
         sentence = "validation is of Data.Train's files by its split, in order, in full batches of the same samples"
         out.notes.append((sentence, _at(key, origin)))
+
+
+def _epochs(given: dict[str, Entry], out: Translated) -> None:
+    """A number of epochs counts where no number of steps is given: samples are drawn for all steps at once."""
+    key, steps = "Engine.num_train_epochs", _word(given, "Engine.max_steps", "-1")
+    if key in given and steps.startswith("-"):
+        out.flags.append(("--train-epochs", *given[key]))
+    elif key in given and _word(given, key) != "1":
+        sentence = "training is as long as Engine.max_steps says, over as many epochs as that takes"
+        out.notes.append((sentence, _at(key, given[key].origin)))

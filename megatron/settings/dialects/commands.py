@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suites whose runs are command lines with flags of Megatron-LM, or close to them, for `settings.translate`.
+
+What is not named here is read as `settings.parse` reads it.
+"""
+
+from megatron.settings.dialects.table import Default, Dialect
+
+PADDLENLP = Dialect(
+    "paddlenlp",
+    "PaddleNLP",
+    """
+--model_type=gpt                  -
+--model_name_or_path              --model-name-or-path
+--input_dir                       --data-path
+--output_dir                      --save
+--max_seq_len                     --seq-length
+--micro_batch_size                --micro-batch-size
+--global_batch_size               --global-batch-size
+--mp_degree                       --tensor-model-parallel-size
+--pp_degree                       --pipeline-model-parallel-size
+--dp_degree                       --dp-degree
+--sharding_degree                 --sharding-degree
+--max_lr                          --lr
+--min_lr                          --min-lr
+--max_steps                       --train-iters
+--save_steps                      --save-interval
+--decay_steps                     --lr-decay-iters
+--weight_decay                    --weight-decay
+--warmup_rate                     --lr-warmup-fraction
+--grad_clip                       --clip-grad
+--logging_freq                    --log-interval
+--eval_freq                       --eval-interval
+--eval_iters                      --eval-iters
+--adam_beta1                      --adam-beta1
+--adam_beta2                      --adam-beta2
+--adam_epsilon                    --adam-eps
+--split                           --split
+--seed                            --seed
+--device                          --device
+--use_amp=true                    --fp16; --amp-level O1; --initial-loss-scale 32768
+--use_amp=false                   -
+--use_sharding=true               --sharding-stage 1
+--use_sharding=false              -
+--use_recompute=true              --recompute-granularity full
+--use_recompute=false             -
+--check_accuracy=true             --hidden-dropout 0; --attention-dropout 0
+--check_accuracy=false            -
+--lr_decay_style=cosine           --lr-decay-style cosine
+--lr_decay_style=none             --lr-decay-style constant
+""",
+    changed={
+        "--input_dir": "token files of preprocess_data.py: their prefix",
+        "--dp_degree": "replicas outside sharding: world = mp x sharding x pp x dp, asserted",
+        "--model_name_or_path": "a shape; weights are in --load, the vocabulary in --vocab-file and --merge-file",
+        "--use_amp": "formats op by op, first loss scale 2^15; --amp-level O2 is faster",
+        "--global_batch_size": "micro-batches follow from it; the mean is over all tokens of the batch",
+    },
+    idle={
+        "gradients are added in place anyway": "--enable_addto",
+        "text is not read while training": "--tokenizer_name_or_path",
+    },
+    lost={
+        "say --profile, with --profile-step-start and --profile-step-end": "--profiler_options -p",
+        "a test runs behind training, over --eval-iters batches": "--test_iters",
+        "Chinese vocabularies are given as --tokenizer-model FILE": "--model_type",
+    },
+    defaults=(
+        Default("--lr-decay-style", "cosine"),
+        Default("--lr-decay-iters", "360000"),
+        Default("--eval-iters", "10"),
+        Default("--save-interval", "500"),
+        Default("--split", "949,50,1"),
+    ),
+    programs=("run_pretrain_static.py", "run_pretrain.py"),
+    base=True,
+)
+
+LLMACC = Dialect(
+    "llmacc",
+    "llmacc (PAI)",
+    """
+--task-type=llmacc.megatron.gpt   -
+--max-global-batch-size           --max-global-batch-size; --auto-parallel
+""",
+    changed={
+        "--max-global-batch-size": "the planner searches the layout, batch included, and says why (docs/planning.md)"
+    },
+    lost={"there is one task: pretraining of a GPT": "--task-type"},
+    programs=("llmacc.pretrain",),
+    base=True,
+    as_is=True,
+)
+
+MEGATRON_DEEPSPEED = Dialect(
+    "megatron-deepspeed",
+    "Megatron-DeepSpeed",
+    """
+--zero-stage                                --sharding-stage
+--deepspeed-activation-checkpointing        --recompute-granularity full
+--checkpoint-activations                    --recompute-granularity full
+--ds-sequence-parallel-size                 --context-parallel-size; --cp-comm-type a2a
+--cpu-optimizer                             --optimizer-cpu-offload
+--remote-device=cpu                         --param-cpu-offload
+--remote-device=none                        -
+--no-pipeline-parallel                      -
+""",
+    changed={"--ds-sequence-parallel-size": "Ulysses' exchange of tokens for heads; sequences stay whole in the data"},
+    idle={
+        "sharding, offloading and precision come from the flags": "--deepspeed --deepspeed-mpi --use-pin-memory",
+        "activations that are computed again are divided by --sequence-parallel": "--partition-activations",
+        "where they wait changes the speed alone": "--contigious-checkpointing --synchronize-each-layer --profile-backward",
+    },
+    lost={
+        "tokens are counted in samples: tokens / --seq-length": "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
+        "activations stay on the device, or are computed again": "--checkpoint-in-cpu",
+        "parameters stay on the device or on the host, not on disk": "--remote-device",
+    },
+    programs=("pretrain_gpt.py", "pretrain_llama.py"),
+    base=True,
+    as_is=True,
+)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json/), for `settings.translate`."""
+
+from megatron.settings.dialects.table import Default, Dialect
+
+WORDS = """
+train_batch_size                                   --global-batch-size
+train_micro_batch_size_per_gpu                     --micro-batch-size
+gradient_accumulation_steps                        --gradient-accumulation-steps
+gradient_clipping                                  --clip-grad
+steps_per_print                                    --log-interval
+wall_clock_breakdown=true                          --timing-log-level 2
+wall_clock_breakdown=false                         -
+optimizer.type=adam                                --optimizer adam
+optimizer.type=adamw                               --optimizer adam
+optimizer.type=sgd                                 --optimizer sgd
+optimizer.type=lion                                --optimizer lion
+optimizer.type=muon                                --optimizer muon
+optimizer.params.lr                                --lr
+optimizer.params.betas                             --adam-beta1 --adam-beta2
+optimizer.params.eps                               --adam-eps
+optimizer.params.weight_decay                      --weight-decay
+optimizer.params.momentum                          --sgd-momentum
+optimizer.params.adam_w_mode=true                  -
+scheduler.type=warmuplr                            --lr-decay-style constant
+scheduler.type=warmupdecaylr                       --lr-decay-style linear
+scheduler.type=warmupcosinelr                      --lr-decay-style cosine
+scheduler.params.warmup_min_lr                     --lr-warmup-init
+scheduler.params.warmup_max_lr                     --lr
+scheduler.params.warmup_num_steps                  --lr-warmup-iters
+scheduler.params.total_num_steps                   --lr-decay-iters
+scheduler.params.warmup_type=linear                -
+fp16.enabled=true                                  --fp16
+fp16.enabled=false                                 -
+fp16.loss_scale=0                                  -
+fp16.loss_scale                                    --loss-scale
+fp16.loss_scale_window                             --loss-scale-window
+fp16.hysteresis                                    --hysteresis
+fp16.min_loss_scale                                --min-loss-scale
+fp16.auto_cast=false                               -
+fp16.fp16_master_weights_and_grads=false           -
+bf16.enabled=true                                  --bf16
+bf16.enabled=false                                 -
+bfloat16.enabled=true                              --bf16
+bfloat16.enabled=false                             -
+amp.enabled=true                                   --fp16; --amp-level O1
+amp.enabled=false                                  -
+data_types.grad_accum_dtype=fp32                   -
+zero_optimization.stage                            --sharding-stage
+zero_optimization.overlap_comm=true                --overlap-grad-reduce
+zero_optimization.overlap_comm=false               -
+zero_optimization.cpu_offload=true                 --optimizer-cpu-offload
+zero_optimization.cpu_offload=false                -
+zero_optimization.offload_optimizer.device=cpu     --optimizer-cpu-offload
+zero_optimization.offload_optimizer.device=nvme    --nvme-offload-fraction 1
+zero_optimization.offload_optimizer.device=none    -
+zero_optimization.offload_optimizer.nvme_path      --nvme-offload-dir
+zero_optimization.offload_optimizer.ratio          --optimizer-offload-fraction
+zero_optimization.offload_param.device=cpu         --param-cpu-offload
+zero_optimization.offload_param.device=none        -
+zero_optimization.mics_shard_size                  --sharding-degree
+flops_profiler.enabled=true                        --log-throughput
+flops_profiler.enabled=false                       -
+tensorboard.enabled=true                           -
+tensorboard.enabled=false                          -
+tensorboard.output_path                            --tensorboard-dir
+wandb.enabled=true                                 -
+wandb.enabled=false                                -
+wandb.project                                      --wandb-project
+csv_monitor.enabled=true                           -
+csv_monitor.enabled=false                          -
+autotuning.enabled=true                            --auto-parallel
+autotuning.enabled=false                           -
+tensor_parallel.autotp_size                        --tensor-model-parallel-size
+sequence_parallel_size                             --context-parallel-size
+"""
+
+IDLE = {
+    "what is exchanged at a time, and where it waits, changes the speed alone; this suite arranges it": """
+        zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.reduce_scatter
+        zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients zero_optimization.sub_group_size
+        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+        zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_module_granularity_threshold zero_optimization.round_robin_gradients
+        zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.param_persistence_threshold
+        zero_optimization.model_persistence_threshold zero_optimization.memory_efficient_linear
+        zero_optimization.mics_hierarchical_params_gather zero_optimization.ignore_unused_parameters
+        zero_optimization.offload_*.pin_memory zero_optimization.offload_*.buffer_*
+        zero_optimization.offload_*.pipeline_* zero_optimization.offload_*.fast_init
+        zero_optimization.offload_*.max_in_cpu zero_optimization.cpu_offload_use_pin_memory aio.*
+        communication_data_type pipeline.* activation_checkpointing.contiguous_memory_optimization""",
+    "gradients are summed in fp32 and divided once, by the tokens of the batch": """prescale_gradients
+        gradient_predivide_factor fp32_allreduce disable_allgather""",
+    "a checkpoint holds whole tensors under their names, which every layout reads": """
+        zero_optimization.stage3_gather_16bit_weights_on_model_save
+        zero_optimization.stage3_gather_fp16_weights_on_model_save zero_optimization.load_from_fp32_weights
+        zero_optimization.elastic_checkpoint checkpoint.*""",
+    "any optimizer goes with any sharding": """zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        optimizer.params.torch_adam optimizer.params.bias_correction optimizer.params.fused""",
+    "a run always writes metrics.jsonl under --save": "csv_monitor.* tensorboard.job_name",
+    "--save and --print-config keep the settings": "dump_state optimizer.legacy_fusion",
+    "where a run goes on is in its checkpoint": "scheduler.params.last_batch_iteration",
+    "--sequence-parallel divides what is kept among tensor parallel ranks": """
+        activation_checkpointing.partition_activations""",
+    "--timing-log-level says how much is timed": """activation_checkpointing.synchronize_checkpoint_boundary
+        activation_checkpointing.profile flops_profiler.* comms_logger.* memory_breakdown""",
+    "a good step does not refill the hysteresis (Megatron-LM's rule)": "fp16.consecutive_hysteresis",
+    "the search is over layouts, memory and time of the planner": "autotuning.*",
+}
+LOST = {
+    "activations are kept on the device, or computed again: --recompute-granularity": """
+        activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints""",
+    "ZeRO++ is not part of this suite; --sharding-degree shards inside of groups": """
+        zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_*""",
+    "parameters stay on the device or on the host (--param-cpu-offload), not on disk": """
+        zero_optimization.offload_param.*""",
+    "a model is dense, its attention too, and its layers are all there in every step": """moe.* sparse_attention.*
+        progressive_layer_drop.* sparse_gradients""",
+    "data come in the order of the index: no curriculum": "curriculum_learning.* data_efficiency.*",
+    "compression is not part of pretraining": "compression_training.* quantize_training.* eigenvalue.*",
+    "the batch does not change with the number of ranks": "elasticity.*",
+    "weight decay is decoupled, as AdamW has it": "optimizer.params.adam_w_mode",
+    "sums of gradients are fp32": "data_types.*",
+    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "scheduler.*",
+    "--optimizer says which there are": "optimizer.*",
+    "a tracker of the run is --wandb-project or --tensorboard-dir": "wandb.* tensorboard.* comet.*",
+}
+CHANGED = {
+    "scheduler.type": "counted in samples, as Megatron-LM does; DeepSpeed counts calls of step()",
+    "zero_optimization.stage": "the same shards; overlap is --overlap-grad-reduce and --overlap-param-gather",
+    "train_batch_size": "the mean is over the tokens of the whole batch, not of each rank (--loss-averaging micro-batch)",
+}
+
+
+def initial_scale(words, given):
+    power = int(words[0])
+    return [("--initial-loss-scale", [str(2**power)])]
+
+
+def share_of_peak(flag):
+    """A ratio of the scheduler's highest rate, as a rate."""
+
+    def computed(words, given):
+        peak = given.get("optimizer.params.lr") or given.get("scheduler.params.warmup_max_lr")
+        if peak is None or peak.value == "auto":
+            raise ValueError(f"{flag} is this share of the learning rate, which the file does not say")
+        return [(flag, [f"{float(words[0]) * float(peak.value):g}"])]
+
+    return computed
+
+
+DEEPSPEED = Dialect(
+    "deepspeed",
+    "DeepSpeed",
+    WORDS,
+    CHANGED,
+    IDLE,
+    LOST,
+    {
+        "fp16.initial_scale_power": initial_scale,
+        "scheduler.params.cos_min_ratio": share_of_peak("--min-lr"),
+        "scheduler.params.warmup_min_ratio": share_of_peak("--lr-warmup-init"),
+    },
+    (Default("--clip-grad", "0"), Default("--weight-decay", "0", where="optimizer"), Default("--log-interval", "10")),
+)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainingArguments of Hugging Face's Trainer, and the words of its run_clm.py, for `settings.translate`."""
+
+from megatron.settings.dialects.table import Default, Dialect
+
+WORDS = """
+per_device_train_batch_size                --micro-batch-size
+gradient_accumulation_steps                --gradient-accumulation-steps
+num_train_epochs                           --train-epochs
+max_steps=-1                               -
+max_steps                                  --train-iters
+learning_rate                              --lr
+weight_decay                               --weight-decay
+adam_beta1                                 --adam-beta1
+adam_beta2                                 --adam-beta2
+adam_epsilon                               --adam-eps
+max_grad_norm                              --clip-grad
+label_smoothing_factor                     --label-smoothing
+lr_scheduler_type=linear                   --lr-decay-style linear
+lr_scheduler_type=cosine                   --lr-decay-style cosine
+lr_scheduler_type=constant                 --lr-decay-style constant
+lr_scheduler_type=constant_with_warmup     --lr-decay-style constant
+lr_scheduler_type=inverse_sqrt             --lr-decay-style inverse-square-root
+lr_scheduler_type=warmup_stable_decay      --lr-decay-style WSD
+lr_scheduler_type=cosine_with_min_lr       --lr-decay-style cosine
+lr_scheduler_kwargs.min_lr                 --min-lr
+lr_scheduler_kwargs.num_decay_steps        --lr-wsd-decay-iters
+warmup_ratio                               --lr-warmup-fraction
+optim=adamw_torch                          --optimizer adam
+optim=adamw_torch_fused                    --optimizer adam
+optim=adamw_hf                             --optimizer adam
+optim=adamw_apex_fused                     --optimizer adam
+optim=sgd                                  --optimizer sgd
+optim=lion_32bit                           --optimizer lion
+bf16=true                                  --bf16; --amp-level O1
+bf16=false                                 -
+fp16=true                                  --fp16; --amp-level O1
+fp16=false                                 -
+gradient_checkpointing=true                --recompute-granularity full
+gradient_checkpointing=false               -
+activation_checkpointing=true              --recompute-granularity full
+activation_checkpointing=false             -
+torch_compile=true                         --torch-compile
+torch_compile=false                        -
+logging_strategy=steps                     -
+logging_steps                              --log-interval
+logging_dir                                --tensorboard-dir
+run_name                                   --wandb-exp-name
+project                                    --wandb-project
+report_to=none                             -
+eval_strategy=no                           --eval-iters 0
+eval_strategy=steps                        -
+evaluation_strategy=no                     --eval-iters 0
+evaluation_strategy=steps                  -
+eval_steps                                 --eval-interval
+save_strategy=steps                        -
+save_strategy=no                           -
+save_steps                                 --save-interval
+save_total_limit                           --keep-last
+output_dir                                 --save
+resume_from_checkpoint                     --load
+seed                                       --seed
+use_cpu=true                               --device cpu
+use_cpu=false                              -
+no_cuda=true                               --device cpu
+no_cuda=false                              -
+dataloader_num_workers                     --num-workers
+dataloader_drop_last=true                  -
+fsdp=full_shard                            --sharding-stage 3
+fsdp=full_shard auto_wrap                  --sharding-stage 3
+fsdp=shard_grad_op                         --sharding-stage 2
+fsdp=shard_grad_op auto_wrap               --sharding-stage 2
+fsdp=full_shard offload                    --sharding-stage 3; --param-cpu-offload; --optimizer-cpu-offload
+fsdp=no_shard                              -
+ddp_backend                                --distributed-backend
+full_determinism=true                      --deterministic-mode
+full_determinism=false                     -
+block_size                                 --seq-length
+model_type=gpt2                            -
+do_train=true                              -
+do_eval=true                               -
+do_eval=false                              --eval-iters 0
+"""
+
+IDLE = {
+    "data, formats and ranks are arranged by this suite": """dataloader_pin_memory dataloader_persistent_workers
+        dataloader_prefetch_factor dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb
+        ddp_broadcast_buffers ddp_static_graph gradient_checkpointing_kwargs* torch_empty_cache_steps
+        preprocessing_num_workers remove_unused_columns average_tokens_across_devices eval_do_concat_batches
+        low_cpu_mem_usage use_fast_tokenizer tf32 local_rank accelerator_config* parallelism_config*
+        dataloader_multiprocessing_context""",
+    "validation takes the training batch": "per_device_eval_batch_size eval_accumulation_steps",
+    "a folder that is not empty is resumed from, or refused": "overwrite_output_dir",
+    "the log is this suite's; --console, --log-file and --log-interval say where and how often": """log_level*
+        disable_tqdm log_on_each_node logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
+        skip_memory_metrics""",
+    "evaluation has the format of training, and begins at the first --eval-interval": """bf16_full_eval fp16_full_eval
+        eval_delay eval_on_start eval_use_gather_object do_predict""",
+    "kernels are this suite's own, and training keeps no cache of keys and values": """use_liger_kernel
+        liger_kernel_config use_cache activation_checkpointing_kwargs""",
+    "--check-replicas-interval, --on-nan and --debug watch a run": "debug restore_callback_states_from_checkpoint",
+    "the loss is what is evaluated": "prediction_loss_only include_for_metrics batch_eval_metrics label_names",
+    "saves hold everything a run needs to go on": "save_on_each_node ignore_data_skip save_safetensors",
+    "the vocabulary is written into the token files' record": "overwrite_cache cache_dir streaming",
+    "compiled layers take torch's own choices": "torch_compile_backend torch_compile_mode",
+}
+LOST = {
+    "training is counted in steps: say --log-interval, --eval-interval and --save-interval": """logging_strategy
+        eval_strategy evaluation_strategy save_strategy""",
+    "token files are made by preprocess_data.py --input FILE.jsonl --output-prefix P; say --data-path P_text_document": """
+        train_file validation_file dataset_name dataset_config_name validation_split_percentage max_train_samples
+        max_eval_samples keep_linebreaks""",
+    "weights of Hugging Face become a checkpoint by python -m megatron.tools.checkpoint, then --load and --finetune": """
+        model_name_or_path config_name torch_dtype dtype model_revision token attn_implementation""",
+    "the newest checkpoints are kept (--keep-last, --save-retain-interval); which one is best is not known": """
+        load_best_model_at_end metric_for_best_model greater_is_better""",
+    "nothing is sent to a hub": "push_to_hub* hub_* trackio_*",
+    "translate that file by itself: --from deepspeed FILE": "deepspeed",
+    "how units are cut is this suite's: a layer each": """fsdp_config* fsdp_min_num_params
+        fsdp_transformer_layer_cls_to_wrap""",
+    "order, weights and dropout have one seed: --seed": "data_seed",
+    "code from a model's folder is never run": "trust_remote_code",
+    "samples have one length, and each is a row of tokens": """group_by_length length_column_name
+        train_sampling_strategy neftune_noise_alpha auto_find_batch_size""",
+    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "lr_scheduler_*",
+    "--optimizer says which there are": "optim optim_args optim_target_modules",
+    "weights, moments and saves are always whole": "save_only_model enable_jit_checkpoint",
+}
+CHANGED = {
+    "per_device_train_batch_size": "samples are rows of --seq-length tokens, cut from all documents one after the other",
+    "warmup_ratio": "a share of the decay's length, which is that of the run where nobody says another",
+    "bf16": "weights stay in fp32 and formats are chosen op by op, as there; --amp-level O2 is faster",
+    "fp16": "weights stay in fp32 and formats are chosen op by op, as there; --amp-level O2 is faster",
+    "eval_steps": "--eval-iters batches of the validation part of --split, not a whole data set (--full-validation)",
+}
+
+
+def warmup(words, given):
+    """Steps; below 1 a share of them."""
+    share = 0 < float(words[0]) < 1
+    return [("--lr-warmup-fraction" if share else "--lr-warmup-iters", [words[0]])]
+
+
+def trackers(words, given):
+    """wandb has a project, TensorBoard a folder; the other trackers are not there."""
+    flags = []
+    for word in words:
+        if word == "wandb" and "project" not in given:
+            flags.append(("--wandb-project", ["huggingface"]))
+        elif word == "tensorboard" and "logging_dir" not in given:
+            raise ValueError("say --tensorboard-dir DIR")
+        elif word not in ("wandb", "tensorboard", "none"):
+            raise ValueError(f"'{word}' is no tracker of this suite: --wandb-project and --tensorboard-dir are")
+    return flags
+
+
+def timeout(words, given):
+    return [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])]
+
+
+def tokenizer(words, given):
+    return [("--tokenizer-type", ["HuggingFaceTokenizer"]), ("--tokenizer-model", words)]
+
+
+def overrides(words, given):
+    """run_clm.py's n_embd=1024,n_layer=24,n_head=16,n_positions=1024."""
+    names = dict(
+        n_embd="--hidden-size",
+        n_layer="--num-layers",
+        n_head="--num-attention-heads",
+        n_positions="--max-position-embeddings",
+        n_inner="--ffn-hidden-size",
+        resid_pdrop="--hidden-dropout",
+        attn_pdrop="--attention-dropout",
+        vocab_size="--vocab-size",
+    )
+    pairs = [pair.partition("=") for word in words for pair in word.split(",") if pair]
+    unknown = [name for name, _, _ in pairs if name not in names]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: known are {', '.join(names)}")
+    return [(names[name], [value]) for name, _, value in pairs]
+
+
+HF_TRAINER = Dialect(
+    "hf-trainer",
+    "Hugging Face Trainer",
+    WORDS,
+    CHANGED,
+    IDLE,
+    LOST,
+    {
+        "warmup_steps": warmup,
+        "report_to": trackers,
+        "ddp_timeout": timeout,
+        "tokenizer_name": tokenizer,
+        "config_overrides": overrides,
+    },
+    (
+        Default("--lr", "5e-5"),
+        Default("--weight-decay", "0"),
+        Default("--micro-batch-size", "8"),
+        Default("--log-interval", "500"),
+        Default("--save-interval", "500", ("save_strategy=no",)),
+        Default("--seed", "42"),
+        Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy")),
+        Default("--train-epochs", "3", ("max_steps",)),
+        Default("--dataloader-type", "cyclic"),
+    ),
+    programs=("run_clm.py", "train.py"),
+)

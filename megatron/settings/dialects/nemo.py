@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo 1's YAML of a Megatron GPT (megatron_gpt_config.yaml), for `settings.translate`."""
+
+from megatron.settings.dialects.table import Default, Dialect
+
+SAME = """micro_batch_size global_batch_size rampup_batch_size tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    max_position_embeddings init_method_std hidden_dropout attention_dropout layernorm_epsilon
+    make_vocab_size_divisible_by sequence_parallel hysteresis seed rotary_base
+    seq_len_interpolation_factor bias_dropout_add_fusion masked_softmax_fusion persist_layer_norm
+    gradient_accumulation_fusion""".split()
+OTHER_NAMES = dict(
+    seq_len_interpolation_factor="--rotary-seq-len-interpolation-factor",
+    bias_dropout_add_fusion="--bias-dropout-fusion",
+    layernorm_epsilon="--norm-epsilon",
+)
+WORDS = """
+trainer.max_steps                              --train-iters
+trainer.log_every_n_steps                      --log-interval
+trainer.gradient_clip_val                      --clip-grad
+trainer.accelerator=gpu                        --device cuda
+trainer.accelerator=cpu                        --device cpu
+trainer.precision=16                           --fp16; --amp-level O1
+trainer.precision=16-mixed                     --fp16; --amp-level O1
+trainer.precision=bf16                         --bf16; --amp-level O1
+trainer.precision=bf16-mixed                   --bf16; --amp-level O1
+trainer.precision=32                           --precision fp32
+trainer.accumulate_grad_batches=1              -
+model.megatron_amp_O2=true                     --amp-level O2
+model.megatron_amp_O2=false                    -
+exp_manager.explicit_log_dir                   --save
+exp_manager.exp_dir                            --save
+exp_manager.resume_if_exists=true              -
+exp_manager.resume_ignore_no_checkpoint=true   --auto-resume
+exp_manager.create_wandb_logger=true           -
+exp_manager.create_wandb_logger=false          -
+exp_manager.wandb_logger_kwargs.project        --wandb-project
+exp_manager.wandb_logger_kwargs.name           --wandb-exp-name
+exp_manager.checkpoint_callback_params.every_n_train_steps  --save-interval
+exp_manager.checkpoint_callback_params.save_top_k           --keep-last
+model.encoder_seq_length                       --seq-length
+model.data.seq_length                          --seq-length
+model.mcore_gpt=true                           -
+model.mcore_gpt=false                          -
+model.virtual_pipeline_model_parallel_size     --num-virtual-stages-per-pipeline-rank
+model.apply_query_key_layer_scaling=true       --apply-query-key-layer-scaling
+model.apply_query_key_layer_scaling=false      -
+model.position_embedding_type=learned_absolute  --position-embedding-type learned_absolute
+model.position_embedding_type=rope             --position-embedding-type rope
+model.rotary_percentage                        --rotary-percent
+model.normalization=layernorm                  --normalization LayerNorm
+model.normalization=rmsnorm                    --normalization RMSNorm
+model.activation=gelu                          -
+model.activation=fast-swiglu                   --swiglu
+model.activation=swiglu                        --swiglu
+model.activation=squared-relu                  --squared-relu
+model.bias=true                                -
+model.bias=false                               --disable-bias-linear
+model.share_embeddings_and_output_weights=true   -
+model.share_embeddings_and_output_weights=false  --untie-embeddings-and-output-weights
+model.transformer_block_type=pre_ln            -
+model.use_flash_attention=true                 --attention-backend flash
+model.use_flash_attention=false                -
+model.bias_activation_fusion=true              -
+model.bias_activation_fusion=false             -
+model.tokenizer.library=megatron               -
+model.tokenizer.library=huggingface            --tokenizer-type HuggingFaceTokenizer
+model.tokenizer.library=sentencepiece          --tokenizer-type SentencePieceTokenizer
+model.tokenizer.type=gpt2bpetokenizer          --tokenizer-type GPT2BPETokenizer
+model.tokenizer.type                           --tokenizer-model
+model.tokenizer.model                          --tokenizer-model
+model.tokenizer.vocab_file                     --vocab-file
+model.tokenizer.merge_file                     --merge-file
+model.native_amp_init_scale                    --initial-loss-scale
+model.native_amp_growth_interval               --loss-scale-window
+model.fp32_residual_connection=false           -
+model.fp16_lm_cross_entropy=false              -
+model.activations_checkpoint_granularity=full        --recompute-granularity full
+model.activations_checkpoint_granularity=selective   --recompute-granularity core_attn
+model.activations_checkpoint_method            --recompute-method
+model.activations_checkpoint_num_layers        --recompute-num-layers
+model.resume_from_checkpoint                   --load
+model.nsys_profile.enabled=true                --profile
+model.nsys_profile.enabled=false               -
+model.nsys_profile.start_step                  --profile-step-start
+model.nsys_profile.ranks                       --profile-ranks
+model.nsys_profile.gen_shape=true              --profile-detailed
+model.nsys_profile.gen_shape=false             -
+model.data.data_prefix                         --data-path
+model.data.index_mapping_dir                   --data-cache-path
+model.data.splits_string                       --split
+model.data.num_workers                         --num-workers
+model.data.dataloader_type                     --dataloader-type
+model.data.reset_position_ids                  --reset-position-ids
+model.data.reset_attention_mask                --reset-attention-mask
+model.data.eod_mask_loss                       --eod-mask-loss
+model.optim.name=fused_adam                    --optimizer adam
+model.optim.name=adamw                         --optimizer adam
+model.optim.name=distributed_fused_adam        --optimizer adam; --sharding-stage 1
+model.optim.name=mcore_distributed_optim       --optimizer adam; --sharding-stage 1
+model.optim.lr                                 --lr
+model.optim.weight_decay                       --weight-decay
+model.optim.betas                              --adam-beta1 --adam-beta2
+model.optim.overlap_grad_sync                  --overlap-grad-reduce
+model.optim.overlap_param_sync                 --overlap-param-gather
+model.optim.sched.name=cosineannealing         --lr-decay-style cosine
+model.optim.sched.name=warmupannealing         --lr-decay-style linear
+model.optim.sched.warmup_steps                 --lr-warmup-iters
+model.optim.sched.min_lr                       --min-lr
+""" + "\n".join(f"model.{name}  {OTHER_NAMES.get(name, '--' + name.replace('_', '-'))}" for name in SAME)
+
+IDLE = {
+    "training is as long as --train-iters says": "trainer.max_epochs trainer.check_val_every_n_epoch",
+    "torchrun says how many ranks there are, and where": "trainer.devices trainer.num_nodes",
+    "this suite has its own loop, samplers, logs and files": """trainer.logger trainer.enable_checkpointing
+        trainer.replace_sampler_ddp trainer.use_distributed_sampler trainer.benchmark trainer.enable_model_summary
+        trainer.strategy name exp_manager.name exp_manager.log_* exp_manager.step_timing_kwargs.*
+        exp_manager.create_tensorboard_logger exp_manager.create_checkpoint_callback
+        exp_manager.checkpoint_callback_params.model_parallel_size exp_manager.checkpoint_callback_params.filename
+        exp_manager.resume_if_exists exp_manager.resume_ignore_no_checkpoint hydra.*""",
+    "how it is computed and exchanged changes the speed alone": """model.grad_allreduce_chunk_size_mb
+        model.grad_div_ar_fusion model.gradient_as_bucket_view model.use_cpu_initialization model.onnx_safe
+        model.apex_transformer_log_level model.overlap_p2p_comm model.batch_p2p_comm model.pre_process
+        model.post_process model.transformer_engine model.ub_tp_* model.gc_interval model.apply_rope_fusion
+        model.cpu_offloading_* model.sync_batch_comm model.async_grad_allreduce model.get_attention_mask_from_fusion
+        model.defer_embedding_wgrad_compute model.optim.bucket_cap_mb model.optim.contiguous_grad_buffer
+        model.optim.grad_sync_dtype model.megatron_legacy""",
+    ".bin/.idx files are always memory-mapped, and their index maps built in seconds": """model.data.data_impl
+        model.data.skip_warmup model.data.validation_drop_last model.data.pad_samples_to_global_batch_size
+        model.data.mock_dataset model.data.shuffle_documents model.data.no_seqlen_plus_one_input_tokens""",
+    "a profile is of --profile-step-start up to --profile-step-end": "model.nsys_profile.*",
+}
+LOST = {
+    "a test runs behind training, over --eval-iters batches": "trainer.limit_test_batches",
+    ".nemo files are not read; weights of Hugging Face are, by python -m megatron.tools.checkpoint": """
+        restore_from_path model.restore_from_path exp_manager.checkpoint_callback_params.always_save_nemo
+        exp_manager.checkpoint_callback_params.save_nemo_on_train_end""",
+    "checkpoints are kept by age (--keep-last), not by a figure": """exp_manager.checkpoint_callback_params.monitor
+        exp_manager.checkpoint_callback_params.mode exp_manager.checkpoint_callback_params.*""",
+    "gradient accumulation follows from --global-batch-size": "trainer.accumulate_grad_batches",
+    "8-bit training is not part of this suite; use --bf16": "model.fp8* model.reduce_amax",
+    "mixtures of experts are not part of this suite": "model.moe_* model.expert_model_parallel_size model.num_moe_experts",
+    "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
+        model.fp16_lm_cross_entropy""",
+    "a stop after a time is --exit-duration-in-mins MINUTES": "trainer.max_time",
+    "blocks are pre-norm": "model.transformer_block_type",
+    "the MLP has GeLU, --squared-relu or --swiglu": "model.activation",
+    "there is --normalization LayerNorm and RMSNorm": "model.normalization",
+    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "model.optim.sched.*",
+    "--optimizer says which there are": "model.optim.*",
+    "the vocabulary is --tokenizer-type, --tokenizer-model, or --vocab-file and --merge-file": "model.tokenizer.*",
+    "tuned or adapted weights are not part of pretraining": "model.peft.* model.data.chat* model.nemo_*",
+}
+CHANGED = {
+    "trainer.precision": "weights stay in fp32 and formats are chosen op by op, unless model.megatron_amp_O2",
+    "model.optim.name": "weight decay is of matrices only, as in Megatron-LM",
+    "exp_manager.checkpoint_callback_params.save_top_k": "the newest are kept, not those with the best figure",
+}
+
+
+def constant(words, given):
+    """The last steps of NeMo's cosine stay at min_lr: it decays over the others."""
+    steps = given.get("trainer.max_steps")
+    if steps is None:
+        raise ValueError("trainer.max_steps is not said, less which these steps the decay is long")
+    return [("--lr-decay-iters", [str(int(steps.value) - int(words[0]))])]
+
+
+def batches(flag):
+    """A count, or a share of the validation set, which is written with a point."""
+
+    def computed(words, given):
+        if "." in words[0]:
+            raise ValueError(
+                f"{words[0]} is a share of a data set; {flag} counts, and --full-validation takes all of it"
+            )
+        return [(flag, words)]
+
+    return computed
+
+
+def end_step(words, given):
+    return [("--profile-step-end", [str(int(words[0]) + 1)])]
+
+
+NEMO = Dialect(
+    "nemo",
+    "NeMo",
+    WORDS,
+    CHANGED,
+    IDLE,
+    LOST,
+    {
+        "trainer.val_check_interval": batches("--eval-interval"),
+        "trainer.limit_val_batches": batches("--eval-iters"),
+        "model.optim.sched.constant_steps": constant,
+        "model.nsys_profile.end_step": end_step,
+    },
+    (Default("--split", "900,50,50"),),
+)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dialect is: a table from another suite's words to flags of this one, for `settings.translate`.
+
+A line of `words` is a key, or a key with one of its values (in small letters), and behind two blanks what it means here:
+
+    zero_optimization.stage              --sharding-stage             the same, with the value that is given
+    bf16.enabled=true                    --bf16                       for this value alone
+    optimizer.params.betas               --adam-beta1 --adam-beta2    a list: one value for each flag
+    --use_amp=true                       --fp16; --amp-level O1       several flags at once
+    scheduler.params.warmup_type=linear  -                            what is done here anyway
+
+Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+
+class TheirSetting(NamedTuple):
+    """One setting as another suite has it: `key`, the words of its value, where it stands, and the text there."""
+
+    key: str
+    words: list[str]
+    where: str
+    text: str
+
+    @property
+    def value(self) -> str:
+        return " ".join(self.words)
+
+
+class FlagLine(NamedTuple):
+    """A flag of this suite and its words, what it comes from (None: a default of the other suite), and what changed."""
+
+    flag: str
+    words: list[str]
+    source: TheirSetting | None
+    changed: str = ""
+
+
+Computed = Callable[[list[str], Mapping[str, TheirSetting]], list[tuple[str, list[str]]]]
+
+
+class Default(NamedTuple):
+    """A flag for what the other suite does where nobody says anything, unless one of these keys is said, or key=value.
+
+    where: only where there is this section
+    """
+
+    flag: str
+    word: str
+    unless: tuple[str, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The words of one suite.
+
+    words:    see above
+    changed:  key -> what is different about its meaning here
+    idle:     sentence -> keys without an effect here, because of that
+    lost:     sentence -> keys that have no equivalent
+    computed: key -> function of (its words, all sources by key) -> [(flag, words)], where a value has to be calculated;
+              raises ValueError, whose words are told, where there is none
+    defaults: see Default
+    programs: scripts or modules whose command lines these are
+    base:     whether flags that are not named here are Megatron-LM's
+    as_is:    whether it takes Megatron-LM's flags by their own names
+    """
+
+    name: str
+    title: str
+    words: str
+    changed: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+    computed: Mapping[str, Computed] = field(default_factory=dict)
+    defaults: tuple[Default, ...] = ()
+    programs: tuple[str, ...] = ()
+    base: bool = False
+    as_is: bool = False
+    table: dict[str, str] = field(init=False)
+
+    def __post_init__(self):
+        rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in self.words.splitlines() if line.strip()]
+        assert len({key for key, _ in rows}) == len(rows), f"{self.name}: a key is there twice"
+        object.__setattr__(self, "table", {key: meaning.strip() for key, meaning in rows})
+
+    def flags(self, source: TheirSetting) -> list[tuple[str, list[str]]] | None:
+        """The flags of the row for a key and its value, with their words; None where there is no row."""
+        one = self.table.get(f"{source.key}={source.value.lower() or 'true'}")
+        if one is not None:
+            return flags_of(one, [])
+        return flags_of(self.table[source.key], source.words) if source.key in self.table else None
+
+    def name_of(self, key: str) -> str:
+        """The key as the tables spell it: with dashes or underscores, as they have it."""
+        for name in (key, key.replace("_", "-"), "--" + key.removeprefix("--").replace("-", "_")):
+            if self.knows(name) or name in self.computed or sentence(self.idle, name) or sentence(self.lost, name):
+                return name
+        return key
+
+    def knows(self, key: str) -> bool:
+        """Whether some value of a key has a row."""
+        return key in self.table or any(row.startswith(f"{key}=") for row in self.table)
+
+    def values(self, key: str) -> list[str]:
+        """The values of a key that have rows of their own."""
+        return [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+
+
+def flags_of(meaning: str, words: list[str]) -> list[tuple[str, list[str]]]:
+    """The flags of a row, with the words that stand in it or those that are given.
+
+    >>> flags_of("--adam-beta1 --adam-beta2", ["0.9", "0.95"])
+    [('--adam-beta1', ['0.9']), ('--adam-beta2', ['0.95'])]
+    >>> flags_of("--max-global-batch-size; --auto-parallel", ["32"])
+    [('--max-global-batch-size', ['32']), ('--auto-parallel', [])]
+
+    Raises ValueError where there are more or fewer words than flags.
+    """
+    if meaning == "-":
+        return []
+    parts = [part.split() for part in meaning.split(";")]
+    if len(parts) == 1 and len(parts[0]) > 1 and all(word.startswith("--") for word in parts[0]):
+        if len(words) != len(parts[0]):
+            raise ValueError(f"{len(parts[0])} values are wanted ({' '.join(parts[0])}), and there are {len(words)}")
+        return [(flag, [word]) for flag, word in zip(parts[0], words, strict=True)]
+    (flag, *fixed), *others = parts
+    return [(flag, fixed or words), *((other, fixed) for other, *fixed in others)]
+
+
+def sentence(table: Mapping[str, str], key: str) -> str | None:
+    """The sentence for a key, of a table of sentence -> keys and patterns."""
+    for text, patterns in table.items():
+        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
+            return text
+    return None

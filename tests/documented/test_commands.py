@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command line of the documented files, as it is printed: run on a CPU, shrunk, or answered with one sentence.
+
+What is shrunk stands behind `--then`, which lets words behind it win: the documented words are all read before.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import merge_datasets
+import preprocess_data
+import pretrain_gpt
+from megatron.errors import DataError
+from megatron.tools import pretrain as searched_pretrain
+from megatron.tools import translate
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PRINTED = sorted(
+    path.name for path in HERE.iterdir() if path.suffix in (".sh", ".txt", ".yaml") or path.name[:2] == "B_"
+)
+TEXTS = ["The quick brown fox.", "A stitch in time", "To be or not to be?"]
+SMALL = """--then --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --train-iters 2 --eval-iters 0 --device cpu --num-workers 0 --log-interval 1""".split()
+NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 60".split()
+MOCK = [*NUMBERS, "--mock-data"]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A working folder with a corpus and a vocabulary of single bytes, as the pages suppose."""
+    monkeypatch.chdir(tmp_path)
+    vocabulary = {letter: number for number, letter in enumerate([*letters_of_bytes(), "zz", "<|endoftext|>"])}
+    Path("gpt2-vocab.json").write_text(json.dumps(vocabulary))
+    Path("gpt2-merges.txt").write_text("#version: 0.2\nz z\n")
+    Path("my-corpus.json").write_text("".join(json.dumps(dict(text=text, id=1)) + "\n" for text in TEXTS))
+    return tmp_path
+
+
+def letters_of_bytes() -> list[str]:
+    """GPT-2's letter for each byte: itself where it prints, else the next letter behind the first 256."""
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printing else chr(next(others)) for byte in range(256)]
+
+
+def ids_of(texts: list[str]) -> list[int]:
+    return [number for text in texts for number in [*text.encode(), 257]]
+
+
+def behind(words: list[str], program: str) -> list[str]:
+    """The words behind a script, which may stand in a folder, or a module."""
+    at = next(number for number, word in enumerate(words) if word == program or word.endswith(f"/{program}"))
+    return words[at + 1 :]
+
+
+def numbers_as_data() -> list[str]:
+    """Token files of numbers, and the flags that name them."""
+    Path("n.jsonl").write_text("".join(f'{{"text": "{n} {n + 1} {n + 2}"}}\n' for n in range(50)) * 40)
+    preprocess_data.main(["--input", "n.jsonl", "--output-prefix", "n", *NUMBERS, "--append-eod"])
+    return [*NUMBERS, "--data-path", "n_text_document"]
+
+
+def losses(text: str) -> int:
+    return text.count("loss")
+
+
+def test_the_list_is_whole():
+    assert PRINTED == sorted(
+        """A_create_data.sh A_train.sh B_gpt2_zero3.py B_train.sh B_webtext.sh D_corpus.sh D_gpt22b.sh D_llmacc.sh
+        D_parameters.txt D_wiki.sh E_config.yaml E_scripts.txt""".split()
+    )
+
+
+# A: PaddleNLP ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_makes_data(calls, desk, monkeypatch, capsys):
+    [words] = calls("A_create_data.sh")
+    own = behind(words, "create_pretraining_data.py")
+    assert own[own.index("--input_path") + 1] == "/path/to/openwebtext/"
+    if importlib.util.find_spec("megatron.tools.create_pretraining_data") is None:
+        translate.main(["--from", "paddlenlp", str(HERE / "A_create_data.sh")])
+        assert "preprocess_data.py --input PATH --output-prefix P" in capsys.readouterr().out
+        return
+    from megatron.tools import create_pretraining_data
+
+    (desk / "cache" / "gpt2-en").mkdir(parents=True)
+    for name, target in (("gpt2-vocab.json", "vocab.json"), ("gpt2-merges.txt", "merges.txt")):
+        (desk / "cache" / "gpt2-en" / target).write_bytes(Path(name).read_bytes())
+    monkeypatch.setenv("MEGATRON_CACHE", str(desk / "cache"))
+    create_pretraining_data.main([*own, "--then", "--input_path", "my-corpus.json", "--workers", "2"])
+    assert np.load("gpt_openwebtext_ids.npy").tolist() == ids_of(TEXTS)
+
+
+def test_a_is_planned_for_its_eight_ranks(calls, desk, capsys):
+    [words] = calls("A_train.sh", task_name="gpt3")
+    own = behind(words, "run_pretrain_static.py")
+    pretrain_gpt.main([*own, *SMALL, *numbers_as_data(), "--dry-run", "--world-size", "8"])
+    said = capsys.readouterr().out
+    assert "tensor" in said and "8 ranks" in said
+
+
+@pytest.mark.full
+def test_a_trains_on_eight_ranks(calls, desk):
+    """As printed, but for its size: fp16, recomputation, and sharding 4 x mp 2. Its data are token files here."""
+    [words] = calls("A_train.sh", task_name="gpt3")
+    own = behind(words, "run_pretrain_static.py")
+    more = [*SMALL, *numbers_as_data(), "--save", "out", "--lr-decay-iters", "2"]
+    launch = [sys.executable, "-m", "megatron.tools.launch", "--nproc-per-node", "8", str(ROOT / "pretrain_gpt.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launch, *own, *more], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if line["kind"] == "step"] == [1, 2]
+
+
+# B: Colossal-AI -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_b_trains_by_zero_3_with_offload(calls, desk, capsys):
+    (desk / "gpt2_configs").mkdir()
+    (desk / "gpt2_configs" / "gpt2_zero3.py").write_bytes((HERE / "B_gpt2_zero3.py").read_bytes())
+    [words] = calls("B_train.sh")
+    translate.main(["--from", "colossalai", *words])
+    text = capsys.readouterr().out
+    assert 'torchrun --standalone --nproc_per_node=1 pretrain_gpt.py "${FLAGS[@]}"' in text
+    flags = shlex.split(text[text.index("FLAGS=(") + 7 : text.index("\n)")], comments=True)
+    if "--train-epochs" in flags:  # SMALL says steps
+        at = flags.index("--train-epochs")
+        flags = flags[:at] + flags[at + 2 :]
+    pretrain_gpt.main([*flags, *SMALL, *MOCK, "--fp16"])
+    assert losses(capsys.readouterr().out) >= 2
+
+
+def test_b_web_pages_are_answered(calls, capsys):
+    """Seven commands, each with its sentence."""
+    translate.main(["--from", "colossalai", str(HERE / "B_webtext.sh")])
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 7 and all("web pages are not collected or cleaned here" in line for line in said[:6])
+    assert "shuf: it runs as it is" in said[6]
+
+
+# D: PAI ---------------------------------------------------------------------------------------------------------------
+
+
+def test_d_corpus(calls, desk, capsys):
+    [words] = calls("D_corpus.sh")
+    preprocess_data.main(behind(words, "preprocess_data.py"))
+    assert np.fromfile("my-gpt2_text_document.bin", np.uint16).tolist() == ids_of(TEXTS)
+    said = capsys.readouterr().out
+    for line in ("Opening my-corpus.json", "> building GPT2BPETokenizer tokenizer ...", "Output prefix: my-gpt2"):
+        assert line in said
+
+
+SHIM = """#!/bin/bash
+# what `python` of the page is: the extractor has run, the tools are this suite's
+for word in "$@"; do case $word in
+    wikiextractor.WikiExtractor) exit 0 ;;
+    */preprocess_data.py | */merge_datasets.py) program=${word##*/} ;;
+    *) [[ $program ]] && words+=("$word") ;;
+esac; done
+exec @PYTHON@ "@ROOT@/$program" "${words[@]}"
+"""
+
+
+def test_d_wiki_by_bash(desk):
+    """The page's pipeline as it is printed, pipes and xargs included. Its fifth step names folders that are not there."""
+    for name, texts in (("AA/wiki_00", TEXTS[:2]), ("AB/wiki_01", TEXTS[2:])):
+        (desk / "text" / name).parent.mkdir(parents=True)
+        (desk / "text" / name).write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    (desk / "bin").mkdir()
+    shim = SHIM.replace("@PYTHON@", shlex.quote(sys.executable)).replace("@ROOT@", str(ROOT))
+    (desk / "bin" / "python").write_text(shim)
+    (desk / "bin" / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{desk}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(HERE / "D_wiki.sh")], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert np.fromfile("datasets/text/AB/wiki_01_text_document.bin", np.uint16).tolist() == ids_of(TEXTS[2:])
+    assert "cannot create regular file" in done.stderr  # of the page's own `cp`
+    assert done.returncode == DataError.code and "error: nothing to merge in flatten_datasets/" in done.stderr
+    merge_datasets.main(
+        ["--output-prefix", "./enwiki-latest-pages-articles", "--input", "datasets/"]
+    )  # needs no step 5
+    assert np.fromfile("enwiki-latest-pages-articles.bin", np.uint16).tolist() == ids_of(TEXTS)
+
+
+@pytest.fixture
+def llmacc(calls):
+    """`llmacc("D_llmacc.sh")`: the words behind `-m llmacc.pretrain` of each command of a file."""
+    environment = dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    return lambda name: [behind(words, "llmacc.pretrain") for words in calls(name, **environment)]
+
+
+def test_d_llmacc_plans(llmacc, capsys):
+    """`# megatron arguments` stand for a model; for bash the second command ends in the comment behind its third word."""
+    _, own = llmacc("D_llmacc.sh")
+    assert own[-2:] == ["--world-size", "64"]
+    rest = "--local-world-size 8 --max-global-batch-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 2"
+    searched_pretrain.main([*own, *rest.split(), "--vocab-size", "50257", "--device-name", "A100-80GB"], env={})
+    assert "64" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_d_llmacc_trains(llmacc, desk, capsys):
+    own, _ = llmacc("D_llmacc.sh")
+    searched_pretrain.main([*own, *"--lr 1e-3 --micro-batch-size 1".split(), *SMALL, *MOCK], env={})
+    assert losses(capsys.readouterr().out) >= 2
+
+
+def texts_as_data() -> list[str]:
+    """Token files of TEXTS, and the flags that name them and their vocabulary."""
+    Path("c.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS * 40))
+    vocabulary = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt".split()
+    preprocess_data.main(["--input", "c.jsonl", "--output-prefix", "c", *vocabulary, "--append-eod"])
+    return [*vocabulary, "--data-path", "c_text_document"]
+
+
+def test_d_gpt22b_is_planned(llmacc, desk, capsys):
+    [own] = llmacc("D_gpt22b.sh")
+    cluster = "--world-size 16 --local-world-size 8 --device-name A100-80GB --dry-run --bf16 --tp 8 --pp 2".split()
+    given = [word for word in own if word not in ("--max-global-batch-size", "32")] + ["--global-batch-size", "32"]
+    pretrain_gpt.main([*given[2:], "--then", *texts_as_data(), *cluster])
+    assert "48 layers" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_d_gpt22b_searches_and_trains(llmacc, desk, capsys):
+    [own] = llmacc("D_gpt22b.sh")
+    cluster = "--world-size 16 --local-world-size 8 --device-name A100-80GB --dry-run --bf16".split()
+    searched_pretrain.main([*own, "--then", *texts_as_data(), *cluster], env={})
+    assert "48 layers" in capsys.readouterr().out
+    more = [*SMALL, *texts_as_data(), "--lr-decay-iters", "2", "--max-global-batch-size", "2"]
+    searched_pretrain.main([*own, *more], env={})
+    assert losses(capsys.readouterr().out) >= 2
+
+
+def test_d_parameters_are_answered_each(capsys):
+    translate.main(["--from", "llmacc", str(HERE / "D_parameters.txt")])
+    said = capsys.readouterr().out
+    for number, line in enumerate((HERE / "D_parameters.txt").read_text().splitlines(), 1):
+        assert f"D_parameters.txt:{number}: {line}" in said
+
+
+# E: PaddleFleetX ------------------------------------------------------------------------------------------------------
+
+
+def test_e_config_trains(desk, capsys):
+    given = ["-c", str(HERE / "E_config.yaml"), "-o", "Global.device=cpu", "-o", "Engine.mix_precision.enable=False"]
+    pretrain_gpt.main([*given, *SMALL, *MOCK, "--save", "out"])
+    assert losses(capsys.readouterr().out) >= 2
+    assert "iter_0000002" in os.listdir("out")
+
+
+@pytest.mark.parametrize("name", (HERE / "E_scripts.txt").read_text().split())
+def test_e_scripts_are_there(name):
+    """A script of the same name: it starts what its name says (shown, not run), or says that it cannot."""
+    script = ROOT / "scripts" / name
+    text = script.read_text()
+    if "finetune" in name or "qat" in name:
+        done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+        assert done.returncode == 3 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        return
+    if "# Another name for" in text:
+        script = ROOT / "scripts" / text.split("# Another name for ")[1].split(".sh")[0].strip()
+        script = script.with_name(f"{script.name}.sh")
+    assert script.is_file()
+    environment = {**os.environ, "PRINT": "1", "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / name), "--mock-data"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and ("pretrain_gpt.py" in done.stdout or "megatron.tools" in done.stdout), done.stderr

@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other suites' files and commands in the flags of this one: values by hand, nothing dropped, and what is printed runs."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.errors import run_main
+from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.table import TheirSetting, sentence
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.sources import read_python, read_tree
+from megatron.settings.translate import DIALECTS, back, spellings, translate
+from megatron.tools import translate as tool
+
+HERE = Path(__file__).parent
+SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+
+
+def printed(capsys, *argv: str) -> str:
+    tool.main([*argv])
+    return capsys.readouterr().out
+
+
+def run_by_bash(text: str) -> list[list[str]]:
+    """What bash starts where this text is a script: the words of each python and torchrun."""
+    catch = "".join(
+        f"{name}() {{ printf '%s\\0' {name} \"$@\"; printf '\\1\\0'; }}\n" for name in ("python", "torchrun")
+    )
+    done = subprocess.run(
+        ["bash", "-euc", catch + text],
+        capture_output=True,
+        env=dict(task_name="x", WORLD_SIZE="2", RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
+        check=True,
+    )
+    return [found.split("\0")[:-1] for found in done.stdout.decode().split("\1\0")[:-1]]
+
+
+def flags_printed(text: str) -> list[str]:
+    [words] = run_by_bash(text)
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def pairs(words: list[str]) -> dict[str, str]:
+    """--flag value --switch as {flag: value}; several words joined by blanks."""
+    found, flag = {}, ""
+    for word in words:
+        if re.match("--[a-z]", word):
+            flag = word
+            found[flag] = ""
+        else:
+            found[flag] = f"{found[flag]} {word}".strip()
+    return found
+
+
+# Values, by hand ------------------------------------------------------------------------------------------------------
+
+A = {
+    "--model-name-or-path": "gpt2-en",
+    "--data-path": "./data",
+    "--save": "output/x",
+    "--seq-length": "1024",
+    "--micro-batch-size": "8",
+    "--global-batch-size": "32",
+    "--sharding-degree": "4",
+    "--tensor-model-parallel-size": "2",
+    "--dp-degree": "1",
+    "--pipeline-model-parallel-size": "1",
+    "--sharding-stage": "1",
+    "--fp16": "",
+    "--amp-level": "O1",
+    "--initial-loss-scale": "32768",
+    "--recompute-granularity": "full",
+    "--lr": "0.00015",
+    "--min-lr": "0.00001",
+    "--train-iters": "500000",
+    "--save-interval": "100000",
+    "--lr-decay-iters": "320000",
+    "--weight-decay": "0.01",
+    "--lr-warmup-fraction": "0.01",
+    "--clip-grad": "1.0",
+    "--log-interval": "1",
+    "--eval-interval": "10000",
+    "--device": "cuda",
+    "--lr-decay-style": "cosine",
+    "--eval-iters": "10",
+    "--split": "949,50,1",
+}
+B = {
+    "--sharding-stage": "3",
+    "--fp16": "",
+    "--param-cpu-offload": "",
+    "--optimizer-cpu-offload": "",
+    "--micro-batch-size": "2",
+    "--seq-length": "1024",
+    "--optimizer": "adam",
+    "--lr": "0.00015",
+    "--weight-decay": "0.01",
+    "--model-name-or-path": "gpt2-small",
+    "--recompute-granularity": "full",
+    "--seed": "1024",
+    "--clip-grad": "0",
+}
+B |= {"--train-epochs": "60"} if "--train-epochs" in spellings() else {}
+D22 = {
+    "--num-layers": "48",
+    "--num-attention-heads": "64",
+    "--hidden-size": "6144",
+    "--seq-length": "2048",
+    "--max-position-embeddings": "2048",
+    "--train-iters": "100",
+    "--lr": "2.0e-4",
+    "--min-lr": "2.0e-4",
+    "--vocab-file": "/mnt/data/gpt2-vocab.json",
+    "--merge-file": "/mnt/data/gpt2-merges.txt",
+    "--data-path": "/mnt/data/enwiki-20230526-pages-articles",
+    "--log-interval": "10",
+    "--max-global-batch-size": "32",
+    "--auto-parallel": "",
+}
+ZERO2 = {
+    "--global-batch-size": "256",
+    "--micro-batch-size": "4",
+    "--gradient-accumulation-steps": "8",
+    "--log-interval": "100",
+    "--clip-grad": "0.5",
+    "--timing-log-level": "2",
+    "--fp16": "",
+    "--initial-loss-scale": "65536",
+    "--loss-scale-window": "500",
+    "--hysteresis": "2",
+    "--min-loss-scale": "1",
+    "--sharding-stage": "2",
+    "--overlap-grad-reduce": "",
+    "--optimizer-cpu-offload": "",
+    "--optimizer-offload-fraction": "0.3",
+    "--optimizer": "adam",
+    "--lr": "0.0003",
+    "--adam-beta1": "0.9",
+    "--adam-beta2": "0.95",
+    "--adam-eps": "1e-8",
+    "--weight-decay": "0",
+    "--lr-decay-style": "cosine",
+    "--lr-decay-iters": "10000",
+    "--lr-warmup-iters": "500",
+    "--min-lr": "3e-05",
+    "--tensorboard-dir": "logs/tb",
+}
+ZERO3 = {
+    "--sharding-stage": "3",
+    "--nvme-offload-fraction": "1",
+    "--nvme-offload-dir": "/local_nvme",
+    "--param-cpu-offload": "",
+    "--clip-grad": "0",
+    "--log-interval": "10",
+}
+TRAINER = {
+    "--save": "runs/gpt2",
+    "--micro-batch-size": "4",
+    "--gradient-accumulation-steps": "16",
+    "--train-iters": "20000",
+    "--lr": "6e-4",
+    "--weight-decay": "0.1",
+    "--adam-beta2": "0.95",
+    "--clip-grad": "1.0",
+    "--lr-decay-style": "cosine",
+    "--min-lr": "6e-5",
+    "--lr-warmup-fraction": "0.02",
+    "--bf16": "",
+    "--amp-level": "O1",
+    "--recompute-granularity": "full",
+    "--optimizer": "adam",
+    "--log-interval": "10",
+    "--eval-interval": "500",
+    "--save-interval": "1000",
+    "--keep-last": "3",
+    "--seed": "7",
+    "--num-workers": "4",
+    "--wandb-project": "huggingface",
+    "--wandb-exp-name": "gpt2-small",
+    "--sharding-stage": "3",
+    "--distributed-timeout-minutes": "120",
+    "--dataloader-type": "cyclic",
+}
+NEMO = {
+    "--device": "cuda",
+    "--bf16": "",
+    "--amp-level": "O2",
+    "--train-iters": "100000",
+    "--log-interval": "10",
+    "--eval-interval": "2000",
+    "--eval-iters": "50",
+    "--clip-grad": "1.0",
+    "--save": "runs/nemo",
+    "--wandb-project": "nemo_gpt",
+    "--wandb-exp-name": "gpt_1b",
+    "--auto-resume": "",
+    "--keep-last": "5",
+    "--micro-batch-size": "4",
+    "--global-batch-size": "256",
+    "--tensor-model-parallel-size": "4",
+    "--pipeline-model-parallel-size": "2",
+    "--max-position-embeddings": "2048",
+    "--seq-length": "2048",
+    "--num-layers": "24",
+    "--hidden-size": "2048",
+    "--ffn-hidden-size": "8192",
+    "--num-attention-heads": "16",
+    "--hidden-dropout": "0.0",
+    "--attention-dropout": "0.0",
+    "--norm-epsilon": "1e-5",
+    "--normalization": "RMSNorm",
+    "--swiglu": "",
+    "--disable-bias-linear": "",
+    "--untie-embeddings-and-output-weights": "",
+    "--position-embedding-type": "rope",
+    "--rotary-percent": "0.5",
+    "--tokenizer-type": "GPT2BPETokenizer",
+    "--vocab-file": "gpt2-vocab.json",
+    "--merge-file": "gpt2-merges.txt",
+    "--initial-loss-scale": "4294967296",
+    "--seed": "1234",
+    "--gradient-accumulation-fusion": "",
+    "--recompute-granularity": "core_attn",
+    "--sequence-parallel": "",
+    "--data-path": "0.3 data/a_text_document 0.7 data/b_text_document",
+    "--data-cache-path": "data/maps",
+    "--split": "980,15,5",
+    "--num-workers": "2",
+    "--dataloader-type": "single",
+    "--reset-position-ids": "false",
+    "--eod-mask-loss": "",
+    "--optimizer": "adam",
+    "--sharding-stage": "1",
+    "--lr": "2e-4",
+    "--weight-decay": "0.1",
+    "--adam-beta1": "0.9",
+    "--adam-beta2": "0.95",
+    "--lr-decay-style": "cosine",
+    "--lr-warmup-iters": "500",
+    "--lr-decay-iters": "80000",
+    "--min-lr": "2e-5",
+}
+CASES = {
+    "A_train.sh": ("paddlenlp", A),
+    "B_gpt2_zero3.py": ("colossalai", B),
+    "D_gpt22b.sh": ("llmacc", D22),
+    "others/zero2.json": ("deepspeed", ZERO2),
+    "others/zero3_auto.json": ("deepspeed", ZERO3),
+    "others/trainer.json": ("hf-trainer", TRAINER),
+    "others/megatron_gpt.yaml": ("nemo", NEMO),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_of_each_config(name, capsys):
+    """What bash makes of the printed command is the translation by hand, and this suite reads it."""
+    dialect, expected = CASES[name]
+    words = flags_printed(printed(capsys, "--from", dialect, str(HERE / name)))
+    assert pairs(words) == expected
+    parse_pretrain([*SHAPE, "--then", *words])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_yaml_says_the_same_as_the_command(name, capsys, tmp_path):
+    dialect, _ = CASES[name]
+    words = flags_printed(printed(capsys, "--from", dialect, str(HERE / name)))
+    (tmp_path / "run.yaml").write_text(printed(capsys, "--from", dialect, "--format", "yaml", str(HERE / name)))
+    run = dict(task_name="x")
+    text = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(re.sub(r"\$(\w+)", lambda found: run[found[1]], text))
+    needed = [] if "--num-layers" in words or "--model-name-or-path" in words else SHAPE
+    assert parse_pretrain([*needed, "--config", str(tmp_path / "run.yaml")]) == parse_pretrain([*needed, *words])
+
+
+def test_fleetx_is_what_its_file_is_read_as(capsys):
+    direct = parse_pretrain(["-c", str(HERE / "E_config.yaml")])
+    words = flags_printed(printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml")))
+    assert parse_pretrain(words) == direct
+    command = f"python tools/train.py -c {HERE / 'E_config.yaml'} -o Model.hidden_size=512 -o Engine.max_steps=7"
+    words = flags_printed(printed(capsys, "--from", "fleetx", command))
+    assert (pairs(words)["--hidden-size"], pairs(words)["--train-iters"]) == ("512", "7")
+
+
+def test_launchers(capsys):
+    """Each starts as many ranks as before."""
+    for words, started in (
+        ('python -m paddle.distributed.launch --gpus "0,1,2" run_pretrain.py', "torchrun --nproc-per-node 3"),
+        (
+            "python -m paddle.distributed.launch --devices=0,1 --nnodes 2 run_pretrain.py",
+            "torchrun --nproc-per-node 2 --nnodes 2",
+        ),
+        ("deepspeed --num_gpus 4 --num_nodes 2 run_pretrain.py", "torchrun --nproc-per-node 4 --nnodes 2"),
+        ("accelerate launch --num_processes 8 run_pretrain.py", "torchrun --nproc-per-node 8"),
+        ("python -m torch.distributed.launch --nproc_per_node=8 run_pretrain.py", "torchrun --nproc_per_node=8"),
+        ("python run_pretrain.py", "python"),
+    ):
+        [found] = run_by_bash(printed(capsys, "--from", "paddlenlp", f"{words} --max_lr 1e-4"))
+        assert found[: found.index("pretrain_gpt.py")] == started.split()
+
+
+def test_llmacc_launches_and_plans(capsys):
+    """Both commands of the page: one trains, one asks; the comments in them do not end them here, and are told of."""
+    text = printed(capsys, "--from", "llmacc", str(HERE / "D_llmacc.sh"))
+    train, plan = run_by_bash(text)
+    assert (
+        train[:3] == ["torchrun", "--nnodes", "2"]
+        and train[-4:] == "pretrain_gpt.py --max-global-batch-size 16 --auto-parallel".split()
+    )
+    assert plan[:3] == ["python", "-m", "megatron.tools.plan"] and pairs(plan[3:])["--world-size"] == "64"
+    assert text.count("for a shell the command ends here, in the comment") == 2
+    text = printed(capsys, "--from", "llmacc", str(HERE / "D_parameters.txt"))
+    assert pairs(flags_printed(text)) == {
+        "--fp16": "",
+        "--sharding-stage": "1",
+        "--sequence-parallel": "",
+        "--recompute-granularity": "core_attn",
+        "--attention-backend": "flash",
+    }
+    assert "--global batch size: no flag that is known" in text
+
+
+def test_a_command_that_names_a_config(capsys, tmp_path):
+    (tmp_path / "gpt2_configs").mkdir()
+    (tmp_path / "gpt2_configs" / "gpt2_zero3.py").write_bytes((HERE / "B_gpt2_zero3.py").read_bytes())
+    (tmp_path / "train.sh").write_bytes((HERE / "B_train.sh").read_bytes())
+    assert pairs(flags_printed(printed(capsys, "--from", "colossalai", str(tmp_path / "train.sh")))) == B
+    text = printed(capsys, "--from", "colossalai", str(HERE / "B_train.sh"))
+    assert "gpt2_configs/gpt2_zero3.py: no such file; translate it by itself" in text
+    line = f"deepspeed pretrain_gpt.py --deepspeed_config {HERE / 'others/zero2.json'} --zero-stage 1 --num-layers 3"
+    found = pairs(flags_printed(printed(capsys, "--from", "megatron-deepspeed", line)))
+    assert found == {**ZERO2, "--sharding-stage": "1", "--num-layers": "3"}
+
+
+# Nothing is dropped ---------------------------------------------------------------------------------------------------
+
+
+def leaves(tree, prefix="") -> list[str]:
+    if isinstance(tree, dict):
+        return [leaf for key, value in tree.items() for leaf in leaves(value, f"{prefix}{key}.")]
+    return [] if tree in (None, "") else [prefix[:-1]]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "others" in name])
+def test_every_key_is_a_line_or_is_told(name):
+    dialect = DIALECTS[CASES[name][0]]
+    found = translate(dialect, read_tree(str(HERE / name)))
+    told = {line.source.key for line in found.lines if line.source} | {
+        source.key for source, _ in found.idle + found.lost
+    }
+    load = json.loads if name.endswith("json") else yaml.safe_load
+    assert set(leaves(load((HERE / name).read_text()))) <= told
+    assert all(text for _, text in found.idle + found.lost)
+
+
+def test_every_key_of_fleetx_is_told(capsys):
+    text = printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml"))
+    lines = (HERE / "E_config.yaml").read_text().splitlines()
+    wanted = [number for number, line in enumerate(lines, 1) if re.search(r": \S", line)]
+    assert len(wanted) > 50 and [number for number in wanted if f"E_config.yaml:{number}:" not in text] == []
+
+
+def test_every_flag_of_a_command_is_told(capsys):
+    text = printed(capsys, "--from", "paddlenlp", str(HERE / "A_train.sh"))
+    for flag in re.findall(r"(?<![\w-])--\w+|(?<=[41])--\w+", (HERE / "A_train.sh").read_text()):
+        assert flag in text or flag in ("--gpus", "--log_dir"), flag
+    assert text.count("no blank before the backslash") == 3 and "--log-dir" in text
+
+
+def test_what_has_no_equivalent_is_said_with_what_there_is(capsys):
+    text = printed(capsys, "--from", "deepspeed", str(HERE / "others/zero3_auto.json"))
+    lost = text[text.index("# no equivalent") :]
+    for words in (
+        "scheduler.type: OneCycle: there is --lr-decay-style constant, linear",
+        "no key that is known of DeepSpeed; did you mean gradient_clipping?",
+        "auto: whoever starts DeepSpeed says it",
+    ):
+        assert words in lost
+    assert "activations are kept on the device" in printed(
+        capsys, "--from", "deepspeed", str(HERE / "others/zero2.json")
+    )
+
+
+# Round trips ----------------------------------------------------------------------------------------------------------
+
+
+def sample(meaning: str, known) -> list[str]:
+    """A value that the flags of a row take; none where the row says it."""
+    words = meaning.split()
+    if not all(word.startswith("--") for word in words):
+        return []
+    kinds = [known[flag].setting.kind for flag in words]
+    return [{bool: "true", int: "3", float: "0.25", str: "word"}.get(kind) or str(kind[-1]) for kind in kinds]
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "fleetx"])
+def test_round_trips_of_every_row(name):
+    """Their key to our flag, back to a key that says the same, and from that to our flag again."""
+    dialect, known, tried = DIALECTS[name], spellings(), 0
+
+    def mine(sources: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
+        found = translate(dialect, [TheirSetting(key, words, "here", "") for key, words in sources.items()])
+        return [(line.flag, line.words) for line in found.lines if line.source and line.source.key in sources]
+
+    for row, meaning in dialect.table.items():
+        flags = [word for word in meaning.split() if word.startswith("--")]
+        if meaning == "-" or ";" in meaning or any(flag not in known for flag in flags):
+            continue
+        key, _, value = row.partition("=")
+        lines = mine({key: [value] if value else sample(meaning, known)})
+        theirs, lost = back(dialect, lines)
+        assert lines and lost == [] and mine(theirs) == lines, row
+        tried += 1
+    assert tried > 2 or name == "llmacc"  # all of its flags but two are Megatron-LM's
+
+
+def test_a_command_of_this_suite_in_other_words(capsys):
+    line = "pretrain_gpt.py --bf16 --sharding-stage 2 --adam-beta2 0.95 --lr 1e-4 --swiglu --micro-batch-size 4".split()
+    tool.main(["--to", "deepspeed", *line])
+    out, err = capsys.readouterr()
+    assert yaml.safe_load(out) == {
+        "bf16.enabled": True,
+        "zero_optimization.stage": 2,
+        "optimizer.params.betas": "0.9, 0.95",
+        "optimizer.params.lr": "1e-4",
+        "train_micro_batch_size_per_gpu": 4,
+    }
+    assert "no word for it: --swiglu" in err
+    assert printed(capsys, "--to", "paddlenlp", "--tensor-model-parallel-size", "2").split() == ["--mp_degree", "2"]
+    out = printed(capsys, "--to", "fleetx", "pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--lr", "1e-4")
+    assert out.split() == ["Distributed.mp_degree:", "2", "Optimizer.lr.max_lr:", "1e-4"]
+    assert printed(capsys, "--to", "megatron-deepspeed", "--sharding-stage", "2", "--num-layers", "3").split() == [
+        "--zero-stage",
+        "2",
+        "--num-layers",
+        "3",
+    ]
+
+
+# Against the suites themselves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_hugging_faces_own_arguments():
+    """Every field of transformers' TrainingArguments is known, and what is said of its defaults is true."""
+    transformers = pytest.importorskip("transformers")
+    from dataclasses import fields
+
+    dialect = DIALECTS["hf-trainer"]
+    theirs = {one.name: one.default for one in fields(transformers.TrainingArguments)}
+    unknown = [
+        name
+        for name in theirs
+        if not (dialect.knows(name) or name in dialect.computed or sentence({**dialect.idle, **dialect.lost}, name))
+    ]
+    assert unknown == []
+    names = dict(
+        lr="learning_rate",
+        micro_batch_size="per_device_train_batch_size",
+        log_interval="logging_steps",
+        save_interval="save_steps",
+        train_epochs="num_train_epochs",
+    )
+    for default in dialect.defaults:
+        name = default.flag[2:].replace("-", "_")
+        if name not in ("eval_iters", "dataloader_type"):
+            assert float(default.word) == float(theirs[names.get(name, name)]), name
+    assert (
+        theirs["lr_scheduler_type"] == "linear" and theirs["max_grad_norm"] == 1.0 and theirs["eval_strategy"] == "no"
+    )
+
+
+def test_python_is_read_and_not_run(tmp_path):
+    (tmp_path / "c.py").write_text(
+        "import os\nopen('made', 'w')\nBATCH = 4\nBATCH_SIZE = BATCH * 2\nSEQ_LEN = os.getpid()\n"
+        "betas = (0.9, 0.95)\noptimizer = {'lr': 1e-4, 'betas': [0.9, 0.95]}\nmodel = dict(type=gpt2_medium)\n"
+    )
+    found = {one.key: one.words for one in read_python(str(tmp_path / "c.py"))}
+    assert (
+        found["BATCH_SIZE"] == ["8"] and found["optimizer.lr"] == ["0.0001"] and found["model.type"] == ["gpt2_medium"]
+    )
+    assert found["optimizer.betas"] == ["0.9", "0.95"] and found["SEQ_LEN"] == ["os.getpid"]
+    assert not Path("made").exists()
+
+
+def test_fleetx_has_one_table():
+    """The flags of its table are flags."""
+    assert set(fleetx.FLAGS.values()) <= set(spellings())
+
+
+# Wrong uses -----------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("", 2, "a suite and what to translate are wanted"),
+    ("--from deepspeed", 2, "a suite and what to translate are wanted"),
+    ("bad.json", 2, "a suite and what to translate are wanted"),
+    ("--from deepsped bad.json", 2, "'deepsped' is no suite that is known.*did you mean deepspeed"),
+    ("--from deepspeed --to nemo bad.json", 2, "--from and --to: give one of them"),
+    ("--from deepspeed missing.json", 2, "missing.json: no such file"),
+    ("--from deepspeed bad.json", 2, "bad.json:2: neither YAML nor JSON"),
+    ("--from deepspeed list.json", 2, "list.json: no settings in it"),
+    ("--from deepspeed empty.json", 2, "empty.json: no settings in it"),
+    ("--from colossalai bad.py", 2, "bad.py:1: not Python"),
+    ("--from nemo latin.yaml", 2, "latin.yaml: not UTF-8 text"),
+    ("--from nemo folder", 2, "folder: no such file"),
+    ("--from paddlenlp other.sh", 2, "other.sh: no command of PaddleNLP in it"),
+    ("--from fleetx circle.yaml", 2, "builds on itself"),
+    ("--from fleetx --format toml circle.yaml", 2, "'toml' is none of command, yaml"),
+    ("--from fleetx --formt yaml circle.yaml", 2, "did you mean --format"),
+    ("--to deepspeed pretrain_gpt.py --zero 2", 2, "no flags of this suite: --zero"),
+    ("--to deepspeed pretrain_gpt.py --lr fast", 2, "--lr 'fast' is not a number"),
+    ("--from deepspeed --strict lost.json", 3, "1 settings of DeepSpeed have no equivalent"),
+]
+
+
+@pytest.mark.parametrize("line, code, told", WRONG)
+def test_wrong_uses_have_one_message_and_their_code(line, code, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"a": 1,\n"b": [}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "lost.json").write_text('{"moe": {"enabled": true}}')
+    (tmp_path / "bad.py").write_text("x = = 1")
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    (tmp_path / "circle.yaml").write_text("_base_: circle.yaml\nModel: {num_layers: 1}\n")
+    (tmp_path / "other.sh").write_text("ls -l\npython other.py --x 1\n")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as left:
+        run_main(tool.main, shlex.split(line))
+    err = capsys.readouterr().err
+    assert left.value.code == code and re.search(told, err) and err.count("error:") == 1
