@@ -151,6 +151,24 @@ def told(device: str, dtype: torch.dtype) -> list[str]:
     return ["kernels: " + "; ".join([*([f"{', '.join(used)} in Triton"] if used else []), *words])]
 
 
+def told_of_documents(case: Case, backend: str) -> list[str]:
+    """Which kernel will attend to documents, and why none that is made for them: a line for a run's log, none on a CPU."""
+    if case.device != "cuda":
+        return []
+    chosen = choose_kernel("attention", case, backend)
+    line = f"kernels: attention of documents by {chosen.name}"
+    [varlen] = [entry for entry in TABLE["attention"] if entry.run is attention.varlen]
+    if chosen.run in (attention.varlen, attention.flash_attn_varlen):
+        return [line]
+    lacks = ", ".join(sorted(case.asks - varlen.covers))
+    unsuited = "" if varlen.suits(case) else f"not for {case.dtype} with {case.head_dim} channels a head"
+    why = (
+        lacks and f"it has no {lacks}" or unsuited or varlen.lacking or varlen.probe() or "--attention-backend says so"
+    )
+    pairs = ", with a mask of all pairs" if chosen.run is reference.attention else ""
+    return [f"{line}{pairs}, not by {varlen.name}: {why}"]
+
+
 def _eager(case: Case) -> bool:
     """On CUDA, where torch.compile does not make its own kernels, and no region like `Autocast` looks at torch's ops."""
     formats = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import Case, choose_kernel, told_of_documents
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.cache import Cache
+from megatron.model.facts import Facts
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
@@ -35,7 +36,7 @@ from megatron.mpu.context_parallel import (
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Kernels, Model
+from megatron.settings.schema import Config, Kernels, Model
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,29 @@ class Attention(nn.Module):
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
         return qkv.split((self.queries, 1, 1), 3)
+
+
+def told_of_kernel(config: Config, facts: Facts, device: str) -> list[str]:
+    """Which kernel attends in a run whose samples are packed of documents; a line for its log, or none."""
+    model, precision = config.model, config.precision.precision
+    if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
+        return []
+    case = Case(
+        device,
+        dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)[precision],
+        model.seq_length // config.parallel.context_parallel_size,
+        model.seq_length,
+        causal=True,
+        dropout=model.attention_dropout > 0,
+        grouped=model.query_groups < model.num_attention_heads,
+        scaled_softmax=model.apply_query_key_layer_scaling and precision == "fp16",
+        softcap=model.attn_logit_softcapping is not None,
+        window=model.window,
+        unfused=not config.kernels.masked_softmax_fusion,
+        documents=True,
+        head_dim=model.head_dim,
+    )
+    return told_of_documents(case, config.kernels.attention_backend)
 
 
 def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast
+from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
 from megatron.model.norms import NORMS
@@ -109,6 +110,7 @@ class LanguageModel(nn.Module):
         for module in self.blocks.modules() if autocast else ():
             if hasattr(module, "overlap"):
                 module.overlap = False
+        use_flash_attention(self.kernels.flash_attention_version)
         if self.kernels.torch_compile:
             run_probes("attention")
             for block in self.blocks.values():

@@ -463,6 +463,9 @@ class Kernels:
         "--use-flash-attn-v2=flash",
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
+    flash_attention_version: Literal[2, 3, 4] = setting(
+        "release of FlashAttention behind torch's attention on CUDA; 3 and 4 need their package", 2
+    )
     cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
     # Choices of speed: off, torch's ops come one after the other. On CPUs most have no fused form.
     masked_softmax_fusion: bool = setting("explicit attention in blocks; off: all its scores at once", True)

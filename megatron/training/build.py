@@ -17,6 +17,7 @@ from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
+from megatron.model.attention import told_of_kernel
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
@@ -94,7 +95,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
         log(resumed(config, record, state, lengths, context.mesh.sizes))
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
-    notices += fused_kernels.told(context.device.type, dtype)
+    notices += fused_kernels.told(context.device.type, dtype) + told_of_kernel(config, facts, context.device.type)
     notices += end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
     tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, reference, run_probes, told
+from megatron.fused_kernels import TABLE, TRITON, Case, attention, choose_kernel, reference, run_probes, told
+from megatron.fused_kernels.autocast import Autocast
 from megatron.fused_kernels.gpu import probe
+from megatron.model.recompute import recompute
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -92,3 +94,20 @@ def test_what_is_compiled_is_told_what_was_found_before(monkeypatch):
     assert chosen() == "sdpa (CUDA)"
     run_probes("attention")
     assert chosen() == "varlen (CUDA)"
+
+
+def test_a_probe_inside_a_layer_that_is_recomputed_and_cast_disturbs_neither(monkeypatch):
+    """It runs in the first pass alone. Gradients are those without recomputation; the reference stays in fp32."""
+    compare, seen = probe.compare, []
+    on_cpu = lambda op, run, *args: seen.append(compare(op, attention.block_causal, "cpu", FP32, 1e-5)) or seen[-1]
+    monkeypatch.setattr(probe, "compare", on_cpu)
+
+    def layer(x):
+        with Autocast(BF16):
+            assert seen or probe._probe.__wrapped__("attention") == ""
+        return (x.sin() * x).cos()
+
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    again = torch.autograd.grad(recompute(layer, x).sum(), x)[0]
+    assert again.equal(torch.autograd.grad((x.sin() * x).cos().sum(), x)[0])
+    assert seen == [""]

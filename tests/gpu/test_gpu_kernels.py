@@ -12,6 +12,7 @@ from tests.fused_kernels.test_attention import (
     test_windows,
     test_windows_over_cached_keys,
 )
+from tests.fused_kernels.test_documents import test_every_kernel, test_half_precision
 from tests.fused_kernels.test_layer_kernels import (
     test_cross_entropy,
     test_dropout,
@@ -27,7 +28,9 @@ __all__ = [
     "test_capped_scores",
     "test_cross_entropy",
     "test_dropout",
+    "test_every_kernel",
     "test_fp32",
+    "test_half_precision",
     "test_linear",
     "test_norms",
     "test_products_of_any_strides",

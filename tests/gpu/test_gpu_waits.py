@@ -17,6 +17,7 @@ FLAGS = """--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length
     --micro-batch-size 4 --global-batch-size 8 --train-iters 12 --eval-iters 0 --num-workers 0"""
 CASES = {
     "adam, bf16": "--bf16",
+    "documents": "--bf16 --reset-attention-mask --reset-position-ids --hidden-dropout 0 --attention-dropout 0",
     "adam, fp16 with overflows": "--fp16 --initial-loss-scale 16777216 --hysteresis 1 --loss-scale-window 2",
     "sgd, spikes": "--bf16 --optimizer sgd --on-spike skip",
     "lion": "--bf16 --optimizer lion",

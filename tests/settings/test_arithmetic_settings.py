@@ -7,7 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import SettingsError
 from megatron.model import attention, recompute
+from megatron.model.gpt.module import GPT
 from megatron.mpu import initialize
+from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Kernels, Model
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -165,6 +168,32 @@ def test_attention_backend(flags, fused, build):
     assert any("scaled_dot_product" in op for op, _ in seen.ops) is fused
     for one, other in zip([found[0], *found[1]], [want[0], *want[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_flash_attention_version(monkeypatch):
+    """On CUDA torch is told once, before a model is made; what it cannot do is an answer. A CPU has no flash attention."""
+    build = lambda version: GPT(
+        Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8),
+        Mesh(),
+        10,
+        kernels=Kernels(flash_attention_version=version),
+        device="cpu",
+    )
+    active, told = [], []
+    monkeypatch.setattr(
+        torch.nn.attention, "activate_flash_attention_impl", lambda name: active.append(name) or told.append(name)
+    )
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    build(3)
+    assert told == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for version in (2, 3, 3, 4):
+        build(version)
+    assert told == ["FA3", "FA4"]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingsError, match="--flash-attention-version 3: ModuleNotFoundError.*flash_attn_interface"):
+        build(3)
 
 
 @pytest.mark.parametrize("chunk", [5, 32])

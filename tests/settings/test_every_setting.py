@@ -207,6 +207,7 @@ CHECKS = dict(
         device=f"{ARITHMETIC}::test_device",
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
+        flash_attention_version=f"{ARITHMETIC}::test_flash_attention_version",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
         **{
             name: f"{FUSIONS}::test_a_fused_kernel_is_used_unless_its_flag_says_no"

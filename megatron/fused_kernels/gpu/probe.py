@@ -13,6 +13,7 @@ from importlib import import_module
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron.fused_kernels import attention, reference
@@ -58,8 +59,10 @@ def probe(op: str) -> str:
 
 @cache
 def _probe(op: str) -> str:
+    apart = saved_tensors_hooks(lambda x: x, lambda x: x)  # from a layer that is recomputed, which counts what is saved
+    uncast = torch._C.DisableTorchFunction()  # by `Autocast`
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), apart, uncast:
             run = attention.varlen if op == "attention" else kernel(op)
             wrong = compare(op, run, "cuda", torch.bfloat16)
     except Exception as error:  # of the compiler, the driver or the device: whatever it is, torch's ops remain

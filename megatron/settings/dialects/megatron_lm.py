@@ -56,7 +56,7 @@ there is one implementation of the model
 kernels are chosen by what is installed; fused or not, the result is the same
     --muon-use-syrk --use-flashinfer-fused-rope --disable-jit-fuser --fused-residual-rmsnorm
     --use-te-activation-func --use-fused-weighted-squared-relu --use-transformer-engine-op-fuser
-    --use-kitchen-attention --kitchen-attention-backend --flash-attention-version --use-flash-attn-triton
+    --use-kitchen-attention --kitchen-attention-backend --use-flash-attn-triton
     --tensor-fusion --gdp-cutedsl-kernel
     --disable-symmetric-registration
 gradients are always accumulated and reduced in fp32
