@@ -25,6 +25,7 @@ from megatron.errors import run_main
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import (
     checkpoint,
+    create_pretraining_data,
     dump_samples,
     evaluate,
     generate,
@@ -43,6 +44,7 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 STEPS = f"{MODEL} --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 0 --num-workers 0"
 MOCK = f"{STEPS} --mock-data --vocab-size 100"
 REAL = f"{STEPS} {VOC} --split 100"
+CREATE = f"--input_path corpus.jsonl --output_prefix out/x --tokenizer_name GPTTokenizer {VOC}"
 PRE = f"--input corpus.jsonl --output-prefix out/x {VOC}"
 COMMANDS = {
     "pretrain_gpt": pretrain_gpt.main,
@@ -52,6 +54,7 @@ COMMANDS = {
         tool.__name__.rpartition(".")[2]: tool.main
         for tool in (
             checkpoint,
+            create_pretraining_data,
             dump_samples,
             evaluate,
             generate,
@@ -104,8 +107,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("preprocess_data", "", "missing: --input, --output-prefix"),
     ("preprocess_data", f"{PRE} --worker 3", "unknown flag --worker; did you mean --workers?"),
     ("preprocess_data", f"{PRE} --num-layers 3", "--num-layers is a setting of pretraining; this command has no use"),
-    ("preprocess_data", f"{PRE} --tokenizer-type BertWordPieceLowerCase", "is none of GPT2BPETokenizer, HuggingFace"),
+    ("preprocess_data", f"{PRE} --tokenizer-type BertWordPiece", "is none of GPT2BPETokenizer, HuggingFace"),
     ("preprocess_data", f"{PRE} --input ''", "--input is empty (a shell variable that is not set?)"),
+    ("create_pretraining_data", "--model_name gpt2-en", "missing: --input, --output-prefix"),
+    ("create_pretraining_data", f"{CREATE} --cn_seg_func pkuseg", "--cn-seg-func 'pkuseg' is none of jieba, lac, seg"),
+    ("merge_datasets", "--input tokens --output-prefix out/x --output-format numpy", "is none of megatron, paddle"),
     ("merge_datasets", "", "missing: --input, --output-prefix"),
     ("dump_samples", "--data-path tokens --seq-length 16", "missing: --train-samples"),
     ("evaluate", "", "missing: --load"),
@@ -117,6 +123,9 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("supervise", "", "the command to supervise is missing"),
 ]
 SETTINGS = [  # exit code 3: understood, and cannot work
+    ("create_pretraining_data", f"{CREATE} --cn_splited", "has no use without --cn-whole-word-segment"),
+    ("create_pretraining_data", f"{CREATE} --cn_whole_word_segment", "needs a WordPiece vocabulary"),
+    ("create_pretraining_data", "--input corpus.jsonl --output-prefix out/x", "no tokenizer is given"),
     (
         "pretrain_gpt",
         MODEL + " --mock-data --vocab-size 9",
@@ -182,6 +191,14 @@ SETTINGS = [  # exit code 3: understood, and cannot work
     ("generate", "--load ck --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0: has to be at least 1"),
 ]
 DATA = [  # exit code 4: data or vocabulary missing or damaged
+    ("pretrain_gpt", f"{REAL} --input_dir folder", "no token files in the folder folder"),
+    ("pretrain_gpt", f"{REAL} --input_dir alone", "alone/b.bin has no b.idx beside it"),
+    (
+        "create_pretraining_data",
+        "--input corpus.jsonl --output-prefix out/x --tokenizer_name GPTTokenizer --model_name gpt2-none",
+        "there is no vocabulary 'gpt2-none'|nothing is downloaded|put vocab.json and merges.txt into",
+    ),
+    ("create_pretraining_data", f"{CREATE} --json_key body", "no text in corpus.jsonl|no key 'body'"),
     ("preprocess_data", f"{PRE} --input nope.jsonl", "--input nope.jsonl: no such file"),
     ("preprocess_data", f"{PRE} --input 'nope*.jsonl'", "--input nope*.jsonl: no such file"),
     ("preprocess_data", f"{PRE} --input empty.jsonl", "no text in empty.jsonl|0 lines, 0 rejected"),
@@ -201,7 +218,7 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     (
         "preprocess_data",
         "--input corpus.jsonl --output-prefix x --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2",
-        "--tokenizer-model gpt2: no such file|hub names are not looked up",
+        "there is no vocabulary 'gpt2'|nothing is downloaded|put tokenizer.json into no-cache/gpt2",
     ),
     ("train_tokenizer", "--input empty.jsonl --vocab-size 300 --output out", "no pair of bytes occurs 2 times"),
     ("merge_datasets", "--input nope --output-prefix out/m", "nope.idx: no such file"),
@@ -285,6 +302,7 @@ TABLE = [
 @pytest.mark.parametrize("command, flags, code, words", TABLE)
 def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
     monkeypatch.chdir(messy)
+    monkeypatch.setenv("MEGATRON_CACHE", "no-cache")
     before = contents(messy)
     with pytest.raises(SystemExit) as left:
         run_main(COMMANDS[command], shlex.split(flags))

@@ -28,8 +28,10 @@ class Blend(NamedTuple):
     weights: Optional[list[float]]
 
 
-def parse_blend(words: Sequence[str], flag: str) -> Blend:
+def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> Blend:
     """What the words after `--data-path` mean. Raises DataError for weights that are no positive numbers.
+
+    open_folders: look at what is in folders; False looks at no file.
 
     An even number of words whose odd places are numbers is a list of weights and prefixes; anything else is a list of
     prefixes (Megatron-LM's rule). A folder stands for all datasets in it, each weighted by its tokens.
@@ -38,7 +40,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     Blend(prefixes=['web', 'books'], weights=[0.75, 0.25])
     """
     words = [word.strip() for word in words]
-    if any(map(is_folder, words)):
+    if open_folders and any(map(is_folder, words)):
         words = without_folders(words)
     if not words:
         raise DataError(f"{flag} names no dataset", do=f"{flag} PREFIX, or {flag} WEIGHT PREFIX WEIGHT PREFIX ...")

@@ -67,7 +67,7 @@ def _blend_problems(s: SimpleNamespace) -> list[str]:
         from megatron.data.blend import parse_blend  # it imports numpy, for which other checks need not wait
 
         try:
-            parse_blend(words, flag)
+            parse_blend(words, flag, open_folders=False)  # what is in them is data, not a setting
         except DataError as error:
             found.append(f"{error.what}; {error.do}")
     return found

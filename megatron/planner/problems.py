@@ -157,10 +157,19 @@ def file_problems(config: schema.Config) -> list[str]:
 
 
 def _damaged(config: schema.Config) -> list[str]:
-    """Token files that are there and not what their index says."""
+    """Folders without token files, and token files that are there and not what their index says."""
+    from megatron.data.blend import is_folder, without_folders
     from megatron.data.formats import endings_of, open_tokens
 
     found = []
+    words = (
+        word for f in fields(schema.Data) if f.name.endswith("data_path") for word in getattr(config.data, f.name) or ()
+    )
+    for folder in filter(is_folder, words):
+        try:
+            without_folders([folder])
+        except (DataError, OSError) as error:
+            found.append(_one_line(error))
     for flag, prefix in dict.fromkeys((flag, prefix) for flag, prefixes in blends(config.data) for prefix in prefixes):
         if "://" in prefix or not all(Path(prefix + ending).exists() for ending in endings_of(prefix)):
             continue

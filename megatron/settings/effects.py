@@ -91,8 +91,7 @@ EFFECTS: dict[str, Needs] = {
     ),
     "merge_file": BYTE_LEVEL,
     "tokenizer_model": Needs(
-        "a --tokenizer-type that reads it, and not all its files by other flags",
-        lambda s: s.tokenizer != "NullTokenizer" and not _by_files(s),
+        "a --tokenizer-type that reads it", lambda s: s.tokenizer != "NullTokenizer" and not _by_files(s)
     ),
     "tiktoken_pattern": Needs(
         "--tokenizer-type TikTokenizer",

@@ -56,6 +56,8 @@ def split_words(text: str, mark: str) -> list[str]:
     ['a', 'b', '', 'c']
     >>> split_words("a   b", " ")
     ['a', '', ' ', 'b']
+    >>> split_words("a     b", " ")
+    ['a', '', ' ', '', ' ', 'b']
     """
     words, after_empty = text.split(mark), False
     for place, word in enumerate(words):

@@ -316,3 +316,18 @@ def test_the_other_format_does_not_share_a_name(tmp_path, capsys):
     with pytest.raises(DataError, match="a_idx.npz is there, and would share the name"):
         merge_datasets.main(["--input", write(tmp_path / "b"), "--output-prefix", prefix])
     assert not (tmp_path / "a.bin").exists()
+
+
+def test_a_dry_run_tells_of_a_folder_without_data(tmp_path):
+    from megatron.planner.problems import file_problems
+    from megatron.settings.parse import parse_pretrain
+
+    line = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1"
+    )
+    line += f" --global-batch-size 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 600 --input_dir {tmp_path}"
+    assert [problem for problem in file_problems(parse_pretrain(line.split())) if "no token files" in problem]
+    write(tmp_path / "a")
+    assert file_problems(parse_pretrain(line.split())) == []
+    (tmp_path / "a_ids.npy").write_bytes(b"")
+    assert [problem for problem in file_problems(parse_pretrain(line.split())) if "a_ids.npy: cut short" in problem]

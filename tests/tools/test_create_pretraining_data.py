@@ -191,6 +191,15 @@ def test_what_stands_between_words(word_pieces, tmp_path, mark):
     assert np.load(tmp_path / "out_ids.npy").tolist() == slow_word_ids(word_pieces, words)
 
 
+def test_the_longest_word_wins(word_pieces, tmp_path):
+    """Where a word begins like another of the text. Five characters are no word for the marks."""
+    words = ["\u7a7a\u95f4", "\u7a7a\u95f4\u6620\u5c04", "\u7a7a\u95f4\u6620\u5c04\u5230"]
+    source = write_lines(tmp_path / "in.jsonl", [" ".join(words)])
+    main(flags(word_pieces, "ErnieTokenizer", source, tmp_path / "out", "--cn_whole_word_segment", "--cn_splited"))
+    marked = "\u7a7a ##\u95f4 " + 2 * "\u7a7a ##\u95f4 ##\u6620 ##\u5c04 " + "\u5230"
+    assert np.load(tmp_path / "out_ids.npy").tolist() == [slow_vocab()[token] for token in marked.split()]
+
+
 def jieba(cut):
     return types.SimpleNamespace(cut=cut, __spec__=object())
 
@@ -222,7 +231,8 @@ def test_segmenters_and_sentences(word_pieces, tmp_path, monkeypatch, name, modu
     monkeypatch.setitem(sys.modules, module, (jieba if module == "jieba" else lac)(_pieces))
     dice = np.random.default_rng(3)
     texts = [
-        "\n".join("".join(dice.choice(list(CHARACTERS + "aZ1?"), 17)) for _ in range(3)) + " \n\n" for _ in range(20)
+        "a\u2028a\n".join("".join(dice.choice(list(CHARACTERS + "aZ1?"), 17)) for _ in range(3)) + " \n\n"
+        for _ in range(20)
     ]
     source = write_lines(tmp_path / "in.jsonl", texts)
     more = ["--split_sentences", "--chinese"] if chinese else []
