@@ -50,16 +50,6 @@ def test_every_promised_script_is_there():
     assert sorted(SCRIPTS) == sorted(PROMISED)
 
 
-@pytest.mark.parametrize("name", (FOLDER.parent / "tests/documented/E_scripts.txt").read_text().split())
-def test_names_of_paddlefleetx_are_scripts_here(name):
-    """Those of tasks that the suite does not have (docs/limits.md) are not: nothing pretends to be them."""
-    missing = re.match("finetune_|qat_|eval_qat_|export_qat_", name)
-    assert (FOLDER / name).exists() is not bool(missing)
-    if not missing:
-        other = re.search(r'^exec bash "\$\(dirname "\$0"\)/(\S+)" "\$@"$', (FOLDER / name).read_text(), re.M)
-        assert name.removesuffix(".sh") in PROMISED or (FOLDER / other[1]).exists()
-
-
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 
