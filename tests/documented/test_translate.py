@@ -331,6 +331,10 @@ def test_a_command_that_names_a_config(capsys, tmp_path):
     assert pairs(flags_printed(printed(capsys, "--from", "colossalai", str(tmp_path / "train.sh")))) == B
     text = printed(capsys, "--from", "colossalai", str(HERE / "B_train.sh"))
     assert "gpt2_configs/gpt2_zero3.py: no such file; translate it by itself" in text
+    line = "python megatron_gpt_pretraining.py --config-path={} --config-name=megatron_gpt model.num_layers=3 +model.seed=5"
+    found = pairs(flags_printed(printed(capsys, "--from", "nemo", line.format(HERE / "others"))))
+    assert found == {**NEMO, "--num-layers": "3", "--seed": "5"}
+    assert "lost/megatron_gpt.yaml: no such file" in printed(capsys, "--from", "nemo", line.format("lost"))
     line = f"deepspeed pretrain_gpt.py --deepspeed_config {HERE / 'others/zero2.json'} --zero-stage 1 --num-layers 3"
     found = pairs(flags_printed(printed(capsys, "--from", "megatron-deepspeed", line)))
     assert found == {**ZERO2, "--sharding-stage": "1", "--num-layers": "3"}
