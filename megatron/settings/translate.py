@@ -73,7 +73,7 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:
 
 def _said(keys: tuple[str, ...], given: Mapping[str, TheirSetting]) -> bool:
     """Whether one of the keys is given, itself or something below it, or with its value."""
-    below = {key.split(".")[0] for key in given}
+    below = {key.split(".")[0] for key in given} | set(given)
     pairs = {f"{source.key}={source.value.lower()}" for source in given.values()}
     return bool(set(keys) & (below | pairs))
 

@@ -171,6 +171,9 @@ def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRu
         return TranslatedRun(found, launcher, program, command.notes + notes)
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
+    if dialect.name == "nemo":
+        sources, missing = with_hydras_file(sources, folder)
+        others += missing
     for one in list(sources):
         reader = CONFIGS.get((dialect.name, _bare(one.key)))
         if reader and one.words:
@@ -188,6 +191,20 @@ def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRu
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
         launcher, program = ["python", "-m"], "megatron.tools.plan"
     return TranslatedRun(found, launcher, program, command.notes + notes)
+
+
+def with_hydras_file(sources: list[TheirSetting], folder: Path) -> tuple[list[TheirSetting], list]:
+    """`--config-path=conf --config-name=c` as what conf/c.yaml says, before the words that override it."""
+    named = {one.key: one for one in sources if one.key in ("config_path", "config_name")}
+    if "config_name" not in named:
+        return sources, []
+    name = named["config_name"].value.removesuffix(".yaml") + ".yaml"
+    inside = Path(named["config_path"].value if "config_path" in named else "conf") / name
+    rest = [one for one in sources if one.key not in named]
+    path = next((path for path in (folder / inside, inside) if path.is_file()), None)
+    if path is None:
+        return rest, [(named["config_name"], f"{inside}: no such file; translate it by itself")]
+    return read_tree(str(path)) + rest, []
 
 
 def _bare(key: str) -> str:

@@ -157,7 +157,6 @@ ZERO3 = {
     "--nvme-offload-dir": "/local_nvme",
     "--param-cpu-offload": "",
     "--clip-grad": "0",
-    "--log-interval": "10",
 }
 TRAINER = {
     "--save": "runs/gpt2",
@@ -332,6 +331,10 @@ def test_a_command_that_names_a_config(capsys, tmp_path):
     assert pairs(flags_printed(printed(capsys, "--from", "colossalai", str(tmp_path / "train.sh")))) == B
     text = printed(capsys, "--from", "colossalai", str(HERE / "B_train.sh"))
     assert "gpt2_configs/gpt2_zero3.py: no such file; translate it by itself" in text
+    line = "python megatron_gpt_pretraining.py --config-path={} --config-name=megatron_gpt model.num_layers=3 +model.seed=5"
+    found = pairs(flags_printed(printed(capsys, "--from", "nemo", line.format(HERE / "others"))))
+    assert found == {**NEMO, "--num-layers": "3", "--seed": "5"}
+    assert "lost/megatron_gpt.yaml: no such file" in printed(capsys, "--from", "nemo", line.format("lost"))
     line = f"deepspeed pretrain_gpt.py --deepspeed_config {HERE / 'others/zero2.json'} --zero-stage 1 --num-layers 3"
     found = pairs(flags_printed(printed(capsys, "--from", "megatron-deepspeed", line)))
     assert found == {**ZERO2, "--sharding-stage": "1", "--num-layers": "3"}
@@ -372,7 +375,7 @@ def test_every_flag_of_a_command_is_told(capsys):
     assert text.count("no blank before the backslash") == 3 and "--log-dir" in text
 
 
-def test_what_has_no_equivalent_is_said_with_what_there_is(capsys):
+def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
     text = printed(capsys, "--from", "deepspeed", str(HERE / "others/zero3_auto.json"))
     lost = text[text.index("# no equivalent") :]
     for words in (
@@ -381,6 +384,10 @@ def test_what_has_no_equivalent_is_said_with_what_there_is(capsys):
         "auto: whoever starts DeepSpeed says it",
     ):
         assert words in lost
+    curve = dict(type="WarmupDecayLR", params=dict(warmup_type="log", total_num_steps=9))
+    (tmp_path / "log.json").write_text(json.dumps(dict(scheduler=curve)))
+    text = printed(capsys, "--from", "deepspeed", str(tmp_path / "log.json"))
+    assert "warmup_type: log: warm-up is linear" in text and pairs(flags_printed(text))["--lr-warmup-iters"] == "1000"
     assert "activations are kept on the device" in printed(
         capsys, "--from", "deepspeed", str(HERE / "others/zero2.json")
     )

@@ -121,12 +121,13 @@ LOST = {
     "the batch does not change with the number of ranks": "elasticity.*",
     "weight decay is decoupled, as AdamW has it": "optimizer.params.adam_w_mode",
     "sums of gradients are fp32": "data_types.*",
+    "warm-up is linear": "scheduler.params.warmup_type",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "scheduler.*",
     "--optimizer says which there are": "optimizer.*",
     "a tracker of the run is --wandb-project or --tensorboard-dir": "wandb.* tensorboard.* comet.*",
 }
 CHANGED = {
-    "scheduler.type": "counted in samples, as Megatron-LM does; DeepSpeed counts calls of step()",
+    "scheduler.type": "warm-up is linear; DeepSpeed's is logarithmic unless warmup_type is linear",
     "zero_optimization.stage": "the same shards; overlap is --overlap-grad-reduce and --overlap-param-gather",
     "train_batch_size": "the mean is over the tokens of the whole batch, not of each rank (--loss-averaging micro-batch)",
 }
@@ -161,5 +162,12 @@ DEEPSPEED = Dialect(
         "scheduler.params.cos_min_ratio": share_of_peak("--min-lr"),
         "scheduler.params.warmup_min_ratio": share_of_peak("--lr-warmup-init"),
     },
-    (Default("--clip-grad", "0"), Default("--weight-decay", "0", where="optimizer"), Default("--log-interval", "10")),
+    (
+        Default("--clip-grad", "0"),
+        Default("--weight-decay", "0", where="optimizer"),
+        *(
+            Default("--lr-warmup-iters", "1000", ("scheduler.params.warmup_num_steps",), f"scheduler.type={name}")
+            for name in ("warmuplr", "warmupdecaylr", "warmupcosinelr")
+        ),
+    ),
 )

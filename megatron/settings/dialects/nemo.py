@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo 1's YAML of a Megatron GPT (megatron_gpt_config.yaml), for `settings.translate`."""
 
-from megatron.settings.dialects.table import Default, Dialect
+from megatron.settings.dialects.table import Dialect
 
 SAME = """micro_batch_size global_batch_size rampup_batch_size tensor_model_parallel_size pipeline_model_parallel_size
     context_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
@@ -196,5 +196,4 @@ NEMO = Dialect(
         "model.optim.sched.constant_steps": constant,
         "model.nsys_profile.end_step": end_step,
     },
-    (Default("--split", "900,50,50"),),
 )
