@@ -135,9 +135,8 @@ def test_b_trains_by_zero_3_with_offload(calls, desk, capsys):
     text = capsys.readouterr().out
     assert 'torchrun --standalone --nproc_per_node=1 pretrain_gpt.py "${FLAGS[@]}"' in text
     flags = shlex.split(text[text.index("FLAGS=(") + 7 : text.index("\n)")], comments=True)
-    if "--train-epochs" in flags:  # SMALL says steps
-        at = flags.index("--train-epochs")
-        flags = flags[:at] + flags[at + 2 :]
+    at = flags.index("--train-epochs")  # SMALL says steps
+    flags = flags[:at] + flags[at + 2 :]
     pretrain_gpt.main([*flags, *SMALL, *MOCK, "--fp16"])
     assert losses(capsys.readouterr().out) >= 2
 

@@ -105,8 +105,8 @@ B = {
     "--recompute-granularity": "full",
     "--seed": "1024",
     "--clip-grad": "0",
+    "--train-epochs": "60",
 }
-B |= {"--train-epochs": "60"} if "--train-epochs" in spellings() else {}
 D22 = {
     "--num-layers": "48",
     "--num-attention-heads": "64",
