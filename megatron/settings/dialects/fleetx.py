@@ -149,7 +149,7 @@ ELSEWHERE = {
 JOINT = """Engine.mix_precision.enable Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype
     Engine.mix_precision.level Engine.mix_precision.scale_loss Engine.mix_precision.custom_black_list
     Engine.mix_precision.custom_white_list Engine.num_train_epochs
-    Engine.use_recompute Model.use_recompute Model.recompute_granularity
+    Engine.save_load.save_epoch Engine.use_recompute Model.use_recompute Model.recompute_granularity
     Model.no_recompute_layers Distributed.dp_degree Distributed.sharding.sharding_degree
     Distributed.sharding.sharding_stage Data.Eval.*
     Profiler.enable Profiler.scheduler Profiler.profiler_log Profiler.detailed""".split()
@@ -170,7 +170,6 @@ IDLE = {
     "this belongs to evaluation: python -m megatron.tools.evaluate --load DIR -c FILE": "Offline_Eval.*",
     "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "a GPT has no token types": "Model.type_vocab_size",
-    "training is counted in steps, not in epochs": "Engine.save_load.save_epoch",
     "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.* FusedPasses.*
         Optimizer.tensor_fusion Model.use_memory_attn""",
 }
@@ -382,10 +381,13 @@ def _evaluation(given: dict[str, Entry], out: Translated) -> None:
 
 
 def _epochs(given: dict[str, Entry], out: Translated) -> None:
-    """A number of epochs counts where no number of steps is given: samples are drawn for all steps at once."""
-    key, steps = "Engine.num_train_epochs", _word(given, "Engine.max_steps", "-1")
-    if key in given and steps.startswith("-"):
-        out.flags.append(("--train-epochs", *given[key]))
-    elif key in given and _word(given, key) != "1":
-        sentence = "training is as long as Engine.max_steps says, over as many epochs as that takes"
-        out.notes.append((sentence, _at(key, given[key].origin)))
+    """Epochs count where no number of steps is given: samples are drawn for all steps at once."""
+    steps, counted = _word(given, "Engine.max_steps", "-1"), "Engine.num_train_epochs" in given
+    for key, flag, sentence in (
+        ("Engine.num_train_epochs", "--train-epochs", "training is as long as Engine.max_steps says"),
+        ("Engine.save_load.save_epoch", "--save-epoch", "training is counted in steps, not in epochs"),
+    ):
+        if key in given and counted and steps.startswith("-"):
+            out.flags.append((flag, *given[key]))
+        elif key in given and (key, _word(given, key)) != ("Engine.num_train_epochs", "1"):
+            out.notes.append((sentence, _at(key, given[key].origin)))
