@@ -109,7 +109,6 @@ def problems(batch: Batch, dp: int) -> list[str]:
         global_batch_size=batch.global_batch_size,
         train_iters=batch.train_iters,
         train_samples=batch.train_samples,
-        train_epochs=batch.train_epochs,
         local_batch_size=batch.local_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )

@@ -54,7 +54,8 @@ RANGES = {  # what a value must be -> test, fields
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
-        save_retain_interval max_failed_saves keep_last check_replicas_interval log_interval loss_scale_window hysteresis
+        train_epochs save_epoch log_memory_interval save_retain_interval max_failed_saves keep_last check_replicas_interval
+        log_interval loss_scale_window hysteresis
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top""",

@@ -202,8 +202,9 @@ def translate_fleetx(entries: Mapping[str, fleetx.Entry], texts: Mapping[str, st
     found, known, out = fleetx.translate(dict(entries)), spellings(), Translation()
     plain = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed")
     for flag, words, origin in found.flags:
-        many = known[flag].setting.many
-        one = [",".join(words)] if known[flag].setting.kind is str and not many and len(words) > 1 else words
+        setting = known[flag].setting if flag in known else None
+        text = setting is not None and setting.kind is str and not setting.many
+        one = [",".join(words)] if text and len(words) > 1 else words
         _add(TheirSetting(origin, one, origin, texts.get(origin, origin)), [(flag, one)], plain, known, out)
     for text, where in found.notes:
         origin, _, key = where.rpartition(": ")

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         own,
         dict(translate=TranslateOptions),
         prog="python -m megatron.tools.translate",
-        description="Say a run of another suite in the flags of this one.",
+        description="--from NAME FILE_OR_COMMAND: a run of another suite in the flags of this one.",
         common=tuple(TranslateOptions.__dataclass_fields__),
     )["translate"]
     given = [name for name in (options.from_dialect, options.to_dialect) if name]

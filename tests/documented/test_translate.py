@@ -281,6 +281,10 @@ def test_fleetx_is_what_its_file_is_read_as(capsys):
     direct = parse_pretrain(["-c", str(HERE / "E_config.yaml")])
     words = flags_printed(printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml")))
     assert parse_pretrain(words) == direct
+    text = printed(
+        capsys, "--from", "fleetx", f"python tools/train.py -c {HERE / 'E_config.yaml'} -o Engine.max_steps=-1"
+    )
+    assert ("--train-epochs 1" in text) == ("--train-epochs" in spellings()) and "num_train_epochs: 1" in text
     command = f"python tools/train.py -c {HERE / 'E_config.yaml'} -o Model.hidden_size=512 -o Engine.max_steps=7"
     words = flags_printed(printed(capsys, "--from", "fleetx", command))
     assert (pairs(words)["--hidden-size"], pairs(words)["--train-iters"]) == ("512", "7")

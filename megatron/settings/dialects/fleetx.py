@@ -148,8 +148,8 @@ ELSEWHERE = {
 # read together, further down
 JOINT = """Engine.mix_precision.enable Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype
     Engine.mix_precision.level Engine.mix_precision.scale_loss Engine.mix_precision.custom_black_list
-    Engine.mix_precision.custom_white_list Engine.num_train_epochs Engine.save_load.save_epoch
-    Engine.use_recompute Model.use_recompute Model.recompute_granularity
+    Engine.mix_precision.custom_white_list Engine.num_train_epochs
+    Engine.save_load.save_epoch Engine.use_recompute Model.use_recompute Model.recompute_granularity
     Model.no_recompute_layers Distributed.dp_degree Distributed.sharding.sharding_degree
     Distributed.sharding.sharding_stage Data.Eval.*
     Profiler.enable Profiler.scheduler Profiler.profiler_log Profiler.detailed""".split()
@@ -381,15 +381,15 @@ def _evaluation(given: dict[str, Entry], out: Translated) -> None:
 
 
 def _epochs(given: dict[str, Entry], out: Translated) -> None:
-    """A number of epochs counts where no number of steps is given: samples are drawn for all steps at once."""
-    key, steps = "Engine.num_train_epochs", _word(given, "Engine.max_steps", "-1")
-    save, by_epochs = "Engine.save_load.save_epoch", key in given and steps.startswith("-")
-    if save in given and by_epochs and not _word(given, save).startswith("-"):
-        out.flags.append(("--save-epoch", *given[save]))
-    elif save in given:
-        out.notes.append(("training is counted in steps here, not in epochs", _at(save, given[save].origin)))
-    if by_epochs:
-        out.flags.append(("--train-epochs", *given[key]))
-    elif key in given and _word(given, key) != "1":
-        sentence = "training is as long as Engine.max_steps says, over as many epochs as that takes"
-        out.notes.append((sentence, _at(key, given[key].origin)))
+    """Epochs count where no number of steps is given: samples are drawn for all steps at once."""
+    steps, counted = _word(given, "Engine.max_steps", "-1"), "Engine.num_train_epochs" in given
+    for key, flag, sentence in (
+        ("Engine.num_train_epochs", "--train-epochs", "training is as long as Engine.max_steps says"),
+        ("Engine.save_load.save_epoch", "--save-epoch", "training is counted in steps, not in epochs"),
+    ):
+        if _word(given, key, "-1").startswith("-"):
+            continue
+        if counted and steps.startswith("-"):
+            out.flags.append((flag, *given[key]))
+        elif (key, _word(given, key)) != ("Engine.num_train_epochs", "1"):
+            out.notes.append((sentence, _at(key, given[key].origin)))
