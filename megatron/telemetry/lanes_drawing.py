@@ -116,8 +116,8 @@ def _pass(bar: Bar, at: float, scale: float, y: float) -> list[str]:
 
 
 def _kind(bar: Bar) -> str:
-    """Of a pass (F3.1) its kind; other phases are kinds themselves."""
-    return bar.name if bar.name in FILL else bar.name[0]
+    """Of a pass (F3.1) its kind; other phases are kinds themselves, those without a colour "data"."""
+    return next((kind for kind in (bar.name, bar.name[0]) if kind in FILL), "data")
 
 
 def _message(bar: Bar, at: float, scale: float, y: float) -> list[str]:
