@@ -25,8 +25,7 @@ from megatron.errors import PeerLost
 
 
 class GroupListener:
-    """Calls a listener before each collective, and each new group, with the group's name: the heartbeat notes it, to
-    explain a hang.
+    """Calls a listener before each collective and each new group, with the group's name, which explains a hang.
 
     Output only: nothing is decided by it. One listener for a process, as there is one stack.
     """

@@ -67,7 +67,7 @@ def _sections(
     if cluster.world_size > 1:
         groups = groups_of(layout, job.facts.num_layers, cluster.device.kind == "cuda")
         buffers = max(one.device.get("communication buffers", 0) for one in needed)
-        yield "\n".join(sentence(line, width) for line in told(groups, cluster.device.kind, buffers))
+        yield "\n".join(sentence(line, width) for line in told(groups, cluster.device, buffers))
     yield _stages(job, layout, needed, cluster, width)
     shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, plan.rank, layout.pp - 1})]
     head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.channels import channels
 from megatron.pipeline.schedule import StageMap
+from megatron.planner.device import Device
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Config
 from megatron.telemetry.figures import several, size
@@ -145,20 +146,22 @@ def start_up(groups: Groups, kind: str) -> StartUp:
     return StartUp(parts)
 
 
-def told(groups: Groups, kind: str, buffers: int = 0) -> Iterator[str]:
+def told(groups: Groups, device: Device, buffers: int = 0) -> Iterator[str]:
     """Groups and start-up in sentences. buffers: bytes that the memory ledger has for communication on the fullest rank."""
     if groups.world_size == 1:
         return
-    found, nccl, most = start_up(groups, kind), kind == "cuda", max(groups.channels, default=0)
+    found, nccl, most = start_up(groups, device.kind), device.kind == "cuda", max(groups.channels, default=0)
     each = f"groups: {groups.most} a rank beside that of all ranks, {groups.in_job:,} in the job"
     each += f", {several(most, 'channel')} of a rank between stages among them" if most else ""
     if nccl:
         communicators = max(len(groups.communicators(stage)) for stage in range(groups.pp))
         each += f"; {communicators} NCCL communicators a rank, for which {size(buffers)} are assumed"
     yield each
+    basis = "assumed" if nccl or device.assumed else "measured elsewhere"
+    yield f"start-up: groups can be used after about {found.total:,.0f} s (a model, {basis})"
     parts = ", ".join(f"{name} {value:,.0f} s" for name, value in found.parts.items() if value >= 0.5)
-    why = "a model; of NCCL nothing was measured" if nccl else "a model"
-    yield f"start-up: about {found.total:,.0f} s until groups can be used ({why}): {parts}; data and checkpoint come on top"
+    yield f"  {parts} ({basis})"
+    yield "  data and checkpoint come on top"
 
 
 def slow_start(config: Config, layout: Layout, kind: str) -> str:
@@ -170,7 +173,6 @@ def slow_start(config: Config, layout: Layout, kind: str) -> str:
     waited = start_up(groups, kind).waited
     if groups.world_size == 1 or 60 * minutes >= waited:
         return ""
-    return (
-        f"at the start ranks may wait {waited:,.0f} s for each other (a model), and --distributed-timeout-minutes "
-        f"{minutes:g} gives up a silent rank after {60 * minutes:g} s: raise it to at least {math.ceil(waited / 30) / 2:g}"
-    )
+    flag, enough = f"--distributed-timeout-minutes {minutes:g}", math.ceil(waited / 30) / 2
+    wait = f"at the start ranks may wait {waited:,.0f} s for each other (assumed)"
+    return f"{wait}, longer than {flag}: raise it to {enough:g}"

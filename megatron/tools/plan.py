@@ -214,7 +214,7 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
         parts.append(text.traffic(transfers(best.job, best.layout, 0), width))
         groups = groups_of(best.layout, best.job.facts.num_layers, cluster.device.kind == "cuda")
         buffers = max(one.device.get("communication buffers", 0) for one in needed)
-        parts.append("\n".join(sentence(line, width) for line in told(groups, cluster.device.kind, buffers)))
+        parts.append("\n".join(sentence(line, width) for line in told(groups, cluster.device, buffers)))
     return "\n\n".join(parts)
 
 
