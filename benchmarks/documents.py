@@ -4,9 +4,10 @@
     python benchmarks/documents.py
     python benchmarks/documents.py --seq-length 8192 --documents 32 --dtype fp32
 
-Every round runs a forward and a backward pass of each contender, so that whatever else the machine does hits all alike; a
-ratio is the median over rounds of (time with a mask / time of the contender). Memory is what a process of its own needs at
-most for one such pass, beyond queries, keys and values. The mask is made beforehand: a run made it once for all layers.
+Every round runs a forward and a backward pass of each contender, so that whatever else the machine does hits all alike.
+Time is what one thread spends on its core, to which programs beside it add little; a ratio is the median over rounds of
+(time with a mask / time of the contender). Memory is what a process of its own needs at most for one such pass, beyond
+queries, keys and values. The mask is made beforehand: a run would make it once for all layers.
 """
 
 import argparse
@@ -95,6 +96,7 @@ def main() -> None:
     case = arguments.seq_length, arguments.documents, dtype
     most = {name: measured_memory(name, *case) for name in CONTENDERS}
     keep_memory()
+    torch.set_num_threads(1)
     steps = {name: contender(name, *case) for name in CONTENDERS}
     gradients = {name: step() for name, step in steps.items()}
     for kernel in ("block-causal", "sdpa"):
@@ -103,9 +105,9 @@ def main() -> None:
     seconds = {name: [] for name in CONTENDERS}
     for _ in range(arguments.rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     keys = [int(n) for n in np.diff(np.flatnonzero(np.append(layout(*case[:2])[0] == np.arange(case[0]), True)))]
     print(f"{arguments.dtype}, {case[0]} tokens in documents of {keys}, {HEADS} heads of {WIDTH}")
     for name, times in seconds.items():

@@ -116,6 +116,17 @@ def test_every_kernel(device, layout, rows):
         assert setting[1] or setting[2] or any(name.startswith("sdpa") for name in names)
 
 
+def test_one_document_gives_the_bits_of_none():
+    """What a run without documents computes on a CPU."""
+    inputs = operands(S, S, 2, 2, 16, torch.float32, "cpu")
+    for window, softcap in [(None, None), (40, 0.7)]:
+        how = dict(scale=SCALE, causal=True, window=window, softcap=softcap)
+        plain = results(partial(attention.block_causal, **how), inputs)
+        documents = Documents.of(np.zeros((B, S), np.int32), "cpu")
+        apart = results(partial(attention.block_causal, documents=documents, **how), inputs)
+        assert all(map(torch.equal, apart, plain))
+
+
 def test_half_precision(device):
     """On CUDA the kernels of documents are among them, in all layouts and rows."""
     some = [("some", "last chunk")]
