@@ -158,8 +158,8 @@ def file_problems(config: schema.Config) -> list[str]:
 
 def _damaged(config: schema.Config) -> list[str]:
     """Folders without token files, and token files that are there and not what their index says."""
-    from megatron.data.blend import is_folder, without_folders
-    from megatron.data.formats import endings_of, open_tokens
+    from megatron.data.blend import without_folders
+    from megatron.data.formats import endings_of, is_folder, open_tokens
 
     found = []
     words = (
