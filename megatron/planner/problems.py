@@ -106,10 +106,11 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
     """The tokenizer with the files behind a folder or a name. What lacks them is told by `_vocabulary`."""
+    from megatron.tokenizer import tokenizer_type as type_of
     from megatron.tokenizer.named import with_files
 
     try:
-        return with_files(t, t.tokenizer_type or "")
+        return with_files(t, type_of(t)) if t.tokenizer_model else t
     except DataError:
         return replace(t, tokenizer_model=None)
 
