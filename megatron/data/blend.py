@@ -7,14 +7,12 @@ At every step the dataset that is furthest behind its share is next. n: datasets
 """
 
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import numpy as np
 
-from megatron.data.formats import open_tokens, prefixes_in
-from megatron.data.indexed import ENDINGS
+from megatron.data.formats import is_folder, open_tokens, prefixes_in
 from megatron.errors import DataError
 
 CHUNKS = 2048  # walked side by side by `interleave`
@@ -63,11 +61,6 @@ def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> B
                 f"{flag}: weight {weight:g} of {prefix}", do="weights are above zero; leave the dataset out instead"
             )
     return Blend(prefixes, normalized(weights))
-
-
-def is_folder(word: str) -> bool:
-    """Whether a word names a folder, and not token files of the same name beside it."""
-    return os.path.isdir(word) and not any(os.path.exists(word + ending) for ending in ENDINGS)
 
 
 def without_folders(words: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data import paddle
-from megatron.data.indexed import IndexedDataset, TokenFiles, bare_prefix, stream_index, token_dtype
+from megatron.data.indexed import ENDINGS, IndexedDataset, TokenFiles, bare_prefix, stream_index, token_dtype
 from megatron.errors import DataError
 
 
@@ -69,6 +69,16 @@ def endings_of(prefix: str | os.PathLike) -> tuple[str, ...]:
         names = " and ".join(prefix + endings[-1] for endings in there)
         raise DataError(f"{names} are both there", do="one name stands for one dataset: rename or remove one of them")
     return there[0] if there else MEGATRON.endings
+
+
+def is_folder(word: str) -> bool:
+    """Whether a word names a folder, and not token files of the same name beside it."""
+    return os.path.isdir(word) and not any(os.path.exists(word + ending) for ending in ENDINGS)
+
+
+def datasets_of(word: str) -> list[str]:
+    """The prefixes that a word stands for: itself, or all in the folder that it names."""
+    return prefixes_in(word) if is_folder(word) else [word]
 
 
 def prefixes_in(folder: str | os.PathLike) -> list[str]:

@@ -82,14 +82,14 @@ def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = N
     Raises SettingsError when the run had none (mock data) or the vocabulary is too large for the model, DataError when
     its files are gone.
     """
-    from megatron.tokenizer import build_tokenizer
+    from megatron.tokenizer import build_tokenizer, tokenizer_type
     from megatron.tokenizer.named import with_files
 
     given = given or schema.TokenizerSettings()
     changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
     settings = replace(loaded.config.tokenizer, **changed)
-    if settings.tokenizer_type:
-        settings = with_files(settings, settings.tokenizer_type)
+    if settings.tokenizer_model:
+        settings = with_files(settings, tokenizer_type(settings))
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(settings, name)
         if path and not Path(path).exists():

@@ -106,10 +106,11 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
     """The tokenizer with the files behind a folder or a name. What lacks them is told by `_vocabulary`."""
+    from megatron.tokenizer import tokenizer_type as type_of
     from megatron.tokenizer.named import with_files
 
     try:
-        return with_files(t, t.tokenizer_type or "")
+        return with_files(t, type_of(t)) if t.tokenizer_model else t
     except DataError:
         return replace(t, tokenizer_model=None)
 
@@ -158,8 +159,8 @@ def file_problems(config: schema.Config) -> list[str]:
 
 def _damaged(config: schema.Config) -> list[str]:
     """Folders without token files, and token files that are there and not what their index says."""
-    from megatron.data.blend import is_folder, without_folders
-    from megatron.data.formats import endings_of, open_tokens
+    from megatron.data.blend import without_folders
+    from megatron.data.formats import endings_of, is_folder, open_tokens
 
     found = []
     words = (

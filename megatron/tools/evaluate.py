@@ -29,7 +29,7 @@ class EvaluateOptions:
     """Which model, on what."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
-    data_path: Optional[list[str]] = setting("prefixes of .bin/.idx: perplexity of all their tokens", None)
+    data_path: Optional[list[str]] = setting("prefixes of token files, or folders: perplexity of all tokens", None)
     task: Optional[Literal["WIKITEXT103", "LAMBADA"]] = setting(
         "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA", also=dict(WIKITEXT2="WIKITEXT103")
     )
@@ -89,7 +89,9 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     work = Evaluation(settings, loaded, length, context.mesh.dp)
     if settings.data_path:
-        results = [held_out(work, prefix) for prefix in settings.data_path]
+        from megatron.data.formats import datasets_of
+
+        results = [held_out(work, prefix) for word in settings.data_path for prefix in datasets_of(word)]
     else:
         results = (wikitext if settings.task == "WIKITEXT103" else lambada)(work, open_tokenizer(loaded, tokenizer))
     for result in results:

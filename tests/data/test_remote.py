@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data import remote
+from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import IndexedDataset, write_index
 from megatron.data.manifest import write_manifest
@@ -71,6 +72,19 @@ def test_samples_are_those_of_the_local_files(here, there, tmp_path):
     ]
     for a, b in zip(*sets, strict=True):
         assert len(a) == len(b) and all(np.array_equal(a[n], b[n]) for n in range(len(a)))
+
+
+@pytest.mark.parametrize("bucket", ["memory"], indirect=True)
+def test_paddlepaddles_files_are_fetched_too(bucket, tmp_path):
+    lengths, ids = np.array([3, 4], np.int32), np.arange(7, dtype=np.uint16)
+    np.save(tmp_path / "a_ids.npy", ids)
+    np.savez(tmp_path / "a_idx.npz", lens=lengths, docs=np.array([0, 1, 2]))
+    put(str(tmp_path / "a"), f"{bucket}/a", ("_ids.npy", "_idx.npz"))
+    copy = nearby(f"{bucket}/a_idx.npz", str(tmp_path / "cache"))
+    assert open_tokens(copy).get(1).tolist() == [3, 4, 5, 6] and copy.startswith(str(tmp_path / "cache"))
+    location(f"{bucket}/a_ids.npy").unlink()
+    with pytest.raises(DataError, match="a_ids.npy: no such object"):
+        nearby(f"{bucket}/a", str(tmp_path / "cache"))
 
 
 def test_other_content_of_the_same_size_is_fetched_again(here, there, tmp_path):

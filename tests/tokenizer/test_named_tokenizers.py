@@ -4,6 +4,7 @@
 import base64
 import io
 import json
+import os
 import sys
 import types
 
@@ -326,3 +327,7 @@ def test_training_takes_a_name_for_its_files(cache, byte_level):
     cache("gpt2-en", vocab=(byte_level / "vocab.json", "vocab.json"), merges=(byte_level / "merges.txt", "merges.txt"))
     assert file_problems(config) == []
     assert {flag for flag, _ in named_files(config)} == {"--vocab-file", "--merge-file"}
+    cache("mine", whole=(byte_level / "tokenizer.json", "tokenizer.json"))
+    untyped = parse_pretrain(line.replace("--tokenizer_name GPTTokenizer", "").replace("gpt2-en", "mine").split())
+    assert file_problems(untyped) == []
+    assert [path for _, path in named_files(untyped)] == [f"{os.environ['MEGATRON_CACHE']}/mine/tokenizer.json"]

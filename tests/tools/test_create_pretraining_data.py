@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import preprocess_data
 from megatron.data import preprocess_worker
 from megatron.data.formats import open_tokens
 from megatron.errors import Failure
@@ -128,6 +129,36 @@ def test_large_vocabularies_take_int32(tmp_path):
         (tmp_path / "vocab.txt").write_text("\n".join(words[:size]), encoding="utf-8")
         main(flags(tmp_path, "BertTokenizer", source, tmp_path / f"out{size}"))
         assert np.load(tmp_path / f"out{size}_ids.npy").dtype.name == dtype
+
+
+def test_the_documented_command(bpe, tmp_path, monkeypatch, capsys):
+    """As PaddleNLP prints it, but for the paths; the vocabulary is in the cache under the model's name."""
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2-en").symlink_to(bpe)
+    (tmp_path / "openwebtext").mkdir()
+    write_lines(tmp_path / "openwebtext" / "a.jsonl", TEXTS)
+    line = (
+        "--model_name gpt2-en --tokenizer_name GPTTokenizer --data_format JSON --input_path openwebtext/ --append_eos"
+    )
+    main(f"{line} --output_prefix gpt_openwebtext --workers 40 --log_interval 10000".split())
+    encode, end = bpe_ids(bpe)
+    assert files("gpt_openwebtext") == slow_files([[encode(text.strip())] for text in TEXTS], end)
+
+
+def test_preprocess_data_writes_the_same_format(bpe, tmp_path, capsys):
+    """Its texts keep their white space; several keys fill files of their own."""
+    encode, end = bpe_ids(bpe)
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(dict(text=text, title=text[:3])) + "\n" for text in TEXTS))
+    line = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--output-format", "paddle", "--append-eod"]
+    line += ["--vocab-file", str(bpe / "vocab.json"), "--merge-file", str(bpe / "merges.txt"), "--workers", "2"]
+    preprocess_data.main(line)
+    assert files(tmp_path / "out") == slow_files([[encode(text)] for text in TEXTS], end)
+    preprocess_data.main([*line, "--json-keys", "title", "text"])
+    assert files(tmp_path / "out_text") == files(tmp_path / "out")
+    assert files(tmp_path / "out_title") == slow_files([[encode(text[:3])] for text in TEXTS], end)
+    assert "out_title_ids.npy and _idx.npz (key 'title'):" in capsys.readouterr().out
 
 
 # Whole words ------------------------------------------------------------------------------------------------------------
