@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from a YAML file: `key: value`, flat or under group names, keys spelled as fields or as flags."""
+"""Settings from a file: `key: value` in YAML or JSON, or `key = value` in Python, which is read and not run; flat or under
+group names, keys spelled as fields or as flags.
+"""
 
 from pathlib import Path
 
 from megatron.errors import UsageError
+from megatron.settings.python_file import compose_python
 
 
 def compose(path: str):
-    """The root of a YAML file, a mapping of PyYAML's nodes; None when the file is empty.
+    """The root of a file, a mapping of PyYAML's nodes; None when the file is empty.
 
     Values stay text, so that `1e-4` or `no` mean what they mean on a command line.
-    Raises UsageError when the file is missing, is not YAML, or is no mapping.
+    Raises UsageError when the file is missing, is not YAML (or plain assignments of Python), or is no mapping.
     """
     import yaml
 
     if not path:
         raise UsageError("--config needs the name of a YAML file")
-    if path.endswith(".py"):
-        raise UsageError(
-            f"--config {path}: settings in Python would have to be run, which nothing here does",
-            do="write them as `key: value` lines, or as JSON",
-        )
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        text = Path(path).read_text(encoding="utf-8")
+        root = compose_python(text, path) if path.endswith(".py") else yaml.compose(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

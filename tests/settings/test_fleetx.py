@@ -138,11 +138,9 @@ def test_no_compression_and_keys_without_effect_pass(read):
     assert plain.batch.train_iters == 500000 and unlimited.batch.train_iters is None
 
 
-def test_json_is_read_and_python_is_not_run(tmp_path):
+def test_json_is_read(tmp_path):
     (tmp_path / "run.json").write_text('{"model": {"num_layers": 3, "hidden_size": 8}, "num_attention_heads": 2}')
     assert parse_pretrain(["--config", str(tmp_path / "run.json")]).model.num_layers == 3
-    with pytest.raises(UsageError, match="settings in Python would have to be run"):
-        parse_pretrain(["--config", "run.py"])
 
 
 def test_a_file_that_builds_on_itself(tmp_path):
