@@ -157,15 +157,15 @@ def told_of_documents(case: Case, backend: str) -> list[str]:
         return []
     chosen = choose_kernel("attention", case, backend)
     line = f"kernels: attention of documents by {chosen.name}"
-    [varlen] = [entry for entry in TABLE["attention"] if entry.run is attention.varlen]
-    if chosen.run in (attention.varlen, attention.flash_attn_varlen):
+    [varlen] = [entry for entry in TABLE["attention"] if entry.name == VARLEN]
+    if chosen.name in (VARLEN, FLASH_VARLEN):
         return [line]
     lacks = ", ".join(sorted(case.asks - varlen.covers))
     unsuited = "" if varlen.suits(case) else f"not for {case.dtype} with {case.head_dim} channels a head"
     why = (
         lacks and f"it has no {lacks}" or unsuited or varlen.lacking or varlen.probe() or "--attention-backend says so"
     )
-    pairs = ", with a mask of all pairs" if chosen.run is reference.attention else ""
+    pairs = ", with a mask of all pairs" if chosen is TABLE["attention"][-1] else ""
     return [f"{line}{pairs}, not by {varlen.name}: {why}"]
 
 
@@ -178,6 +178,7 @@ def _eager(case: Case) -> bool:
 
 
 TRITON = "Triton"
+VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # made for documents
 
 
 def _in_triton(op: str, worth: str) -> Implementation:
@@ -221,7 +222,7 @@ TABLE: dict[str, list[Implementation]] = {
             _flash_attn("causal", "bidirectional", "cross"),
         ),
         Implementation(
-            "flash-attn varlen",
+            FLASH_VARLEN,
             attention.flash_attn_varlen,
             "the same for documents: work and memory within each alone",
             lambda case: _documents_on_cuda(case) and not torch.are_deterministic_algorithms_enabled(),
@@ -230,7 +231,7 @@ TABLE: dict[str, list[Implementation]] = {
             _flash_attn("causal", "cached", "documents"),
         ),
         Implementation(
-            "varlen (CUDA)",
+            VARLEN,
             attention.varlen,
             "torch's flash attention of documents: work and memory within each alone",
             _documents_on_cuda,
