@@ -55,7 +55,7 @@ class DocumentDataset:
         if pad is None:
             raise SettingsError(
                 "--dataset-type webtext: the tokenizer has no end-of-document token to fill up samples with",
-                do="give a tokenizer that has one, or --dataset-type gpt",
+                do="give a tokenizer that has one, or leave the flag out",
             )
         self.tokens, self.documents = tokens, documents
         self.seq_length, self.pad, self.vocab_size = seq_length, pad, vocab_size
