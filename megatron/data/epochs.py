@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron.data.document_dataset import document_lengths
 from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import sources_of
 from megatron.data.index_maps import make_epoch_plan, sequences_of
@@ -31,7 +32,9 @@ def in_samples(config: schema.Config, own_data: bool, log=print) -> schema.Confi
 
 
 def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print) -> int:
-    """Samples of training in `epochs` times all its tokens: what of a last sample is missing comes from the next epoch."""
+    """Samples of training in `epochs` times all its tokens: what of a last sample is missing comes from the next epoch.
+    With --dataset-type webtext an epoch has as many samples as documents.
+    """
     (blend, *_), (share, *_) = sources_of(data)
     if blend is None or share is None:
         raise SettingsError("there is no training data", f"--split {data.split}", "give training a share")
@@ -50,6 +53,10 @@ def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print
 
 def _samples_of(prefix: str, share, data: schema.Data, seq_length: int, epochs: int, log) -> int:
     tokens = open_tokens(nearby(prefix, data.data_cache_path, log))
+    if data.dataset_type == "webtext":
+        lengths = document_lengths(tokens)
+        documents = sequences_of(share, len(lengths))
+        return epochs * int(np.count_nonzero(lengths[documents.start : documents.stop]))
     lengths, sequences = tokens.sequence_lengths, sequences_of(share, len(tokens))
     if not np.any(lengths[sequences.start : sequences.stop]):
         return 0  # told where the samples are made

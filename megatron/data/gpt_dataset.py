@@ -12,11 +12,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
+from megatron.data.document_dataset import DocumentDataset, document_lengths, told_of
 from megatron.data.formats import open_tokens
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
@@ -32,6 +33,7 @@ from megatron.data.index_maps import (
 from megatron.data.indexed import TokenFiles
 from megatron.data.mock import MockDataset
 from megatron.data.remote import nearby
+from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 
@@ -68,26 +70,11 @@ def build_datasets(
     blends, shares = sources_of(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
     whole = data.full_validation
-    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole)
+    kind = dict(documents=data.dataset_type == "webtext", pad=eod)
+    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole, **kind)
     return tuple(
         _build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)
     )
-
-
-class SamplePart(NamedTuple):
-    """A piece of a sample: tokens [offset, offset + length) of a sequence ("document") of a token file."""
-
-    document: int
-    offset: int
-    length: int
-
-
-class Origin(NamedTuple):
-    """Where a sample comes from: token file, number of the sample before the shuffle, and its pieces in order."""
-
-    prefix: str
-    number: int
-    parts: list[SamplePart]
 
 
 @dataclass(frozen=True)
@@ -102,12 +89,18 @@ class GPTDatasetConfig:
     sizes: list[int]
     log: Callable[[str], None]
     full_validation: bool = False
+    documents: bool = False  # each is a sample (document_dataset.py)
+    pad: Optional[int] = None  # the token that such samples are filled up with
     files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
     def open(self, prefix: str) -> TokenFiles:
         if prefix not in self.files:
             self.files[prefix] = open_tokens(nearby(prefix, self.cache, self.log))
         return self.files[prefix]
+
+    def lengths(self, tokens: TokenFiles) -> np.ndarray:
+        """Tokens of what --split divides: of each sequence, or of each document where that is a sample."""
+        return document_lengths(tokens) if self.documents else tokens.sequence_lengths
 
     def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Index maps of these names from the cache: `--data-cache-path`, or a folder beside the data."""
@@ -148,13 +141,7 @@ class GPTDataset:
         for document, offset, length in self._parts(int(self.shuffle_index[index])):
             sample[at : at + length] = self.tokens.get(document, offset, length)
             at += length
-        if self.vocab_size is not None and (sample.max() >= self.vocab_size or sample.min() < 0):
-            wrong = sample[(sample >= self.vocab_size) | (sample < 0)][0]
-            raise DataError(
-                f"{self.tokens.tokens_path} holds token {wrong}, outside of the vocabulary of {self.vocab_size}",
-                f"in sample {index}, which starts in document {self.origin(index).parts[0].document}",
-                "train with the tokenizer that the data was preprocessed with",
-            )
+        refuse_unknown_tokens(sample, index, self)
         return sample
 
     def origin(self, index: int) -> Origin:
@@ -232,10 +219,12 @@ def _build_whole(prefixes: list[str], split: int, config: GPTDatasetConfig):
 def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPTDatasetConfig):
     """Samples of one token file: at least `num_samples`, or one epoch of them (None)."""
     tokens = config.open(prefix)
-    lengths = tokens.sequence_lengths
-    sequences = sequences_of(config.shares[split], len(tokens))
+    lengths = config.lengths(tokens)
+    sequences = sequences_of(config.shares[split], len(lengths))
     if not lengths[sequences.start : sequences.stop].any():
         raise _empty_split(tokens, split, config)
+    if config.documents:
+        return _build_documents(tokens, sequences, lengths, num_samples, split, config)
 
     def plan_for(count: Optional[int]) -> EpochPlan:
         return make_epoch_plan(sequences, lengths, config.seq_length, config.seed, count)
@@ -256,6 +245,25 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPT
     return GPTDataset(tokens, plan, SPLITS[split], config)
 
 
+def _build_documents(
+    tokens: TokenFiles, documents: range, lengths: np.ndarray, num_samples: Optional[int], split: int, config
+):
+    """Samples of which each is one of these documents; lengths: of all documents. As `_build_file` otherwise."""
+    name, own = f"{Path(tokens.prefix).name}-{SPLITS[split]}", lengths[documents.start : documents.stop]
+    config.log(f" > {told_of(tokens.prefix, SPLITS[split], own, config.seq_length)}")
+    dataset = DocumentDataset(
+        tokens,
+        documents.start + np.flatnonzero(own),
+        None if split == VALID else num_samples,
+        seq_length=config.seq_length,
+        seed=config.seed,
+        pad=config.pad,
+        vocab_size=config.vocab_size,
+        cached=lambda key, build, names: config.cached(tokens.prefix, name, key, build, names),
+    )
+    return Repeated(dataset, num_samples) if num_samples and len(dataset) < num_samples else dataset
+
+
 def _build_blend(
     datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, config: GPTDatasetConfig
 ):
@@ -273,8 +281,9 @@ def _build_blend(
 
 def _no_test(tokens: TokenFiles, config: GPTDatasetConfig) -> str:
     """That --split leaves no document for the test, which Megatron-LM goes on without, too; "" where it leaves some."""
-    mine = sequences_of(config.shares[TEST], len(tokens))
-    if not tokens.sequence_lengths.any() or tokens.sequence_lengths[mine.start : mine.stop].any():
+    lengths = config.lengths(tokens)
+    mine = sequences_of(config.shares[TEST], len(lengths))
+    if not lengths.any() or lengths[mine.start : mine.stop].any():
         return ""
     refusal = _empty_split(tokens, TEST, config)
     return f"note: {refusal.what} ({refusal.do}): there is no evaluation on test data"
@@ -282,16 +291,17 @@ def _no_test(tokens: TokenFiles, config: GPTDatasetConfig) -> str:
 
 def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> DataError:
     """The error of a split without tokens, with the nearest --split that would work."""
-    if not tokens.sequence_lengths.any():
+    lengths = config.lengths(tokens)
+    if not lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")
-    total = len(tokens)
+    total, unit = len(lengths), "documents" if config.documents else "sequences"
     mine = sequences_of(config.shares[split], total)
     ends = [sequences_of(share, total).stop if share else None for share in config.shares[:2]]
     ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])
-    counts = suggest_split(tokens.sequence_lengths, ends, [size > 0 for size in config.sizes])
+    counts = suggest_split(lengths, ends, [size > 0 for size in config.sizes])
     do = f"--split {','.join(map(str, counts))} gives each its part" if counts else "take more documents"
     return DataError(
         f"{tokens.prefix}: --split leaves nothing for {SPLITS[split]}",
-        f"it has {total:,} sequences; {SPLITS[split]} gets {len(mine)} of them, without a token",
+        f"it has {total:,} {unit}; {SPLITS[split]} gets {len(mine)} of them, without a token",
         do if split == TRAIN else f"{do}; or --eval-iters 0 for no evaluation",
     )

@@ -117,7 +117,8 @@ def _optimizer(saved: dict[str, dict]) -> str:
 def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
     """What else a run has to be allowed when these have changed: their samples are others, too."""
     # Of files nobody can tell here: they may be the same under another name, so their samples are compared.
-    deciding = {"seed", "seq_length", "split", "mock_data", "dataloader_type", "tokenizer_type", "vocab_size"}
+    deciding = {"seed", "seq_length", "split", "mock_data", "dataset_type", "dataloader_type", "tokenizer_type"}
+    deciding |= {"vocab_size"}
     if recipe_of(config).own_data:
         deciding |= {field.name for group in config.extra.values() for field in fields(group)}
     return [ORDER] if any(change.name in deciding for change in found) else []

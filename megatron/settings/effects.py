@@ -102,6 +102,7 @@ EFFECTS: dict[str, Needs] = {
     "split": Needs("--data-path", lambda s: s.data_path),
     "data_cache_path": FILES,
     "verify_data": FILES,
+    "dataset_type": FILES,
     "eval_interval": VALIDATION,
     "eval_same_samples": Needs(
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation

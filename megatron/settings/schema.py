@@ -365,6 +365,13 @@ class Data:
     full_validation: bool = setting(
         "a validation goes over the whole validation set, each sample once, instead of --eval-iters batches", False
     )
+    dataset_type: Literal["gpt", "webtext"] = setting(
+        "what a sample is. gpt: --seq-length tokens of documents end to end; webtext: one document, cut off, or filled up "
+        "with the end-of-document token, which has no loss there",
+        "gpt",
+        also=dict(WebtextDataset="webtext"),
+        on_resume="refused",
+    )
     dataloader_type: Literal["single", "cyclic"] = setting(
         "single: in index order; cyclic: shuffled each epoch", "single", on_resume="refused"
     )

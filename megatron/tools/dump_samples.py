@@ -7,7 +7,8 @@
 
 A line per sample, in the order of training (of batches too: step k takes samples [k x global batch, (k + 1) x global
 batch)): its place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and
-its seq_length + 1 token ids. The order depends on all of the flags above but --first and --text.
+its seq_length + 1 token ids, with the loss mask of --dataset-type webtext. The order depends on all of the flags above
+but --first and --text.
 """
 
 import json
@@ -90,7 +91,9 @@ def records(dataset, dataloader_type: str, start: int, count: int):
         if hasattr(dataset, "origin"):
             origin = dataset.origin(index)
             record.update(file=origin.prefix, number=origin.number, documents=[list(part) for part in origin.parts])
-        yield dict(record, tokens=dataset[index].tolist())
+        sample = dataset[index]
+        ids, *mask = sample if isinstance(sample, tuple) else (sample,)
+        yield dict(record, tokens=ids.tolist()) | (dict(loss_mask=mask[0].tolist()) if mask else {})
 
 
 def _dataset(dump: DumpOptions, data: Data, vocab_size: Optional[int], eod: Optional[int]):

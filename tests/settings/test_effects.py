@@ -109,6 +109,7 @@ CASES = {
     "test_data_path": ("--test-data-path d", "--eval-iters 0", ""),
     "split": ("--split 9,1,0", "--train-data-path d", "--data-path d"),
     "data_cache_path": ("--data-cache-path c", "", "--train-data-path d"),
+    "dataset_type": ("--dataset-type webtext", "", "--data-path d"),
     "verify_data": ("--verify-data", "", "--data-path d"),
     "eval_interval": ("--eval-interval 5", "--eval-iters 0", "--eval-iters 0 --full-validation"),
     "eval_same_samples": ("--eval-same-samples", "--full-validation", ""),

@@ -124,6 +124,7 @@ CHECKS = dict(
         verify_data=f"{DATA}::test_verify_data_reads_every_byte_first",
         mock_data=f"{DATA}::test_mock_data_needs_no_files_and_is_the_same_each_time",
         full_validation="test_validation::test_a_whole_set_is_each_sample_once_in_any_layout",
+        dataset_type="test_document_dataset::test_an_epoch_is_each_document_once",
         dataloader_type=f"{DATA}::test_cyclic_shuffles_each_epoch_anew",
         num_workers=f"{DATA}::test_workers_prepare_batches_in_threads",
         reset_position_ids=f"{DATA}::test_positions_alone_start_again",

@@ -300,7 +300,7 @@ this belongs to text generation: python -m megatron.tools.generate --help
 # Data and tokenizers.
 say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml
     --data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path
-    --train-sample-idx-path --train-shuffle-idx-path --num-tokens-from-file --dataset-type
+    --train-sample-idx-path --train-shuffle-idx-path --num-tokens-from-file
 the document boundary of NullTokenizer is --vocab-size
     --null-tokenizer-eod-id --null-tokenizer-pad-id
 a tokenizer's files say this themselves
