@@ -9,7 +9,10 @@ import textwrap
 from megatron.settings.spelling import Setting
 
 FILE_HELP = (
-    ("--config FILE", "settings from YAML (also PaddleFleetX's), JSON or plain Python; the command line wins over it (also -c)"),
+    (
+        "--config FILE",
+        "settings from YAML (also PaddleFleetX's), JSON or plain Python; the command line wins over it (also -c)",
+    ),
     ("-o SECTION.KEY=VALUE", "one setting as a file would say it"),
     ("--then", "flags behind it win over those before it, in any spelling: scripts use it for words given to them"),
     ("--print-config", "print every setting as YAML, with who set it, and stop"),
