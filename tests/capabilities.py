@@ -42,10 +42,10 @@ Written by `python -m tests.capabilities --output docs/capabilities.md` from `do
 `tests/test_capabilities.py` checks that the flags, commands and tests named here are there, and that what is said to be
 missing is.
 
-What five published systems promise together, and what there is of it here: {systems}. M stands for Megatron-LM's own
-README.
+What five published systems promise together, and what there is of it here. The systems:
+{systems}; M is Megatron-LM.
 
-- **works**: the tests show all of it, on CPUs. Nothing has been run on GPUs yet ([limits.md](limits.md#never-run-so-far)).
+- **works**: the tests show all of it, on CPUs; [limits.md](limits.md#never-run-so-far) says what no GPU has run yet.
 - **partly**: the tests show what there is; the sentence says what is missing.
 - **not there**: asking for it ends with a message, not with something else.
 

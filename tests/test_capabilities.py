@@ -69,7 +69,7 @@ def marks_of_file(path: Path) -> str:
 
 
 def skipped(test: str) -> str:
-    """Where a test is skipped: "everywhere" but on GPUs; "somewhere", on some machines or without --full; or nowhere, ""."""
+    """Where a test is skipped: "everywhere" but on GPUs; "somewhere": on some machines, or without --full; nowhere: ""."""
     file, name = test.split("::")
     function = functions(ROOT / file)[name]
     marks = " ".join([marks_of_file(ROOT / file), *map(ast.unparse, function.decorator_list)])
