@@ -20,7 +20,7 @@ CACHE_MEMORY = 64 << 20  # bytes; gigatoken's table doubles, so that the peak is
 
 
 @dataclass
-class Documents:
+class EncodedDocuments:
     """Documents of one target (a JSON key, and a partition) in file order.
 
     tokens [n], lengths int32 [sequences], counts int32 [documents]: sequences of each document.
@@ -40,7 +40,7 @@ class Encoded:
     """A block after encoding. `targets[key * partitions + residue]` holds the lines with number % partitions == residue,
     counted from the first line of the block. `rejected`: (line in the block, reason)."""
 
-    targets: list[Documents]
+    targets: list[EncodedDocuments]
     lines: int
     text_bytes: int
     rejected: list[tuple[int, str]]
@@ -52,9 +52,9 @@ class _Bin:
     lengths: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
-    def documents(self, dtype: np.dtype) -> Documents:
+    def documents(self, dtype: np.dtype) -> EncodedDocuments:
         tokens = np.concatenate(self.pieces, dtype=dtype, casting="unsafe") if self.pieces else np.empty(0, dtype)
-        return Documents(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32))
+        return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32))
 
 
 class BlockEncoder:

@@ -47,7 +47,7 @@ def block_causal(
     return attended.masked_fill(blind, 0.0)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries from start to stop, and the keys from first to end that any of them sees.
 
     apart: some of these keys are of documents before that of one of the queries
@@ -60,7 +60,7 @@ class Block(NamedTuple):
     apart: bool
 
 
-def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -> list[Block]:
+def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -> list[QueryBlock]:
     """The blocks of block-causal attention. For torch.compile documents make no difference but masks: it would compile
     anew for every sample.
     """
@@ -74,7 +74,7 @@ def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -
         if least is not None:
             first = max(first, least[start] // ALIGNED * ALIGNED)
         apart = documents is not None and (most is None or most[stop - 1] > first)
-        found.append(Block(start, stop, first, past + stop, apart))
+        found.append(QueryBlock(start, stop, first, past + stop, apart))
     return found
 
 
