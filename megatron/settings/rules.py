@@ -8,6 +8,7 @@ ranks) and `s.head` (width of a head).
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from os.path import realpath
@@ -364,6 +365,10 @@ RULES = (
     Rule(
         lambda s: s.exit_on_missing_checkpoint and s.auto_resume,
         lambda s: "--exit-on-missing-checkpoint refuses what --auto-resume allows; drop one of them",
+    ),
+    Rule(
+        lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
+        lambda s: f"--hooks {' '.join(s.hooks)}: each is a module and a name in it, as in my_hooks:MyHook",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )

@@ -820,6 +820,11 @@ class Logging:
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of one rank's device for MFU (default: table; of a CPU nothing, and no MFU)", None
     )
+    hooks: Optional[list[str]] = setting(
+        "code of your own that is called at named places of the loop: MODULE:CLASS ... (docs/extending.md)",
+        None,
+        on_resume="irrelevant",
+    )
     seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)
 

@@ -11,6 +11,7 @@ from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 from megatron.training.garbage import GarbageCollection
+from megatron.training.hooks import evaluation_facts
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
 
@@ -80,6 +81,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
         seconds=time.perf_counter() - started,
     )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
+    run.hooks.call("after_evaluation", run, lambda: evaluation_facts(split, means, final))
     return means
 
 

@@ -280,6 +280,7 @@ CHECKS = dict(
         peak_tflops=f"{RUN}::test_mfu_is_a_share_of_the_peak",
         seed=f"{DATA}::test_seed_decides_weights_data_and_dropout",
         debug=f"{RUN}::test_debug_shows_tracebacks",
+        hooks="test_hooks::test_places_in_order",
     ),
     planner=dict(
         auto_parallel="test_plan_commands::test_auto_parallel_trains",
