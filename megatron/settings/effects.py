@@ -167,6 +167,7 @@ EFFECTS: dict[str, Needs] = {
     "barrier_with_level_1_timing": Needs(
         "--timing-log-level above 0 and more than one rank", lambda s: s.timing_log_level and s.world > 1
     ),
+    "throughput_ignore_steps": Needs("--log-throughput", lambda s: s.log_throughput),
     "log_timers_to_tensorboard": Needs(
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),

@@ -66,7 +66,7 @@ RANGES = {  # what a value must be -> test, fields
         """
         train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
         z_loss_coeff mscale_all_dim
-        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
+        throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,
@@ -368,7 +368,7 @@ RULES = (
     ),
     Rule(
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
-        lambda s: f"--hooks {' '.join(s.hooks)}: each is a module and a name in it, as in my_hooks:MyHook",
+        lambda s: f"--hooks {' '.join(s.hooks or ())}: each is a module and a name in it, as in my_hooks:MyHook",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )

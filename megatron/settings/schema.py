@@ -803,7 +803,12 @@ class Logging:
         "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
     )
     log_throughput: bool = setting(
-        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end)", False
+        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end), samples, "
+        "steps and a data rank's tokens per second, and the means of all at the end of training",
+        False,
+    )
+    throughput_ignore_steps: int = setting(
+        "first steps of a start that the mean throughput at the end of training leaves out (--log-throughput)", 0
     )
     log_epoch: bool = setting(
         "a line at the end of each epoch (--train-epochs), with the mean losses of its steps", False

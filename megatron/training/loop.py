@@ -107,8 +107,9 @@ def log_memory(run: Run, planned: Sequence[int]) -> None:
 
 
 def tell_end_of_training(run: Run) -> None:
-    """Megatron-LM's line."""
+    """Megatron-LM's line, and the mean throughput where it is wanted."""
     if not run.config.batch.skip_train:
+        run.metrics.tell_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 

@@ -152,6 +152,7 @@ CASES = {
         "--timing-log-level 1",
         "2: --timing-log-level 1",
     ),
+    "throughput_ignore_steps": ("--throughput-ignore-steps 3", "", "--log-throughput"),
     "log_timers_to_tensorboard": (
         "--log-timers-to-tensorboard",
         "--timing-log-level 1",

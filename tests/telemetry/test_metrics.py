@@ -149,6 +149,10 @@ def test_json_lines_hold_run_steps_and_evaluations(tmp_path, clock):
         "seconds": 0.5,
         "tokens_per_second": 256.0,
         "tflops_per_rank": 0.0,
+        "samples_per_second": 16.0,
+        "steps_per_second": 2.0,
+        "samples_per_second_per_data_rank": 16.0,
+        "tokens_per_second_per_data_rank": 256.0,
         "memory": 3.0,
     }
     assert lines[2]["lm loss"] is None and lines[2]["grad_norm"] is None
