@@ -64,8 +64,8 @@ RANGES = {  # what a value must be -> test, fields
     "at least 0": (
         lambda v: v >= 0,
         """
-        train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
-        z_loss_coeff mscale_all_dim
+        test_iters train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad
+        min_lr z_loss_coeff mscale_all_dim
         throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (

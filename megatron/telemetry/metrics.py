@@ -28,7 +28,7 @@ from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
-from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
+from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class Metrics:
             self._point_to(path, save)
         if logging.tensorboard_dir:
             self.trackers.append(TensorBoard(logging.tensorboard_dir))
+        if logging.visualdl_dir:
+            self.trackers.append(VisualDL(logging.visualdl_dir))
         if logging.wandb_project:
             self.trackers.append(
                 WeightsAndBiases(
