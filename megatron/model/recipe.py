@@ -45,6 +45,8 @@ class Recipe:
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
+    hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
+                    named places of the loop, those of --hooks behind them
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -64,6 +66,7 @@ class Recipe:
         default_factory=lambda: {"lm loss": 1.0}
     )
     perplexities: tuple[str, ...] = ("lm loss",)
+    hooks: tuple[Callable[[Config], Any], ...] = ()
 
     @property
     def setting_groups(self) -> dict[str, type]:

@@ -289,6 +289,7 @@ def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
         train_samples=(least * ramp + (steps - ramp) * full) if counted else None,
         eval_interval=steps,
         eval_iters=min(b.eval_iters, 1),
+        test_iters=b.test_iters and min(b.test_iters, 1),
         exit_interval=None,
         exit_duration_in_mins=None,
     )

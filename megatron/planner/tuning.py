@@ -98,6 +98,7 @@ def _quiet(config: schema.Config) -> schema.Config:
         progress_bar=False,
         metrics_file=None,
         tensorboard_dir=None,
+        visualdl_dir=None,
         wandb_project=None,
         wandb_exp_name=None,
     )

@@ -37,6 +37,7 @@ def planned(s: SimpleNamespace) -> bool:
 
 FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
 EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
+TEST = Needs("--test-iters or --eval-iters above 0", lambda s: s.settings.batch.tested_batches)
 VALIDATION = Needs("--eval-iters above 0, or --full-validation", lambda s: s.eval_iters or s.full_validation)
 BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: s.tokenizer in (None, "GPT2BPETokenizer"))
 RANKS = Needs("more than one rank", lambda s: s.world > 1)
@@ -98,7 +99,7 @@ EFFECTS: dict[str, Needs] = {
         lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
     ),
     "valid_data_path": VALIDATION,
-    "test_data_path": EVALUATION,
+    "test_data_path": TEST,
     "split": Needs("--data-path", lambda s: s.data_path),
     "data_cache_path": FILES,
     "verify_data": FILES,
@@ -107,7 +108,10 @@ EFFECTS: dict[str, Needs] = {
     "eval_same_samples": Needs(
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
     ),
-    "skip_train": VALIDATION,
+    "skip_train": Needs(
+        "--eval-iters or --test-iters above 0, or --full-validation",
+        lambda s: s.settings.batch.tested_batches or s.eval_iters or s.full_validation,
+    ),
     # learning rate and weight decay
     "min_lr": FALLING,
     "lr_decay_iters": DECAYING,
@@ -167,6 +171,7 @@ EFFECTS: dict[str, Needs] = {
     "barrier_with_level_1_timing": Needs(
         "--timing-log-level above 0 and more than one rank", lambda s: s.timing_log_level and s.world > 1
     ),
+    "throughput_ignore_steps": Needs("--log-throughput", lambda s: s.log_throughput),
     "log_timers_to_tensorboard": Needs(
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),

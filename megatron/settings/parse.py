@@ -54,8 +54,12 @@ COMMON = (
 )
 
 
-# A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15.
-MEANS_TOO = {"--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15)}
+# A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
+# its --check_accuracy is training without dropout.
+MEANS_TOO = {
+    "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
+    "--check-accuracy": dict(attention_dropout=0.0),
+}
 
 # what names data -> what else would name them
 INSTEAD_OF_FILES = dict(

@@ -8,6 +8,7 @@ ranks) and `s.head` (width of a head).
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from os.path import realpath
@@ -64,9 +65,9 @@ RANGES = {  # what a value must be -> test, fields
     "at least 0": (
         lambda v: v >= 0,
         """
-        train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad min_lr
-        z_loss_coeff mscale_all_dim
-        lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
+        test_iters train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad
+        min_lr z_loss_coeff mscale_all_dim
+        throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,
@@ -365,6 +366,10 @@ RULES = (
     Rule(
         lambda s: s.exit_on_missing_checkpoint and s.auto_resume,
         lambda s: "--exit-on-missing-checkpoint refuses what --auto-resume allows; drop one of them",
+    ),
+    Rule(
+        lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
+        lambda s: f"--hooks {' '.join(s.hooks or ())}: each is a module and a name in it, as in my_hooks:MyHook",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )

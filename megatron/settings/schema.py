@@ -162,7 +162,7 @@ class Model:
     final_logit_softcapping: Optional[float] = setting(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
     )
-    hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1)
+    hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1, "--check-accuracy~=0")
     attention_dropout: float = setting("dropout of attention weights", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
     z_loss_coeff: float = setting(
@@ -373,7 +373,10 @@ class Data:
         on_resume="refused",
     )
     dataloader_type: Literal["single", "cyclic"] = setting(
-        "single: in index order; cyclic: shuffled each epoch", "single", on_resume="refused"
+        "single: in index order; cyclic: shuffled each epoch",
+        "single",
+        "--dataloader-shuffle~=cyclic",
+        on_resume="refused",
     )
     num_workers: int = setting(
         "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
@@ -417,6 +420,9 @@ class Batch:
     )
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_iters: int = setting("batches of an evaluation", 100)
+    test_iters: Optional[int] = setting(
+        "batches of the evaluation on test data, behind training (default: --eval-iters)", None
+    )
     eval_same_samples: bool = setting(
         "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
     )
@@ -429,6 +435,11 @@ class Batch:
     exit_duration_in_mins: Optional[float] = setting(
         "save and stop after this many minutes", None, on_resume="irrelevant"
     )
+
+    @property
+    def tested_batches(self) -> int:
+        """Batches of the evaluation on test data."""
+        return self.eval_iters if self.test_iters is None else self.test_iters
 
 
 @dataclass(frozen=True)
@@ -803,7 +814,12 @@ class Logging:
         "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
     )
     log_throughput: bool = setting(
-        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end)", False
+        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end), samples, "
+        "steps and a data rank's tokens per second, and the means of all at the end of training",
+        False,
+    )
+    throughput_ignore_steps: int = setting(
+        "first steps of a start that the mean throughput at the end of training leaves out (--log-throughput)", 0
     )
     log_epoch: bool = setting(
         "a line at the end of each epoch (--train-epochs), with the mean losses of its steps", False
@@ -815,10 +831,16 @@ class Logging:
     log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)
     metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
+    visualdl_dir: Optional[str] = setting("folder for VisualDL, PaddlePaddle's TensorBoard", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of one rank's device for MFU (default: table; of a CPU nothing, and no MFU)", None
+    )
+    hooks: Optional[list[str]] = setting(
+        "code of your own that is called at named places of the loop: MODULE:CLASS ... (docs/extending.md)",
+        None,
+        on_resume="irrelevant",
     )
     seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)

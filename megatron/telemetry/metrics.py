@@ -28,7 +28,7 @@ from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.timers import Timers, spans, table
-from megatron.telemetry.trackers import TensorBoard, WeightsAndBiases
+from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class RunSizes:
     train_iters: int
     seq_length: int
     ranks: int = 1
+    data_ranks: int = 1  # of data parallelism
     flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
@@ -120,6 +121,7 @@ class Metrics:
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
         self.interval, self.epoch = _Interval(), _Interval()
+        self._started, self._mean = 0, _Interval()  # steps of this start, and those that its mean is over
         self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
@@ -142,6 +144,8 @@ class Metrics:
             self._point_to(path, save)
         if logging.tensorboard_dir:
             self.trackers.append(TensorBoard(logging.tensorboard_dir))
+        if logging.visualdl_dir:
+            self.trackers.append(VisualDL(logging.visualdl_dir))
         if logging.wandb_project:
             self.trackers.append(
                 WeightsAndBiases(
@@ -179,6 +183,7 @@ class Metrics:
         for sums in (self.interval, self.epoch):
             sums.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
+        self._count_for_mean(step, seconds)
         self._write(_step_record(step, losses, seconds, rates))
         self._track(_step_tags(step, losses), step.iteration, step.consumed_samples)
         shown = {_short_name(name): f"{value:.4f}" for name, value in losses.items()}
@@ -254,6 +259,27 @@ class Metrics:
             | losses
         )
 
+    def _count_for_mean(self, step: StepMetrics, seconds: float) -> None:
+        """A step is in the mean throughput of this start: not the first ones, nor those whose samples were left out."""
+        self._started += 1
+        if self._started > self.settings.throughput_ignore_steps and step.losses:
+            self._mean.add(step, {}, seconds)
+
+    def tell_mean_throughput(self, iteration: int) -> None:
+        """--log-throughput, at the end of training: the mean rates of this start."""
+        mean, ignored = self._mean, self.settings.throughput_ignore_steps
+        if not (self.active and self.settings.log_throughput and self._started):
+            return
+        if not mean.steps:
+            return self.log(
+                f"mean throughput: none, for --throughput-ignore-steps {ignored} leaves no step of this start"
+            )
+        rates = self._rates(mean.samples, mean.seconds, mean.steps)
+        but = f" (without the first {ignored} of this start)" if ignored else ""
+        self.log(f"mean throughput over {mean.steps} steps{but}: {_told_rates(rates)}")
+        rates = {name: float(f"{value:.5g}") for name, value in rates.items()}
+        self._write(dict(kind="throughput", iteration=iteration, time=now(), steps=mean.steps, ignored=ignored) | rates)
+
     def record_event(self, timer: str, iteration: int, consumed_samples: int) -> None:
         """How long something between two steps took that a timer knows. All ranks together."""
         times = self.timers.collect([timer]) if self.timers else {}
@@ -313,11 +339,19 @@ class Metrics:
         seconds, self._carried = self._carried + self._mark - mark, 0.0
         return seconds
 
-    def _rates(self, samples: int, seconds: float) -> dict[str, float]:
-        tokens = samples * self.run.seq_length / max(seconds, 1e-9)
+    def _rates(self, samples: int, seconds: float, steps: int = 1) -> dict[str, float]:
+        per_second, each = samples / max(seconds, 1e-9), self.run.data_ranks
+        tokens = per_second * self.run.seq_length
         flops = tokens * self.run.flops_per_token / self.run.ranks
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
-        return {"tokens_per_second": tokens, "tflops_per_rank": flops / 1e12} | mfu
+        return {
+            "tokens_per_second": tokens,
+            "tflops_per_rank": flops / 1e12,
+            "samples_per_second": per_second,
+            "steps_per_second": steps / max(seconds, 1e-9),
+            "samples_per_second_per_data_rank": per_second / each,
+            "tokens_per_second_per_data_rank": tokens / each,
+        } | mfu
 
     def rollback(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
@@ -336,7 +370,7 @@ class Metrics:
 
     def _log(self, step: StepMetrics, times: dict[str, list[float]]) -> None:
         interval, self.interval = self.interval, _Interval()
-        rates = self._rates(interval.samples, interval.seconds)
+        rates = self._rates(interval.samples, interval.seconds, interval.steps)
         self.console.log(
             console_line(step, interval, self.run, rates, self.settings.log_throughput),
             short_line(step, interval, self.run, rates, self.console.width),
@@ -436,12 +470,33 @@ def console_line(
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
         f"tokens per second: {rates['tokens_per_second']:.1f}",
-        *([] if log_throughput else throughput),
+        *(_data_rates(rates) if log_throughput else throughput),
     ]
     if "mfu" in rates:
         parts.append(f"MFU: {rates['mfu']:.1%}")
     left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
     return " " + " | ".join([*parts, f"ETA: {duration(left)}"]) + " |"
+
+
+def _data_rates(rates: dict[str, float]) -> list[str]:
+    """Rates besides tokens per second, as parts of Megatron-LM's line."""
+    return [
+        f"samples per second: {rates['samples_per_second']:.2f}",
+        f"steps per second: {rates['steps_per_second']:.3f}",
+        f"tokens per second per data rank: {rates['tokens_per_second_per_data_rank']:.1f}",
+    ]
+
+
+def _told_rates(rates: dict[str, float]) -> str:
+    parts = [
+        f"{rates['samples_per_second']:.5g} samples/s",
+        f"{rates['steps_per_second']:.5g} steps/s",
+        f"{rates['tokens_per_second']:.5g} tokens/s",
+        f"a data rank {rates['samples_per_second_per_data_rank']:.5g} samples/s and "
+        f"{rates['tokens_per_second_per_data_rank']:.5g} tokens/s",
+        f"a rank {rates['tflops_per_rank']:.4g} TFLOP/s",
+    ]
+    return ", ".join([*parts, *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else [])])
 
 
 def short_line(

@@ -130,6 +130,7 @@ LOSS = "lm loss"
 OF_EVERY_STEP = {  # what a step has besides the means of what stages return
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
+    *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank"),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves for TensorBoard and Weights & Biases, under Megatron-LM's tags.
+"""Curves for TensorBoard, VisualDL and Weights & Biases, under Megatron-LM's tags.
 
 A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The libraries are imported when a tracker is
 made, not before.
@@ -18,6 +18,7 @@ def missing_tracker(logging: Logging) -> Optional[SettingsError]:
     """What is wrong with trackers whose package is not installed; looked for, not imported. None: nothing."""
     for flag, wanted, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
+        ("--visualdl-dir", logging.visualdl_dir, "visualdl"),
         ("--wandb-project", logging.wandb_project, "wandb"),
     ):
         if wanted and package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -44,6 +45,24 @@ class TensorBoard:
     def _add(self, values: dict[str, float], at: int) -> None:
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.writer.add_event(self._event(wall_time=time.time(), step=at, summary=self._summary(value=points)))
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class VisualDL:
+    """PaddlePaddle's viewer: its files in a folder, each tag over iterations."""
+
+    def __init__(self, folder: str):
+        try:
+            from visualdl import LogWriter
+        except ImportError as error:
+            raise _missing("--visualdl-dir", "visualdl", error) from None
+        self.writer = LogWriter(logdir=folder)
+
+    def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        for tag, value in values.items():
+            self.writer.add_scalar(tag=tag, step=iteration, value=value)
 
     def close(self) -> None:
         self.writer.close()

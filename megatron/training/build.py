@@ -226,6 +226,7 @@ def build_metrics(
         total_iterations(config.batch, context.mesh.dp.size),
         config.model.seq_length,
         ranks=context.mesh.world_size,
+        data_ranks=context.mesh.dp.size,
         flops_per_token=facts.flops(),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,

@@ -75,10 +75,10 @@ def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -
     """
     iterations = total_iterations(batch, dp)
     evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
-    each = batch.eval_iters * batch.global_batch_size
+    each, test = (count * batch.global_batch_size for count in (batch.eval_iters, batch.tested_batches))
     if full_validation:
-        return total_samples(batch, dp), each or batch.global_batch_size, each
-    return total_samples(batch, dp), each if batch.eval_same_samples else evaluations * each, each
+        return total_samples(batch, dp), each or batch.global_batch_size, test
+    return total_samples(batch, dp), each if batch.eval_same_samples else evaluations * each, test
 
 
 def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
@@ -112,9 +112,10 @@ def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple
     if not batch.train_samples and not batch.rampup_batch_size:
         count += f" x --global-batch-size {size}"
     once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
-    evaluations = sizes[1] // max(sizes[2], 1)
-    needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, once
-    fewer = "a shorter run", "--eval-same-samples or fewer of --eval-iters", "fewer of --eval-iters"
+    test = once if batch.test_iters is None else f"--test-iters {batch.test_iters} x --global-batch-size {size}"
+    evaluations = sizes[1] // max(batch.eval_iters * size, 1)
+    needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, test
+    fewer = "a shorter run", "--eval-same-samples or fewer of --eval-iters", f"fewer of {test.split()[0]}"
     for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
         if dataset is None or wanted == 0 or (split == "validation" and config.data.full_validation):
             continue

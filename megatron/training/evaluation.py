@@ -11,6 +11,7 @@ from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 from megatron.training.garbage import GarbageCollection
+from megatron.training.hooks import evaluation_facts
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
 
@@ -45,7 +46,7 @@ def save_ahead(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, float]:
-    """Mean losses over `--eval-iters` global batches of a split, or over all of it; all ranks get them.
+    """Mean losses over `--eval-iters` (`--test-iters`) global batches of a split, or over all of it; all ranks get them.
 
     Each validation goes on behind the one before, unless the settings say that all have the same samples.
     """
@@ -58,7 +59,7 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     goes_on = split == "validation" and not validates_same_samples(run.config)
     start = consumed = run.state.consumed_valid_samples if goes_on else 0
     with phase("evaluate"):
-        for _ in range(-(-len(batches.dataset) // size) if batches.whole else run.config.batch.eval_iters):
+        for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
             found = micro_batches(run, batches, consumed, num_microbatches)
@@ -80,7 +81,16 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
         seconds=time.perf_counter() - started,
     )
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
+    run.hooks.call("after_evaluation", run, lambda: evaluation_facts(split, means, final))
     return means
+
+
+def num_batches(run: Run, batches, split: str) -> int:
+    """Global batches of an evaluation."""
+    batch = run.config.batch
+    if batches.whole:
+        return -(-len(batches.dataset) // batch.global_batch_size)
+    return batch.tested_batches if split == "test" else batch.eval_iters
 
 
 def ends_with_validation(run: Run) -> bool:

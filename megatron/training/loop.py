@@ -19,6 +19,7 @@ from megatron.telemetry.phases import Listening
 from megatron.training.build import build_run
 from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due
 from megatron.training.garbage import GarbageCollection
+from megatron.training.hooks import hook_makers, make_hooks
 from megatron.training.recovery import interrupted, interruptible, stop_early
 from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
@@ -30,8 +31,10 @@ def pretrain(config: schema.Config, recipe: Recipe, planned_memory: Sequence[int
     planned_memory: bytes on the device of each pipeline rank as they were planned, to be told beside what is used
     """
     with guarded(config.guard, config) as heartbeat:
+        makers = hook_makers(config, recipe.hooks)  # names that nobody finds are told first
         run = build_run(config, recipe, heartbeat)
         try:
+            run.hooks = make_hooks(makers, run.config)
             with Listening.with_timers(run.metrics.timers):
                 train(run, planned_memory)
         except BaseException as error:
@@ -47,11 +50,13 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     first = saved_at = run.state.iteration
     for stage in run.stages:
         stage.train()
+    run.hooks.call("before_training", run)
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         while run.state.iteration < run.train_iters and not run.config.batch.skip_train:
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
+            run.hooks.call("before_step", run)
             step = train_step(run)
             garbage.after_step()
             if run.profiler.ends(run.state.iteration):
@@ -71,6 +76,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 saved = True
             saved_at = run.state.iteration if saved else saved_at
             if stop:
+                run.hooks.call("end", run)
                 return stop_early(run, stop)
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
@@ -79,6 +85,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
+    run.hooks.call("end", run)
 
 
 def look_behind(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
@@ -100,8 +107,9 @@ def log_memory(run: Run, planned: Sequence[int]) -> None:
 
 
 def tell_end_of_training(run: Run) -> None:
-    """Megatron-LM's line."""
+    """Megatron-LM's line, and the mean throughput where it is wanted."""
     if not run.config.batch.skip_train:
+        run.metrics.tell_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 

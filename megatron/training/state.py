@@ -29,6 +29,7 @@ from megatron.settings.batch import ended_epoch, total_iterations
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
+from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
@@ -115,6 +116,7 @@ class Run:
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
+    hooks: Hooks = field(default_factory=Hooks)
     returned: Optional[Returned] = field(init=False)  # what stages return, until all ranks have compared it
 
     def __post_init__(self):
@@ -173,6 +175,8 @@ class Run:
         self.metrics.note("save", self.state.iteration, seconds=round(time.perf_counter() - started, 3))
         self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
+        settings = self.config.checkpoint
+        self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
 
     def _save(self) -> None:
         assert self.unread is None, "whether the last step's update was made is not known"

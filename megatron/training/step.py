@@ -17,6 +17,7 @@ from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
 from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import phase
+from megatron.training.hooks import step_facts
 from megatron.training.loss import make_loss_func
 from megatron.training.outcome import Figures, Outcome
 from megatron.training.recovery import rollback, skip_batch
@@ -157,6 +158,7 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
     run.metrics.record(step)
     if due(run.config.logging.log_interval, step.iteration):
         run.metrics.note("memory", step.iteration, bytes=peak_bytes(run.context.device.type))
+    run.hooks.call("after_step", run, lambda: step_facts(step))
 
 
 def forward_backward(

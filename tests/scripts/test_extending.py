@@ -30,6 +30,7 @@ SAID = {
     "An optimizer": [r"iteration +3/ +3", r"optimizer state: sum"],
     "A kernel": [r"the formula", r"iteration +1/ +1"],
     "A dataset": [r"iteration +4/ +4"],
+    "A hook": [r"best validation: \d\.\d{4} at iteration [246]"],
 }
 
 

@@ -29,7 +29,7 @@ ALWAYS = """
     data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples train_epochs lr_step_unit save_epoch log_epoch
-    log_memory_interval eval_iters exit_interval exit_duration_in_mins
+    log_memory_interval eval_iters test_iters exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend deterministic_mode cross_entropy_chunk manual_gc_interval
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
     recompute_granularity recompute_method recompute_num_layers
@@ -42,8 +42,8 @@ ALWAYS = """
     auto_parallel parallel_plan dry_run preflight
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
-    metrics_file tensorboard_dir wandb_project wandb_exp_name peak_tflops seed
-    debug console log_file
+    metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
+    debug console log_file hooks
 """.split()
 
 LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
@@ -106,7 +106,7 @@ CASES = {
     "tokenizer_model": ("--tokenizer-model t", "--tokenizer-type NullTokenizer", ""),
     "tiktoken_pattern": ("--tiktoken-pattern v1", "--tokenizer-model t.json", "--tokenizer-model t.tiktoken"),
     "valid_data_path": ("--valid-data-path d", "--eval-iters 0", ""),
-    "test_data_path": ("--test-data-path d", "--eval-iters 0", ""),
+    "test_data_path": ("--test-data-path d", "--eval-iters 0", "--eval-iters 0 --test-iters 2"),
     "split": ("--split 9,1,0", "--train-data-path d", "--data-path d"),
     "data_cache_path": ("--data-cache-path c", "", "--train-data-path d"),
     "dataset_type": ("--dataset-type webtext", "", "--data-path d"),
@@ -152,6 +152,7 @@ CASES = {
         "--timing-log-level 1",
         "2: --timing-log-level 1",
     ),
+    "throughput_ignore_steps": ("--throughput-ignore-steps 3", "", "--log-throughput"),
     "log_timers_to_tensorboard": (
         "--log-timers-to-tensorboard",
         "--timing-log-level 1",

@@ -60,6 +60,15 @@ def test_evaluations(train):
     assert run.state(5)["state"]["consumed_valid_samples"] == 2 * 3 * 4  # when it was saved, before the last one
 
 
+def test_test_data_have_a_number_of_batches_of_their_own(train):
+    flags = f"{SMALL} --train-iters 2 --eval-interval 2"
+    run = train(f"{flags} --eval-iters 3 --test-iters 5")
+    assert [(one["split"], one["samples"]) for one in run.evals][-2:] == [("validation", 3 * 4), ("test", 5 * 4)]
+    run = train(f"{flags} --eval-iters 0 --test-iters 2", "test_alone")
+    assert [(one["split"], one["samples"]) for one in run.evals] == [("test", 2 * 4)]
+    assert {one["split"] for one in train(f"{flags} --eval-iters 1 --test-iters 0", "none").evals} == {"validation"}
+
+
 @pytest.mark.parametrize(
     "flags, last", [("--exit-interval 3", 3), ("--exit-duration-in-mins 1e-9", 1), ("--exit-duration-in-mins 1000", 5)]
 )

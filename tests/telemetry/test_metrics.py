@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,10 @@ def test_json_lines_hold_run_steps_and_evaluations(tmp_path, clock):
         "seconds": 0.5,
         "tokens_per_second": 256.0,
         "tflops_per_rank": 0.0,
+        "samples_per_second": 16.0,
+        "steps_per_second": 2.0,
+        "samples_per_second_per_data_rank": 16.0,
+        "tokens_per_second_per_data_rank": 256.0,
         "memory": 3.0,
     }
     assert lines[2]["lm loss"] is None and lines[2]["grad_norm"] is None
@@ -216,13 +221,37 @@ def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, cl
     assert points["iteration-time"] == [(2, 0.5)] and points["throughput"] == [(2, 256.0)]
 
 
-@pytest.mark.parametrize("flag, package", [("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")])
+@pytest.mark.parametrize(
+    "flag, package", [("tensorboard_dir", "tensorboard"), ("visualdl_dir", "visualdl"), ("wandb_project", "wandb")]
+)
 def test_a_missing_library_is_named_with_its_flag(flag, package, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SettingsError, match=f"--{flag.replace('_', '-')} needs the package {package}"):
         Metrics(Logging(**{flag: str(tmp_path)}), RunSizes(4, 16))
+
+
+def test_visualdl_gets_the_curves(monkeypatch, clock, tmp_path):
+    calls = []
+
+    class LogWriter:
+        def __init__(self, logdir):
+            calls.append(logdir)
+
+        def add_scalar(self, tag, value, step):
+            calls.append((tag, value, step))
+
+        def close(self):
+            calls.append("closed")
+
+    monkeypatch.setitem(sys.modules, "visualdl", SimpleNamespace(LogWriter=LogWriter))
+    with Metrics(Logging(visualdl_dir=str(tmp_path)), RunSizes(2, 16)) as metrics:
+        take(metrics, clock, 0.5, step(1, 3.0), step(2, 2.0))
+        metrics.record_eval(2, 16, {"lm loss": 1.0})
+    assert calls[0] == str(tmp_path) and calls[-1] == "closed"
+    assert [call for call in calls if call[0] == "lm loss"] == [("lm loss", 3.0, 1), ("lm loss", 2.0, 2)]
+    assert {("learning-rate", 1e-4, 2), ("iteration-time", 0.5, 2), ("lm loss validation", 1.0, 2)} <= set(calls[1:-1])
 
 
 def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock):

@@ -32,6 +32,7 @@ PADDLENLP = Dialect(
 --logging_freq                    --log-interval
 --eval_freq                       --eval-interval
 --eval_iters                      --eval-iters
+--test_iters                      --test-iters
 --adam_beta1                      --adam-beta1
 --adam_beta2                      --adam-beta2
 --adam_epsilon                    --adam-eps
@@ -62,7 +63,6 @@ PADDLENLP = Dialect(
     },
     lost={
         "say --profile, with --profile-step-start and --profile-step-end": "--profiler_options -p",
-        "a test runs behind training, over --eval-iters batches": "--test_iters",
         "Chinese vocabularies are given as --tokenizer-model FILE": "--model_type",
     },
     defaults=(

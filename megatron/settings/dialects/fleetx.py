@@ -176,7 +176,7 @@ IDLE = {
 
 # sentence: keys that are refused, unless their value asks for nothing
 REFUSED = {
-    "a test runs behind training, over --eval-iters batches": "Engine.test_iters",
+    "a test runs behind training, over --test-iters batches": "Engine.test_iters",
     "compression is not part of pretraining": "Compress.* Quantization.* Prune.* Distillation.*",
     "give weights to start from as --load DIR --finetune": "Model.pretrained",
 }

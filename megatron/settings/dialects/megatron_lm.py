@@ -24,6 +24,8 @@ class Answer:
 def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
     """The answer for a flag and the words behind it; None for a flag that nobody knows."""
     name = flag.replace("_", "-")
+    if " ".join(words).lower() == "false" and negation(name) in _REFUSED:  # --drop-last false is --no-drop-last
+        return Answer(True, _REFUSED[negation(name)])
     for refused, table in ((False, _IGNORED), (True, _REFUSED)):
         if name in table:
             return _judge(refused, table[name], name, words)
@@ -32,8 +34,16 @@ def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
             if "*" in pattern and fnmatchcase(name, pattern):
                 return _judge(refused, sentence, name, words)
     # The other half of a pair: the sentence says that neither has an effect.
-    other = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name.removeprefix('--')}"
+    other = negation(name)
     return _judge(False, _IGNORED[other], name, words) if other in _IGNORED else None
+
+
+def negation(name: str) -> str:
+    """
+    >>> negation("--drop-last"), negation("--no-drop-last")
+    ('--no-drop-last', '--drop-last')
+    """
+    return f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name.removeprefix('--')}"
 
 
 def known_flags() -> list[str]:
@@ -51,6 +61,10 @@ def _judge(refused: bool, sentence: str, name: str, words) -> Answer:
 # A sentence, and indented under it the flags that it answers.
 IGNORED = """
 # Speed: other arrangements of the same arithmetic.
+gradients are added in place anyway
+    --enable-addto
+every step has a full batch: samples are counted, and an epoch goes on into the next one
+    --drop-last
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
@@ -227,7 +241,7 @@ to start counting anew from loaded weights, use --finetune
 # Evaluation.
 evaluation uses the training batch, --eval-iters of it each --eval-interval
     --eval-global-batch-size --eval-micro-batch-size --multiple-validation-sets
-    --validation-set-names --start-eval-at-iter --test-iters
+    --validation-set-names --start-eval-at-iter
 
 # Model.
 mixtures of experts are not part of this suite; models are dense
@@ -298,6 +312,8 @@ this belongs to text generation: python -m megatron.tools.generate --help
     --batch-invariant-* --cache-dir
 
 # Data and tokenizers.
+every step has a full batch, into which an epoch goes on from the one before; --full-validation evaluates the last part, too
+    --no-drop-last
 say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml
     --data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path
     --train-sample-idx-path --train-shuffle-idx-path --num-tokens-from-file
@@ -341,6 +357,7 @@ NEUTRAL = """
 # Values of Megatron-LM's that have another name here, and what to say for them.
 INSTEAD = {
     "Llama2Tokenizer": "say SentencePieceTokenizer",
+    "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }
 
