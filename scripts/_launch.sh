@@ -38,7 +38,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     elif [ -n "${SHRINK:-}" ]; then
         look -m megatron.tools.shrink
     else
-        given --data-path --train-data-path --mock-data --config -c ||
+        given --data-path --input-dir --train-data-path --mock-data --config -c ||
             fail 4 "there is no data to train on" \
                 "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
                 "or, for a trial on synthetic samples: bash $0 --mock-data"
@@ -74,9 +74,9 @@ given() { # is one of these flags among FLAGS? Only words up to an equals sign c
 }
 
 add_environment() { # paths that belong to a site, not to a command line that is kept
-    local words
-    if [ -n "${DATA_PATH:-}" ] && ! given --data-path --train-data-path --mock-data; then
-        read -ra words <<<"$DATA_PATH"
+    local words data=${DATA_PATH:-${DATA:-}} # DATA: Colossal-AI's name
+    if [ -n "$data" ] && ! given --data-path --input-dir --train-data-path --mock-data; then
+        read -ra words <<<"$data"
         FLAGS+=(--data-path "${words[@]}")
     fi
     [ -z "${VOCAB_FILE:-}" ] || given --vocab-file || FLAGS+=(--vocab-file "$VOCAB_FILE")
@@ -90,7 +90,7 @@ add_environment() { # paths that belong to a site, not to a command line that is
 }
 
 add_mock_data() { # for what needs no data
-    given --data-path --train-data-path --mock-data --config -c || FLAGS+=(--mock-data)
+    given --data-path --input-dir --train-data-path --mock-data --config -c || FLAGS+=(--mock-data)
 }
 
 # ---- one process, before anything is started -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from megatron.training.rules import layout_is_open, resolve
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|layout|predicted|assumed)  +\S")
 ASSUMED = "speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs"
-OWN_VARIABLES = ("DATA_PATH", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
+OWN_VARIABLES = ("DATA_PATH", "DATA", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
 
 
 @dataclass(frozen=True)

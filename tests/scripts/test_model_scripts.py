@@ -367,6 +367,8 @@ def test_paths_come_from_the_environment(tiny):
         "--data-path 0.3 a 0.7 b --vocab-file my vocab.json --merge-file m --save my runs --save-interval auto" in told
     )
     assert flags[flags.index("--load") + 1] == "my runs" and "--auto-resume" not in flags and "--mock-data" not in flags
+    assert "--data-path d " in bash(tiny(1), DATA="d", PRINT="1").stdout
+    assert "--data-path p " in bash(tiny(1), DATA="d", DATA_PATH="p", PRINT="1").stdout
     own = bash(tiny(1), "--data_path=c", "--save", "s", "--save-interval", "5", **where).stdout
     assert "0.3" not in own and "runs" not in own and "--load" not in own
     looked = bash(tiny(1), "--dry-run", "--world-size", "4", PRINT="1", RANK="3", WORLD_SIZE="4").stdout
