@@ -474,6 +474,11 @@ class Kernels:
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
+    dump_graph: Optional[str] = setting(
+        "folder for the code of the graphs that --torch-compile makes, in a folder for each rank",
+        None,
+        on_resume="irrelevant",
+    )
     attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
         "how attention is computed",
         "auto",

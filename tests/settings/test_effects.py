@@ -83,6 +83,7 @@ CASES = {
     "bias_dropout_fusion": ("--no-bias-dropout-fusion", "--device cpu", "--device cuda"),
     "bias_swiglu_fusion": ("--no-bias-swiglu-fusion", "--device cuda", "--device cuda --swiglu"),
     "rope_fusion": ("--no-rope-fusion", f"--device cpu {ROPE}", f"--device cuda {ROPE}"),
+    "dump_graph": ("--dump-graph d", "", "--torch-compile"),
     "persist_layer_norm": ("--no-persist-layer-norm", "--device cpu", "--device cuda"),
     "cross_entropy_loss_fusion": ("--no-cross-entropy-loss-fusion", "--device cpu", "--device cuda"),
     "fused_linear": ("--no-fused-linear", "--disable-bias-linear", ""),

@@ -208,6 +208,7 @@ CHECKS = dict(
     kernels=dict(
         device=f"{ARITHMETIC}::test_device",
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
+        dump_graph="test_graph_dump::test_a_run_writes_the_graphs_of_each_rank",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         flash_attention_version=f"{ARITHMETIC}::test_flash_attention_version",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
