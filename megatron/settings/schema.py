@@ -799,6 +799,11 @@ class Profiling:
 class Logging:
     """What is said, and where."""
 
+    log_ranks: Optional[list[int]] = setting(
+        "ranks whose log goes to stdout, each line with its rank (default: 0, without); files are those of rank 0",
+        None,
+        on_resume="irrelevant",
+    )
     log_interval: int = setting("steps between log lines; the last step always has one", 100, "--logging-freq")
     timing_log_level: Literal[0, 1, 2] = setting(
         "timers in the log: 0 none but the time of a step, 1 its main parts, 2 what is in them, too", 0

@@ -43,7 +43,7 @@ ALWAYS = """
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
     metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
-    debug console log_file hooks
+    debug console log_file log_ranks hooks
 """.split()
 
 LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor

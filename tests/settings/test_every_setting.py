@@ -262,6 +262,7 @@ CHECKS = dict(
     ),
     logging=dict(
         log_interval=f"{RUN}::test_log_lines_come_at_their_interval",
+        log_ranks="test_log_ranks::test_ranks_that_speak",
         timing_log_level=f"{RUN}::test_timers_are_those_of_their_level",
         timing_log_option="test_timers::test_parts_of_a_pipeline_on_all_ranks",
         barrier_with_level_1_timing=f"{RUN}::test_timers_let_ranks_begin_together",
