@@ -19,6 +19,7 @@ from megatron.fused_kernels.autocast import Autocast
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
+from megatron.model.graph_dump import dumping_backend
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -113,8 +114,10 @@ class LanguageModel(nn.Module):
         use_flash_attention(self.kernels.flash_attention_version)
         if self.kernels.torch_compile:
             run_probes("attention")
+            folder = self.kernels.dump_graph
+            more = {"backend": dumping_backend(folder, mesh.rank)} if folder else {}
             for block in self.blocks.values():
-                block.compile()
+                block.compile(**more)
         if last:
             self.final_norm = NORMS[model.normalization](
                 tables["final_norm"], model.norm_epsilon, **self.factory_kwargs

@@ -167,6 +167,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
             config.kernels,
             device="cpu",
             torch_compile=False,
+            dump_graph=None,
             cross_entropy_chunk=config.kernels.cross_entropy_chunk and 8,
         ),
         checkpoint=Checkpoint(),

@@ -102,7 +102,8 @@ def _quiet(config: schema.Config) -> schema.Config:
         wandb_project=None,
         wandb_exp_name=None,
     )
-    return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard())
+    kernels = replace(config.kernels, dump_graph=None)
+    return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard(), kernels=kernels)
 
 
 def _lasting(config: schema.Config) -> schema.Config:

@@ -143,6 +143,7 @@ EFFECTS: dict[str, Needs] = {
     "bias_dropout_fusion": Needs(
         "a CUDA device, and --hidden-dropout above 0", lambda s: s.device != "cpu" and s.hidden_dropout
     ),
+    "dump_graph": Needs("--torch-compile", lambda s: s.torch_compile),
     "persist_layer_norm": CUDA,
     "cross_entropy_loss_fusion": CUDA,
     "bias_swiglu_fusion": Needs("a CUDA device, and --swiglu", lambda s: s.device != "cpu" and s.swiglu),

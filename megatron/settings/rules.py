@@ -368,6 +368,13 @@ RULES = (
         lambda s: "--exit-on-missing-checkpoint refuses what --auto-resume allows; drop one of them",
     ),
     Rule(
+        lambda s: any(not 0 <= rank < s.world for rank in s.log_ranks or ()),
+        lambda s: (
+            f"--log-ranks {' '.join(map(str, s.log_ranks or ()))}: this job has "
+            + (f"the ranks 0 to {s.world - 1}" if s.world > 1 else "rank 0 alone")
+        ),
+    ),
+    Rule(
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
         lambda s: f"--hooks {' '.join(s.hooks or ())}: each is a module and a name in it, as in my_hooks:MyHook",
     ),

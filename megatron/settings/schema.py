@@ -474,6 +474,11 @@ class Kernels:
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
+    dump_graph: Optional[str] = setting(
+        "folder for the code of the graphs that --torch-compile makes, in a folder for each rank",
+        None,
+        on_resume="irrelevant",
+    )
     attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
         "how attention is computed",
         "auto",
@@ -794,6 +799,11 @@ class Profiling:
 class Logging:
     """What is said, and where."""
 
+    log_ranks: Optional[list[int]] = setting(
+        "ranks whose log goes to stdout, each line with its rank (default: 0, without); files are those of rank 0",
+        None,
+        on_resume="irrelevant",
+    )
     log_interval: int = setting("steps between log lines; the last step always has one", 100, "--logging-freq")
     timing_log_level: Literal[0, 1, 2] = setting(
         "timers in the log: 0 none but the time of a step, 1 its main parts, 2 what is in them, too", 0

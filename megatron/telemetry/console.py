@@ -29,10 +29,20 @@ class Console:
     """The log of a rank. Only with `active` does it say anything.
 
     form: `short` or `megatron` lines; `auto` is short where stdout is a terminal. bar: a progress bar, where it is one.
+    prints: False: it speaks to the file alone. prefix: of each line on stdout
     """
 
-    def __init__(self, form: Literal["auto", "short", "megatron"] = "auto", *, bar: bool = True, active: bool = True):
-        self.active, self.terminal = active, active and is_terminal(sys.stdout)
+    def __init__(
+        self,
+        form: Literal["auto", "short", "megatron"] = "auto",
+        *,
+        bar: bool = True,
+        active: bool = True,
+        prints: bool = True,
+        prefix: str = "",
+    ):
+        self.active, self.terminal = active, active and prints and is_terminal(sys.stdout)
+        self._prints, self._prefix = prints, prefix
         self.short = form == "short" or (form == "auto" and self.terminal)
         self._wants_bar, self._bar = bar and self.terminal, None
         self._out = _Terminal(sys.stdout, self._lost) if self.terminal else None  # None: whatever stdout is by then
@@ -50,8 +60,9 @@ class Console:
         with self._lock:
             self._keep(text)
             shown = short if self.short and short is not None else text
-            if shown:
-                self._print(fold(shown, self.width) if self.terminal and self.short else shown)
+            if shown and self._prints:
+                shown = fold(shown, self.width) if self.terminal and self.short else shown
+                self._print("\n".join(f"{self._prefix}{line}" for line in shown.split("\n")))
 
     def keep_only(self, text: str) -> None:
         """Put something into the file alone: it is said elsewhere."""

@@ -98,11 +98,11 @@ class _Interval:
 
 
 class Metrics:
-    """Writes what a run says. Only the rank with `active=True` prints or opens files; on others every call returns.
+    """Writes what a run says. Only a rank with `active=True` prints or opens files; on others every call returns.
 
     header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, where
     metrics.jsonl and train.log go by default. timers: their times are collected with every line; all ranks have them, or
-    none. console: where the run has spoken so far.
+    none. console: where the run has spoken so far. files: False: what is active speaks there alone, and opens no file.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Metrics:
         active: bool = True,
         timers: Optional[Timers] = None,
         console: Optional[Console] = None,
+        files: bool = True,
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
@@ -127,7 +128,10 @@ class Metrics:
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
         self.json, self.trackers, self.progress = None, [], None
         self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
-        if not active:
+        if not files:
+            self.console.forget()
+        if not (active and files):
+            self.iteration = iteration
             return
         path = log_path(logging, save)
         if path:

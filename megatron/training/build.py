@@ -53,7 +53,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    console = Console(config.logging.console, bar=config.logging.progress_bar, active=context.is_rank_zero)
+    console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
     watch = build_watch(config, context, heartbeat, log)
@@ -122,6 +122,19 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         ),
         origin=dict(version=__version__, commit=source_commit(), code=code, libraries=library_versions()),
         reads_late=reads_late(config, context, optimizer),
+    )
+
+
+def build_console(logging: schema.Logging, context: RankContext) -> Console:
+    """What this rank says: of the first one, or of those of --log-ranks, each line with its rank; files are the first's."""
+    rank, asked = context.mesh.rank, logging.log_ranks
+    prints = context.is_rank_zero if asked is None else rank in asked
+    return Console(
+        logging.console,
+        bar=logging.progress_bar and not asked,
+        active=context.is_rank_zero or prints,
+        prints=prints,
+        prefix=f"[rank {rank}] " if asked else "",
     )
 
 
@@ -243,7 +256,8 @@ def build_metrics(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
-        active=context.is_rank_zero,
+        active=console.active,
+        files=context.is_rank_zero,
         timers=build_timers(config.logging, context),
         console=console,
     )

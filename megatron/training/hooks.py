@@ -6,7 +6,7 @@
             if run.rank == 0 and step.skipped:
                 print(f"step {step.iteration} was skipped")
 
-    pretrain_gpt.py ... --hooks my_hooks:Told
+    python ... --hooks my_hooks:Told
 
 A hook sees and does nothing of the loop itself: it returns nothing, and what it is given cannot be changed. Whatever it
 raises ends the run, with its name. All ranks call the same hooks at the same places. docs/extending.md has an example.

@@ -43,7 +43,7 @@ ALWAYS = """
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
     metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
-    debug console log_file hooks
+    debug console log_file log_ranks hooks
 """.split()
 
 LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
@@ -83,6 +83,7 @@ CASES = {
     "bias_dropout_fusion": ("--no-bias-dropout-fusion", "--device cpu", "--device cuda"),
     "bias_swiglu_fusion": ("--no-bias-swiglu-fusion", "--device cuda", "--device cuda --swiglu"),
     "rope_fusion": ("--no-rope-fusion", f"--device cpu {ROPE}", f"--device cuda {ROPE}"),
+    "dump_graph": ("--dump-graph d", "", "--torch-compile"),
     "persist_layer_norm": ("--no-persist-layer-norm", "--device cpu", "--device cuda"),
     "cross_entropy_loss_fusion": ("--no-cross-entropy-loss-fusion", "--device cpu", "--device cuda"),
     "fused_linear": ("--no-fused-linear", "--disable-bias-linear", ""),

@@ -208,6 +208,7 @@ CHECKS = dict(
     kernels=dict(
         device=f"{ARITHMETIC}::test_device",
         torch_compile=f"{ARITHMETIC}::test_torch_compile_compiles_each_layer",
+        dump_graph="test_graph_dump::test_a_run_writes_the_graphs_of_each_rank",
         attention_backend=f"{ARITHMETIC}::test_attention_backend",
         flash_attention_version=f"{ARITHMETIC}::test_flash_attention_version",
         cross_entropy_chunk=f"{ARITHMETIC}::test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time",
@@ -261,6 +262,7 @@ CHECKS = dict(
     ),
     logging=dict(
         log_interval=f"{RUN}::test_log_lines_come_at_their_interval",
+        log_ranks="test_log_ranks::test_ranks_that_speak",
         timing_log_level=f"{RUN}::test_timers_are_those_of_their_level",
         timing_log_option="test_timers::test_parts_of_a_pipeline_on_all_ranks",
         barrier_with_level_1_timing=f"{RUN}::test_timers_let_ranks_begin_together",

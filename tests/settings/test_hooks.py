@@ -11,7 +11,7 @@ import pretrain_gpt
 from megatron.errors import Failure, NumericsError, SettingsError, exit_code
 from megatron.settings.parse import parse_pretrain
 from megatron.tools.pretrain import start
-from megatron.training.hooks import PLACES, Hook, Hooks
+from megatron.training.hooks import PLACES, Hook, Hooks, hook_makers, make_hooks
 
 HERE = __name__
 CALLS = []
@@ -164,16 +164,28 @@ def test_training_is_the_same_on_all_ranks(command, read, run_ranks, tmp_path):
         ("Orders", 1, "Orders, before_step at iteration 0: it returned False"),
         ("Writes", 1, "Writes, after_step at iteration 1: FrozenInstanceError"),
         ("WritesInside", 1, "WritesInside, after_evaluation at iteration 2: TypeError"),
-        ("Misspelt", 3, "has after_eval, and nothing calls it; did you mean after_evaluation?"),
-        ("nothing", 3, "nothing is None"),
-        ("CALLS", 3, "CALLS is []"),
-        ("Missing", 3, "has no attribute 'Missing'"),
     ],
 )
 def test_failures_name_the_hook(name, code, words, command):
     with pytest.raises(Failure) as caught:
         pretrain_gpt.main(command(f"{hooks(name)} {EVALUATED.replace('--save-interval 3', '')}"))
     assert words in str(caught.value) and name in str(caught.value) and exit_code(caught.value) == code
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Misspelt", "has after_eval, and nothing calls it; did you mean after_evaluation?"),
+        ("nothing", "nothing is None"),
+        ("CALLS", "CALLS is []"),
+        ("Missing", "has no attribute 'Missing'"),
+    ],
+)
+def test_what_is_no_hook(name, words, command):
+    config = parse_pretrain(command(hooks(name)))
+    with pytest.raises(SettingsError) as caught:
+        make_hooks(hook_makers(config), config)
+    assert words in str(caught.value)
 
 
 def test_names_are_checked_with_the_other_settings(command):

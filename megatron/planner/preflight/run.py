@@ -110,7 +110,7 @@ def check_design(found: Inspection, world_size: int, recipe, report: PreflightRe
     config = replace(
         config,
         precision=replace(config.precision, precision=found.job.precision),
-        kernels=replace(config.kernels, torch_compile=False),
+        kernels=replace(config.kernels, torch_compile=False, dump_graph=None),
     )
     for check in check_ranks(Design(config, world_size, found.job.facts, recipe.build_model)):
         report.add(check)
