@@ -6,7 +6,7 @@ batches = MicroBatchLoader(train, config.data, micro_batch_size=4, eod=eod, dp_r
 for micro_batch in batches.step(consumed, num_microbatches=8): ...
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -106,12 +106,14 @@ class MicroBatchLoader:
         vocab_size: Optional[int] = None,
         pin_memory: bool = False,
         whole: bool = False,
+        collate: Optional[Callable[[list], Sequence]] = None,
     ):
         """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
         rows of its samples the rank has.
 
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
+        collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`)
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -123,7 +125,7 @@ class MicroBatchLoader:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
-        self.seq_length, self.vocab_size, self.whole = seq_length, vocab_size, whole
+        self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -148,7 +150,7 @@ class MicroBatchLoader:
     def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
-        samples = [self.sample(position) for position in positions]
+        samples = self.samples(positions)
         rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
@@ -201,14 +203,33 @@ class MicroBatchLoader:
         Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
         where the embedding's padding has a row for it.
         """
+        return self.samples([place])[0]
+
+    def samples(self, places: Sequence[int]) -> list[tuple[np.ndarray, Optional[np.ndarray]]]:
+        """`sample` of each of these places, put together by the recipe's own function if it has one."""
+        given = [self._given(place) for place in places]
+        if self.collate is not None:
+            given = list(self.collate(given))
+            if len(given) != len(places):
+                raise DataError(
+                    f"the recipe's collate made {len(given)} samples of {len(places)}",
+                    do="return one for each that it is given (docs/extending.md#a-collate-function)",
+                )
+        return [self._checked(one, place) for one, place in zip(given, places, strict=True)]
+
+    def _given(self, place: int):
+        """What the dataset gives for a place."""
         number = self._sample(place)
-        where = f"{type(self.dataset).__name__}[{number}]"
         try:
-            ids, mask = parts_of(self.dataset[number], where)
+            return self.dataset[number]
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
             raise
+
+    def _checked(self, given, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
+        where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
+        ids, mask = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
             told = f"{ids.dtype} of shape {list(ids.shape)}"

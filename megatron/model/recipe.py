@@ -7,10 +7,10 @@ MODEL_TYPES, or a module with a function `recipe()`.
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
@@ -47,6 +47,8 @@ class Recipe:
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
     hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
                     named places of the loop, those of --hooks behind them
+    collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
+                    or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -67,6 +69,7 @@ class Recipe:
     )
     perplexities: tuple[str, ...] = ("lm loss",)
     hooks: tuple[Callable[[Config], Any], ...] = ()
+    collate: Optional[Callable[[list], Sequence]] = None
 
     @property
     def setting_groups(self) -> dict[str, type]:

@@ -83,7 +83,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     if config.data.verify_data:
         verify_data(config.data, context, log)
     datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
-    train, valid, test = build_batches(config, context, datasets, tokenizer, vocab_size)
+    train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
     lengths, warnings = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), []
     resumes = bool(record) and not config.checkpoint.finetune
     if resumes:

@@ -130,7 +130,7 @@ def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple
 
 
 def build_batches(
-    config: schema.Config, context: RankContext, datasets, tokenizer, vocab_size: int
+    config: schema.Config, recipe: Recipe, context: RankContext, datasets, tokenizer, vocab_size: int
 ) -> list[Optional[MicroBatchLoader]]:
     """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches, and
     ranks of context parallelism get rows of the same samples.
@@ -160,6 +160,7 @@ def build_batches(
             vocab_size=vocab_size,
             pin_memory=context.device.type == "cuda",
             whole=whole,
+            collate=recipe.collate,
         )
         for dataset, sizes, whole in zip(
             datasets, (ramped, constant, constant), (False, config.data.full_validation, False), strict=True
