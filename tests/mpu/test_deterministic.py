@@ -60,7 +60,8 @@ def test_on_a_cpu_every_run_has_the_same_bits(layout, run_ranks, tmp_path):
     flags = (
         "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 50 --lr 1e-2 "
         "--bf16 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 0 --device cpu "
-        "--attention-dropout 0.1 --tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --deterministic-mode "
+        "--attention-dropout 0.1 --tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids "
+        "--deterministic-mode "
     )
 
     def train(rank, folder):
