@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.errors import SettingsError, UsageError
-from megatron.guard.command import newest_checkpoint
+from megatron.guard.command import COMMAND, newest_checkpoint
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
 from megatron.guard.heartbeat import Beat, read_beats
@@ -295,7 +295,9 @@ def test_mistakes_of_the_command_are_told(root):
         ("", UsageError, "no-such-launcher: there is no such command"),
     ],
 )
-def test_what_cannot_work_is_told_before_anything_is_started(flags, error, text):
+def test_what_cannot_work_is_told_before_anything_is_started(flags, error, text, monkeypatch):
+    monkeypatch.setenv(COMMAND, "")  # what it leaves there is for its own children: taken back behind the test
+    monkeypatch.delenv(COMMAND)
     with pytest.raises(error, match=text):
         supervise.main([*flags.split(), "--", "no-such-launcher", "pretrain_gpt.py"])
 
