@@ -69,7 +69,8 @@ def total_samples(batch: Batch, dp: int) -> int:
 
 
 def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
-    """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did.
+    """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did. The
+    settings have `--train-epochs`.
 
     last: the step is the run's, and ends its last epoch: samples that fill no batch are left out there.
 
@@ -77,8 +78,6 @@ def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
     >>> [ended_epoch(batch, consumed, consumed + 8, consumed == 16) for consumed in (0, 8, 16)]
     [0, 1, 3]
     """
-    if not batch.train_epochs:
-        return 0
     done = batch.train_epochs if last else after * batch.train_epochs // batch.train_samples
     return done if done > before * batch.train_epochs // batch.train_samples else 0
 

@@ -16,7 +16,8 @@ def compose_python(text: str, path: str):
         statements = ast.parse(text).body
     except SyntaxError as error:
         raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    return _Reader(path).mapping([_Reader(path).assignment(node) for node in statements if not _is_docstring(node)])
+    reader = _Reader(path)
+    return reader.mapping([reader.assignment(node) for node in statements if not _is_docstring(node)])
 
 
 class _Reader:

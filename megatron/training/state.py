@@ -142,6 +142,8 @@ class Run:
 
     def ended_epoch(self, iteration: int, before: int, after: int) -> int:
         """The number of the epoch that this step ends, from `before` to `after` consumed samples, or 0."""
+        if not self.config.batch.train_epochs:  # a ramp-up is walked to its end to know the last step
+            return 0
         return ended_epoch(self.config.batch, before, after, last=iteration >= self.train_iters)
 
     def save_is_due(self, iteration: int, epoch: int) -> bool:

@@ -109,6 +109,16 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, devic
     assert (got - want).norm() <= of_all * want.norm(), f"{what}: {(got - want).norm() / want.norm():.1e}"
 
 
+def fitting_equal(case: Case, how: dict, inputs, wanted) -> set[str]:
+    """Compare values and gradients of all implementations that may be chosen for a case; returns their names."""
+    fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
+    for entry in fitting:
+        got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
+        for name, mine, theirs in zip(("value", "d query", "d key", "d value"), got, wanted, strict=True):
+            assert_near(mine, theirs, case.dtype, case.device, f"{entry.name}, {case}: {name}")
+    return {entry.name for entry in fitting}
+
+
 def check(device, dtype, order, masked, dropped, shape, softcap=None, window=None) -> set[str]:
     """All implementations that may be chosen for a case against the formula; returns their names."""
     (length, g, q), (causal, sizes), d = shape, ORDERS[order], 16
@@ -133,12 +143,7 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
         window=window,
     )
     case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, softcap=bool(softcap), window=window)
-    fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
-    for entry in fitting:
-        got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
-        for name, mine, theirs in zip(("value", "d query", "d key", "d value"), got, wanted, strict=True):
-            assert_near(mine, theirs, dtype, device, f"{entry.name}, {case}: {name}")
-    return {entry.name for entry in fitting}
+    return fitting_equal(case, how, inputs, wanted)
 
 
 @pytest.mark.parametrize("masked", MASKS)

@@ -17,13 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data import masks
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, Case, attention
+from megatron.fused_kernels import Case, attention
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Kernels, Model
-from tests.fused_kernels.test_attention import FACTOR, SCALE, THRESHOLD, B, assert_near, formula, operands, results
+from tests.fused_kernels.test_attention import (
+    FACTOR,
+    SCALE,
+    THRESHOLD,
+    B,
+    assert_near,
+    fitting_equal,
+    formula,
+    operands,
+    results,
+)
 
 S = 300  # of 128 rows each are the blocks of block-causal below 512
 LAYOUTS = {  # of two samples: where documents begin, besides 0
@@ -156,12 +166,7 @@ def check(device, dtype, layout, rows, window, softcap, dropped, g, q) -> set[st
     )
     extras = dict(grouped=q > 1, softcap=bool(softcap), window=window, documents=True)
     case = Case(device, dtype, s, t, True, False, dropped, **extras, head_dim=16)
-    fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
-    for entry in fitting:
-        got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
-        for name, mine, theirs in zip(("value", "d query", "d key", "d value"), got, wanted, strict=True):
-            assert_near(mine, theirs, dtype, device, f"{entry.name}, {case}: {name}")
-    return {entry.name for entry in fitting}
+    return fitting_equal(case, how, inputs, wanted)
 
 
 # ---- packages that are not here --------------------------------------------------------------------------------------
