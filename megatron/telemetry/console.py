@@ -103,7 +103,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._bar is None:
-            print(text, file=self._out, flush=True)
+            print(text + "\n", end="", file=self._out, flush=True)  # in one piece: unbuffered ranks share a pipe
         else:
             self._bar.clear()
             self._out.write(text + "\n")

@@ -5,6 +5,7 @@
 """
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -203,6 +204,14 @@ def test_a_file_goes_on_and_other_ranks_have_none(tmp_path, capsys):
     silent.keep(tmp_path / "other.log")
     assert (tmp_path / "train.log").read_text() == "first\nsecond\n" and not (tmp_path / "other.log").exists()
     assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_a_line_and_its_end_are_written_together(monkeypatch):
+    """Ranks whose stdout is not buffered share a pipe: between two writes of one, another's would come."""
+    writes = []
+    monkeypatch.setattr(sys, "stdout", type("Raw", (io.StringIO,), {"write": lambda self, text: writes.append(text)})())
+    Console("megatron", bar=False, prefix="[rank 1] ").log("two\nlines")
+    assert [text for text in writes if text] == ["[rank 1] two\n[rank 1] lines\n"]
 
 
 def test_a_failed_end_is_in_the_file(tmp_path):
