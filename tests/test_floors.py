@@ -24,7 +24,7 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "mpu",
     "model checkpoint",
     "pipeline data optimizer",
-    "guard inference",
+    "guard inference corpus",
     "training",
     "planner tasks",
     "tools",

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage of a corpus recipe is: filters of single documents, or phases of tasks over files. Knows no engine.
+
+Documents are JSON objects, one a line, with the text under "text" and, where known, "url" and "id". A shard is a file of
+them (`.jsonl`, or `.jsonl.zst`).
+
+    class TooShort:                                   # a filter
+        def __init__(self, least: int = 128): self.least = least
+        def __call__(self, document):
+            length = len(document["text"])
+            return Verdict(document if length >= self.least else None, "too_short", {"length": length})
+
+    Phase("sign", run=sign, split=lambda made: [[shard] for shard in made["documents"]])
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Protocol
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a filter says of a document.
+
+    document: what goes on, changed or not; None: dropped
+    reason:   the rule that dropped or changed it, one word with underscores; it counts under this name
+    figures:  what the rule looked at, by name: for `explain` and for histograms
+    """
+
+    document: Optional[Document]
+    reason: str = ""
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+
+
+class Filter(Protocol):
+    """Looks at one document at a time and says the same of it whatever came before, on any machine.
+
+    Made once a process from its options (keyword arguments with defaults); may load a model then.
+    """
+
+    def __call__(self, document: Document) -> Verdict: ...
+
+
+Counts = Mapping[str, Any]  # what a task counted: JSON; numbers of the same name are added up over tasks
+Made = Mapping[
+    str, Sequence[Path]
+]  # phase -> folder of each of its tasks; "documents" -> the shards that the stage reads
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tasks that do not need one another, of a stage that has to see many documents at once.
+
+    run:   (inputs, output, options) -> counts. Reads the input paths, fills the empty folder `output` with files, and does
+           nothing else. Pure: the same bytes for the same inputs, whoever runs it, however often, in whatever
+           process; a function of a module, so that another process can import it. `options` is JSON.
+    split: what earlier phases of this stage will have made -> the inputs of each task. Called before anything runs,
+           with paths that need not exist yet: it looks at their number alone.
+    own:   options of each task beside the stage's, where they differ (a band, a partition): one mapping a task, or none
+    """
+
+    name: str
+    run: Callable[[list[Path], Path, Mapping[str, Any]], Counts]
+    split: Callable[[Made], list[list[Path]]]
+    own: Callable[[Made], list[Mapping[str, Any]]] = lambda made: []
+
+
+# Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last
+# phase writes the shards that go on: files `*.jsonl.zst` (or what a last stage makes: token files).
+StageOfPhases = Callable[[Mapping[str, Any], int, int], list[Phase]]
