@@ -10,7 +10,7 @@ them (`.jsonl`, or `.jsonl.zst`).
             length = len(document["text"])
             return Verdict(document if length >= self.least else None, "too_short", {"length": length})
 
-    Phase("sign", run=sign, split=lambda made: [[shard] for shard in made["documents"]])
+    StagePhase("sign", run=sign, split=lambda made: [[shard] for shard in made["documents"]])
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ Made = Mapping[
 
 
 @dataclass(frozen=True)
-class Phase:
+class StagePhase:
     """Tasks that do not need one another, of a stage that has to see many documents at once.
 
     run:   (inputs, output, options) -> counts. Reads the input paths, fills the empty folder `output` with files, and does
@@ -70,4 +70,4 @@ class Phase:
 
 # Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last
 # phase writes the shards that go on: files `*.jsonl.zst` (or what a last stage makes: token files).
-StageOfPhases = Callable[[Mapping[str, Any], int, int], list[Phase]]
+StageOfPhases = Callable[[Mapping[str, Any], int, int], list[StagePhase]]
