@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from megatron.data.formats import FORMATS
 from megatron.data.json_input import Source, find_sources
-from megatron.data.preprocess_encode import BlockEncoder
+from megatron.data.preprocess_encode import BlockEncoder, cache_memory
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
 from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, Worker
@@ -67,14 +67,22 @@ def preprocess(
     choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = form.dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
+    workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
     encoder = BlockEncoder(
-        tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions, form.keeps_empty
+        tokenizer,
+        settings.json_keys,
+        dtype,
+        settings.append_eod,
+        split,
+        partitions,
+        form.keeps_empty,
+        cache_memory(workers),
     )
     with Workspace(settings.output_prefix) as workspace:
         for prefix in output_prefixes(settings, form):
             if words := replaced(prefix, form):
                 log(f"note: {words}")
-        team = Team(settings, blocks, encoder, workspace, partitions, form.head)
+        team = Team(settings, blocks, encoder, workspace, partitions, workers, form.head)
         log(f"Time to startup: {time.perf_counter() - started}")
         with team:
             team.work(report)
@@ -117,9 +125,17 @@ def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: lis
 class Team:
     """The workers: started by fork, watched, and gone when the `with` block ends, however it ends."""
 
-    def __init__(self, settings, blocks, encoder: BlockEncoder, workspace: Workspace, partitions: int, head: int = 0):
+    def __init__(
+        self,
+        settings,
+        blocks,
+        encoder: BlockEncoder,
+        workspace: Workspace,
+        partitions: int,
+        workers: int,
+        head: int = 0,
+    ):
         self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
-        workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
         self.context = multiprocessing.get_context("fork")
         self.shared = Shared(self.context, blocks.lanes, len(settings.json_keys) * partitions, workers)
         self.total_input = sum(source.size for source in blocks.sources)

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.data.json_input import BadLine, parse_line, values_of
 from megatron.errors import DataError
+from megatron.telemetry.memory import available_memory
 from megatron.tokenizer.base import Tokenizer
 
 try:
@@ -16,7 +17,9 @@ try:
 except ImportError:  # three times slower, otherwise the same
     from json import loads
 
-CACHE_MEMORY = 64 << 20  # bytes; gigatoken's table doubles, so that the peak is some three times this
+# Bytes by which a process may grow with its tokenizer's cache of words; gigatoken's table doubles, so that the peak is
+# some three times this. 100 MB of web pages fill about 170 MB, and a full cache is three times as fast as an empty one.
+LEAST_CACHE, MOST_CACHE = 64 << 20, 256 << 20
 
 
 @dataclass
@@ -70,10 +73,11 @@ class BlockEncoder:
         split: Callable[[str], list[str]] | None = None,
         partitions: int = 1,
         keeps_empty: bool = True,
+        cache_memory: int = MOST_CACHE,
     ):
         self._tokenizer, self._encode = tokenizer, tokenizer.encoder
         self._keeps_empty = keeps_empty
-        self._memory_limit = None
+        self._cache_memory, self._memory_limit = cache_memory, None
         self._keys, self._dtype, self._split, self._partitions = keys, dtype, split, partitions
         self._eod = np.array([tokenizer.eod], dtype) if append_eod else None
 
@@ -104,18 +108,18 @@ class BlockEncoder:
         return Encoded(targets, len(lines), len(block), rejected)
 
     def _bound_memory(self) -> None:
-        """Drop the tokenizer's cache of words when the process grew by CACHE_MEMORY since the first block.
+        """Drop the tokenizer's cache of words when the process grew by `cache_memory` since the first block.
 
-        Real text hardly ever comes to that; random strings, hashes or base64 do within 30 MB.
+        Real text seldom comes to that; random strings, hashes or base64 do within 100 MB.
         """
         memory = resident_memory()
         if self._memory_limit is None:
-            self._memory_limit = memory + CACHE_MEMORY
+            self._memory_limit = memory + self._cache_memory
         elif memory > self._memory_limit:
             self._encode = None
             self._tokenizer.renew()
             self._encode = self._tokenizer.encoder
-            self._memory_limit = max(self._memory_limit, resident_memory() + CACHE_MEMORY // 2)
+            self._memory_limit = max(self._memory_limit, resident_memory() + self._cache_memory // 2)
 
     def _values(self, line: bytes) -> list | None:
         """The texts of a line; None for a blank one. What the fast parser refuses, the tolerant one judges."""
@@ -140,6 +144,11 @@ class BlockEncoder:
             pieces.append(self._eod)
             lengths[-1] += 1
         return pieces, lengths
+
+
+def cache_memory(processes: int) -> int:
+    """Bytes that each of so many processes may keep in its tokenizer's cache of words: an eighth of what is free."""
+    return min(max(int(available_memory()) // 8 // processes, LEAST_CACHE), MOST_CACHE)
 
 
 def resident_memory() -> int:

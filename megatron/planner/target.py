@@ -18,6 +18,7 @@ from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
 from megatron.settings.schema import Config, Planner
+from megatron.telemetry.memory import available_memory
 
 GPT2_VOCABULARY = 50257
 
@@ -77,15 +78,6 @@ def this_cpu(memory: Optional[float], local: int) -> Device:
     """A rank's share of this machine's cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return devices.cpu(max(1, cores // local), memory or available_memory() / local / 1e9)
-
-
-def available_memory() -> float:
-    """Bytes of memory that processes could take now."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 8e9
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 8e9)
 
 
 def installed_gpu() -> Optional[Device]:

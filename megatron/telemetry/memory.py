@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Optional
 
 
@@ -15,6 +16,15 @@ class MemoryUse(NamedTuple):
     most: int
     reserved: Optional[int] = None
     most_reserved: Optional[int] = None
+
+
+def available_memory() -> float:
+    """Bytes of memory that processes could take now."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 8e9
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 8e9)
 
 
 def memory_use(device: str) -> MemoryUse:

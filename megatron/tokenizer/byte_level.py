@@ -42,7 +42,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         eod=vocab.get(END_OF_TEXT),
         fingerprint=fingerprint("byte-level", *_canonical(vocab), "\n".join(merges)),
         engines={
-            "gigatoken": lambda: in_pieces(engines.gigatoken_engine(description(), reference)),
+            "gigatoken": lambda: in_pieces(engines.gigatoken_engine(description(), reference, may_cut=True)),
             "tiktoken": lambda: in_pieces(engines.tiktoken_engine(*ranks(vocab, merges), reference)),
             "tokenizers": reference,
         },

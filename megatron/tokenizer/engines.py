@@ -37,22 +37,24 @@ def tokenizers_engine(tokenizer_json: str) -> Encode:
     return lambda text: model.encode(text, add_special_tokens=False).ids
 
 
-def gigatoken_engine(tokenizer_json: str, exact: Callable[[], Encode]) -> Encode:
+def gigatoken_engine(tokenizer_json: str, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
     """gigatoken, from the same description. Its `encode` never starts threads and its result is an array."""
     from gigatoken import Tokenizer
 
-    return guarded(Tokenizer.from_json(tokenizer_json).encode, exact)
+    return guarded(Tokenizer.from_json(tokenizer_json).encode, exact, may_cut)
 
 
-def gigatoken_ranks_engine(path: str, pattern: str, exact: Callable[[], Encode]) -> Encode:
+def gigatoken_ranks_engine(path: str, pattern: str, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
     """gigatoken from a .tiktoken file; `pattern` is one of its names for ways to split."""
     from gigatoken import Tokenizer
 
-    return guarded(Tokenizer.from_tiktoken(path, pretokenizer=pattern).encode, exact)
+    return guarded(Tokenizer.from_tiktoken(path, pretokenizer=pattern).encode, exact, may_cut)
 
 
-def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
+def guarded(fast: Encode, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
     """`fast`, except for texts with letters of Unicode 17 and those it gives up on: they go to `exact()`.
+
+    may_cut: texts may be cut as `pieces` does it, so that only the pieces with such letters go there.
 
     gigatoken 0.10 knows Unicode 17; tiktoken and `tokenizers`, which define the ids, do not take its new characters
     for letters and split the text elsewhere. All other code points were compared, one by one: they agree.
@@ -66,6 +68,8 @@ def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
             except BaseException as error:
                 if not is_panic(error):
                     raise
+        elif may_cut and len(parts := list(pieces(text, FEW))) > 1:
+            return np.concatenate([np.asarray(encode(part), np.uint32) for part in parts])
         if not slow:
             slow.append(exact())
         return slow[0](text)
@@ -73,7 +77,7 @@ def guarded(fast: Encode, exact: Callable[[], Encode]) -> Encode:
     return encode
 
 
-PIECE = 1 << 16  # characters
+PIECE, FEW = 1 << 16, 1 << 10  # characters: of a long text, and around a letter that only the reference knows
 BOUNDARY = re.compile(r"\S(?= )")
 
 

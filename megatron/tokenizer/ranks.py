@@ -45,9 +45,10 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         )
     regex = engines.PATTERNS.get(pattern, pattern)
     by_id = {rank: token for token, rank in ranks.items()}
-    cut = engines.in_pieces if pattern in engines.PATTERNS else lambda encode: encode
+    may_cut = pattern in engines.PATTERNS
+    cut = engines.in_pieces if may_cut else lambda encode: encode
     reference = functools.cache(lambda: cut(_tiktoken(ranks, regex, pattern)))
-    fast = {"gigatoken": lambda: cut(engines.gigatoken_ranks_engine(str(path), pattern, reference))}
+    fast = {"gigatoken": lambda: cut(engines.gigatoken_ranks_engine(str(path), pattern, reference, may_cut))}
     known_to_gigatoken = path.suffix != ".json" and pattern in ("gpt2", "cl100k", "o200k")
     return Tokenizer(
         name="TikTokenizer",

@@ -364,6 +364,12 @@ def test_tokenizers_are_renewed_when_their_caches_grow(vocab, corpus, tmp_path, 
     assert tokenizer.encoder is not before and tokenizer.encode("a b") == list(before("a b"))
 
 
+def test_caches_of_many_processes_share_what_is_free(monkeypatch):
+    monkeypatch.setattr(preprocess_encode, "available_memory", lambda: 16 << 30)
+    sizes = [preprocess_encode.cache_memory(processes) >> 20 for processes in (1, 8, 16, 32, 256)]
+    assert sizes == [256, 256, 128, 64, 64]
+
+
 def test_files_that_are_replaced_are_said_before_the_work(vocab, corpus, tmp_path):
     """Megatron-LM replaces them, too; with how many tokens they are is what somebody needs to stop in time."""
     settings = preprocess_data.check(

@@ -72,10 +72,31 @@ def test_text_that_the_fast_library_gives_up_on():
     PanicException = type("PanicException", (BaseException,), {})
 
     def fast(text):
-        raise PanicException if text == "hard" else KeyboardInterrupt
+        raise PanicException
 
     encode = engines.guarded(fast, lambda: lambda text: [1, 2])
     assert encode("hard") == encode("\U000323b0") == [1, 2]
+
+
+def test_only_pieces_with_new_letters_go_to_the_reference(byte_level, all_engines):
+    """A letter of Unicode 17 in a long text: the same ids as of the whole, and one piece of it for the slow library."""
+    text, seen = "so it goes, " * 300 + "\U000323b0 " + "and so on " * 300, []
+
+    def reference():
+        return lambda text: seen.append(text) or all_engines["tokenizers"](text)
+
+    encode = engines.guarded(all_engines["tokenizers"], reference, may_cut=True)
+    assert np.array_equal(encode(text), all_engines["tokenizers"](text))
+    assert len(seen) == 1 and "\U000323b0" in seen[0] and len(seen[0]) < 1100
+    encode = engines.guarded(all_engines["tokenizers"], reference, may_cut=True)
+    assert np.array_equal(encode("\U000323b0" * 3000), all_engines["tokenizers"]("\U000323b0" * 3000))
+
+
+def test_the_fast_library_may_be_interrupted():
+    def fast(text):
+        raise KeyboardInterrupt
+
+    encode = engines.guarded(fast, lambda: lambda text: [1, 2])
     with pytest.raises(KeyboardInterrupt):
         encode("easy")
 
