@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One block of JSON lines into token arrays: the work of a process of `preprocess.py`. No files, no processes."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from megatron.data.json_input import BadLine, parse_line, values_of
 from megatron.errors import DataError
-from megatron.telemetry.memory import available_memory
+from megatron.telemetry.host_memory import available_memory, resident_memory
 from megatron.tokenizer.base import Tokenizer
 
 try:
@@ -149,12 +148,3 @@ class BlockEncoder:
 def cache_memory(processes: int) -> int:
     """Bytes that each of so many processes may keep in its tokenizer's cache of words: an eighth of what is free."""
     return min(max(int(available_memory()) // 8 // processes, LEAST_CACHE), MOST_CACHE)
-
-
-def resident_memory() -> int:
-    """Bytes of memory this process holds; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

@@ -18,7 +18,7 @@ from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
 from megatron.settings.schema import Config, Planner
-from megatron.telemetry.memory import available_memory
+from megatron.telemetry.host_memory import available_memory
 
 GPT2_VOCABULARY = 50257
 

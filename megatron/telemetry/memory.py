@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory this rank takes."""
 
-import os
 import resource
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Optional
+
+from megatron.telemetry.host_memory import resident_memory
 
 
 class MemoryUse(NamedTuple):
@@ -16,15 +16,6 @@ class MemoryUse(NamedTuple):
     most: int
     reserved: Optional[int] = None
     most_reserved: Optional[int] = None
-
-
-def available_memory() -> float:
-    """Bytes of memory that processes could take now."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 8e9
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 8e9)
 
 
 def memory_use(device: str) -> MemoryUse:
@@ -37,11 +28,7 @@ def memory_use(device: str) -> MemoryUse:
         kinds += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
         return MemoryUse(*(sizes.get(kind, 0) for kind in kinds))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return MemoryUse(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), most)
-    except OSError:  # not on Linux
-        return MemoryUse(most, most)
+    return MemoryUse(resident_memory() or most, most)
 
 
 def peak_bytes(device: str) -> int:
