@@ -4,12 +4,11 @@
 for line in lines("corpus.jsonl.zst", most=64 << 20): ...       # bytes, without the newline
 """
 
-import contextlib
 import lzma
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.data.json_input import STDIN, Ahead, Source, compression_of, damaged, decompressed
@@ -23,17 +22,31 @@ def lines(path: str | Path, most: int) -> Iterator[bytes]:
 
     most: bytes of a line. Raises DataError at a longer one, and for compressed data that is damaged or cut short.
     """
-    rest, number = b"", 0
-    with contextlib.closing(blocks(path)) as stream:
-        for block in stream:
-            *whole, rest = (rest + block).split(b"\n")
-            number += len(whole)
-            yield from whole
-            if len(rest) > most:
-                what = f"{path}: line {number + 1} is longer than {most / 1e6:,.0f} MB"
-                raise DataError(what, do="are these lines of text? give more --memory-gb if they are")
-    if rest:
-        yield rest
+    for number, line in enumerate(split(blocks(path), most), 1):
+        if len(line) > most:
+            what = f"{path}: line {number} is longer than {most / 1e6:,.0f} MB"
+            raise DataError(what, do="are these lines of text? give more --memory-gb if they are")
+        yield line
+
+
+def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
+    """The lines of a stream of blocks. Of one longer than `most` bytes its first `most` + 1 stand for it."""
+    rest, size, cut = [], 0, False  # pieces of a line whose end was not met; cut: its beginning was given already
+    for block in stream:
+        *ended, last = block.split(b"\n")
+        for line in ended:
+            if not cut:
+                yield b"".join([*rest, line])[: most + 1]
+            rest, size, cut = [], 0, False
+        if cut:
+            continue
+        rest.append(last)
+        size += len(last)
+        if size > most:
+            yield b"".join(rest)[: most + 1]
+            rest, size, cut = [], 0, True
+    if size:
+        yield b"".join(rest)
 
 
 def blocks(path: str | Path) -> Iterator[bytes]:

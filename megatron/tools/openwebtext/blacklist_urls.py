@@ -16,14 +16,15 @@ import sys
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Optional
+from typing import Optional
 from urllib.parse import urlsplit
 
 import xxhash
 
+from megatron.corpus.lines import split
 from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
 from megatron.data.json_input import Ahead, Source, compression_of, decompressed
 from megatron.errors import DataError, Failure, SettingsError, run_main
@@ -205,51 +206,40 @@ def addresses(path: str, most: float) -> Iterator[str]:
             if not head.startswith(b"PK\x03\x04"):
                 packed = compression_of(head) in COMPRESSIONS.values()
                 stream = decompressed(raw, Source(path, 0, compression_of(head)))
-                yield from _lines(stream, most if packed else float("inf"))
+                yield from _addresses(_Limited(stream, most if packed else float("inf")))
                 return
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 if not member.is_dir():
                     with archive.open(member) as stream:
-                        counted = _Counted(stream)
-                        yield from _lines(counted, most)
-                        most -= counted.bytes
+                        limited = _Limited(stream, most)
+                        yield from _addresses(limited)
+                        most = limited.left
     except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise Unreadable(f"damaged or locked: {error or type(error).__name__}") from None
     except (OSError, Failure) as error:  # bz2 and gzip raise OSError at bad data, zstd our own
         raise Unreadable(str(error).splitlines()[0]) from None
 
 
-class _Counted:
-    """A stream that counts its bytes."""
+class _Limited:
+    """The blocks of a stream, up to so many bytes. Raises Unreadable where there are more."""
 
-    def __init__(self, stream: BinaryIO):
-        self._stream, self.bytes = stream, 0
+    def __init__(self, stream, most: float):
+        self._stream, self._most, self.left = Ahead(stream), most, most
 
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self.bytes += len(data)
-        return data
+    def __iter__(self) -> Iterator[bytes]:
+        while data := self._stream.read(1 << 16):
+            self.left -= len(data)
+            if self.left < 0:
+                raise Unreadable(f"it unpacks to more than {self._most / 1e9:,.3g} GB")
+            yield data
 
 
-def _lines(stream, most: float) -> Iterator[str]:
-    """The lines of a stream, without their blanks. Of one longer than LONGEST only its beginning, which is malformed."""
-    stream, read, rest, too_long = Ahead(stream), 0, b"", False
-    while data := stream.read(1 << 16):
-        read += len(data)
-        if read > most:
-            raise Unreadable(f"it unpacks to more than {most / 1e9:,.1f} GB")
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
-            if not too_long and (text := line[: LONGEST + 1].strip()):
-                yield text.decode("utf-8", errors="replace") if len(text) <= LONGEST else " " + repr(text[:64])
-            too_long = False
-        if len(rest) > LONGEST:
-            if not too_long:
-                yield " " + repr(rest[:64])  # a blank inside: malformed
-            rest, too_long = b"", True
-    if not too_long and (text := rest.strip()):
-        yield text.decode("utf-8", errors="replace")
+def _addresses(blocks: Iterable[bytes]) -> Iterator[str]:
+    """The lines without their blanks, blank ones left out. What is too long or no UTF-8 comes out malformed."""
+    for line in split(blocks, LONGEST):
+        if text := line.strip():
+            yield text.decode("utf-8", errors="replace") if len(line) <= LONGEST else f"? {line[:64]!r}"
 
 
 if __name__ == "__main__":
