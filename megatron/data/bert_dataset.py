@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of BERT: masked words, and whether two pieces of text follow each other in this order.
 
-    train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log, binary_head=True)
+    train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log)
     train[0]["text"]  # int64 [seq_length]: [CLS] first piece [SEP] second piece [SEP] padding
 
 Equal to Megatron-LM's, element for element, but for two: `labels` of tokens that do not count are 0, not -1, and a random
@@ -10,11 +10,17 @@ token that happens to be [PAD] is not taken for padding.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
-from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings, special_tokens
+from megatron.data.masked_dataset import (
+    MaskedSamples,
+    build_masked_datasets,
+    masked_settings,
+    model_setting,
+    special_tokens,
+)
 from megatron.data.masking import Masking, Replacement
 from megatron.settings.schema import Config
 
@@ -29,12 +35,16 @@ def build_datasets(
     sizes: Sequence[int],
     log: Callable[[str], None] = lambda text: None,
     *,
-    binary_head: bool = True,
+    binary_head: Optional[bool] = None,
 ) -> tuple:
-    """(train, valid, test), each None or with at least `sizes` samples. binary_head: with next-sentence prediction.
+    """(train, valid, test), each None or with at least `sizes` samples.
+
+    binary_head: with next-sentence prediction (default: the recipe's setting `bert_binary_head`, else with it)
 
     Raises SettingsError for a vocabulary without [CLS], [SEP] or [MASK], DataError where data is missing or too little.
     """
+    if binary_head is None:
+        binary_head = model_setting(config, "bert_binary_head", True)
     samples, text = bert_samples(config, tokenizer, vocab_size, binary_head)
     return build_masked_datasets(config, vocab_size, sizes, log, samples, text)
 

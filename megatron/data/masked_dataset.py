@@ -164,6 +164,13 @@ def masked_settings(config: Config) -> MaskedSettings:
     return config.extra.get(GROUP, MaskedSettings())
 
 
+def model_setting(config: Config, name: str, default):
+    """A setting that the group of a recipe has; the default where none has it, or where it is not given."""
+    found = (getattr(group, name) for group in config.extra.values() if hasattr(group, name))
+    value = next(found, None)
+    return default if value is None else value
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Ids of special tokens by name, of sentinels, and of tokens that go on a word (bool [vocab])."""

@@ -7,7 +7,7 @@
     decoder reads   [BOS] <0> c d <1> f
     decoder writes  <0> c d <1> f [EOS]
 
-    train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log, decoder_seq_length=128)
+    train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log)
 
 Equal to Megatron-LM's, element for element, but for what is nobody's: `labels` of padding are 0, not -1. Where Megatron-LM
 ends with an error, a sample with more spans than there are sentinels, or than the decoder has room for, keeps its last
@@ -16,17 +16,24 @@ spans unmasked.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
 from megatron.data.bert_dataset import padded
-from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings, special_tokens
+from megatron.data.masked_dataset import (
+    MaskedSamples,
+    build_masked_datasets,
+    masked_settings,
+    model_setting,
+    special_tokens,
+)
 from megatron.data.masking import Masking, Span
 from megatron.errors import SettingsError
 from megatron.settings.schema import Config
 
 MAX_NGRAM = 10
+DECODER = 128  # tokens of a target, where nobody says how many
 SPECIAL_POSITIONS = 2  # Megatron-LM leaves room for [BOS] and [EOS]
 
 
@@ -37,13 +44,17 @@ def build_datasets(
     sizes: Sequence[int],
     log: Callable[[str], None] = lambda text: None,
     *,
-    decoder_seq_length: int,
+    decoder_seq_length: Optional[int] = None,
 ) -> tuple:
     """(train, valid, test), each None or with at least `sizes` samples. The encoder's length is --seq-length.
+
+    decoder_seq_length: default: the recipe's setting of that name, else 128 or --seq-length if that is less
 
     Raises SettingsError for a vocabulary without [BOS], [EOS] or sentinels, or a decoder that is too short, DataError where
     data is missing or too little.
     """
+    if decoder_seq_length is None:
+        decoder_seq_length = model_setting(config, "decoder_seq_length", min(DECODER, config.model.seq_length))
     samples, text = t5_samples(config, tokenizer, vocab_size, decoder_seq_length, log)
     return build_masked_datasets(config, vocab_size, sizes, log, samples, text)
 
