@@ -67,10 +67,15 @@ def build_datasets(
             raise SettingsError("--mock-data needs the size of a vocabulary", do="--vocab-size N")
         mocks = [MockDataset(size, seq_length, vocab_size, eod, seed, split) for split, size in enumerate(sizes)]
         return tuple(mock if len(mock) else None for mock in mocks)
+    kind = dict(documents=data.dataset_type == "webtext", pad=eod)
+    return build_splits(data, seq_length, sizes, seed, vocab_size, log, **kind)
+
+
+def build_splits(data: Data, seq_length: int, sizes: Sequence[int], seed: int, vocab_size: Optional[int], log, **kind):
+    """(train, valid, test) of the files that `data` names; kind: what a sample is, fields of `GPTDatasetConfig`."""
     blends, shares = sources_of(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
     whole = data.full_validation
-    kind = dict(documents=data.dataset_type == "webtext", pad=eod)
     config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole, **kind)
     return tuple(
         _build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)
@@ -91,6 +96,9 @@ class GPTDatasetConfig:
     full_validation: bool = False
     documents: bool = False  # each is a sample (document_dataset.py)
     pad: Optional[int] = None  # the token that such samples are filled up with
+    # Samples of another kind out of some documents: (token file, range of documents, samples or None for one epoch,
+    # name of the split, this) -> dataset (masked_dataset.py).
+    samples: Optional[Callable] = None
     files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
     def open(self, prefix: str) -> TokenFiles:
@@ -100,7 +108,12 @@ class GPTDatasetConfig:
 
     def lengths(self, tokens: TokenFiles) -> np.ndarray:
         """Tokens of what --split divides: of each sequence, or of each document where that is a sample."""
-        return document_lengths(tokens) if self.documents else tokens.sequence_lengths
+        return document_lengths(tokens) if self.of_documents else tokens.sequence_lengths
+
+    @property
+    def of_documents(self) -> bool:
+        """Whether --split divides documents, not sequences."""
+        return self.documents or self.samples is not None
 
     def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Index maps of these names from the cache: `--data-cache-path`, or a folder beside the data."""
@@ -225,6 +238,9 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPT
         raise _empty_split(tokens, split, config)
     if config.documents:
         return _build_documents(tokens, sequences, lengths, num_samples, split, config)
+    if config.samples:
+        dataset = config.samples(tokens, sequences, None if split == VALID else num_samples, SPLITS[split], config)
+        return Repeated(dataset, num_samples) if num_samples and len(dataset) < num_samples else dataset
 
     def plan_for(count: Optional[int]) -> EpochPlan:
         return make_epoch_plan(sequences, lengths, config.seq_length, config.seed, count)
@@ -294,7 +310,7 @@ def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> Da
     lengths = config.lengths(tokens)
     if not lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")
-    total, unit = len(lengths), "documents" if config.documents else "sequences"
+    total, unit = len(lengths), "documents" if config.of_documents else "sequences"
     mine = sequences_of(config.shares[split], total)
     ends = [sequences_of(share, total).stop if share else None for share in config.shares[:2]]
     ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])

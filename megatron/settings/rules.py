@@ -66,7 +66,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         test_iters train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad
-        min_lr z_loss_coeff mscale_all_dim
+        min_lr z_loss_coeff mscale_all_dim vocab_extra_ids
         throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (

@@ -336,6 +336,12 @@ class TokenizerSettings:
         on_resume="refused",
     )
     vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None, on_resume="refused")
+    vocab_extra_ids: int = setting(
+        "sentinels <extra_id_0> ... behind the vocabulary, which T5 puts for what is masked; with them come those of the "
+        "tokens [CLS], [SEP], [MASK], [PAD], [BOS], [EOS] that it lacks",
+        0,
+        on_resume="refused",
+    )
     tiktoken_pattern: Optional[str] = setting(
         "gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None, on_resume="refused"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
+from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
 from megatron.tokenizer.named import with_files
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
@@ -44,7 +45,25 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     if missing:
         do = "or --tokenizer-model with the folder that has them, or its name in $MEGATRON_CACHE"
         raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}", do=do)
-    return import_module(f"megatron.tokenizer.{module}").build(settings, notify)
+    tokenizer = import_module(f"megatron.tokenizer.{module}").build(settings, notify)
+    return with_extra_ids(tokenizer, settings.vocab_extra_ids) if settings.vocab_extra_ids else tokenizer
+
+
+def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
+    """The tokenizer with `count` sentinels <extra_id_0> ..., and with those of the special tokens that it lacks.
+
+    Their ids are Megatron-LM's: <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS> as far as they lack, then the sentinels.
+    Where the vocabulary has sentinels of its own they count.
+    """
+    lacks = {name: f"<{name.upper()}>" for name in SPECIAL if tokenizer.special(name) is None}
+    pieces = tokenizer.name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+    if tokenizer.eod is None or pieces and "<EOD>" not in tokenizer.pieces:
+        lacks["eod"] = "<EOD>"
+    special = [lacks[name] for name in ("cls", "sep", "eod", "mask", "pad", "bos", "eos") if name in lacks]
+    more = tokenizer.with_tokens(special + [SENTINEL.format(i) for i in range(len(tokenizer.sentinels), count)])
+    if more.eod is None:
+        more.eod = more.pieces["<EOD>"]
+    return more
 
 
 def unused_rows(asked: int | None, vocab_size: int) -> str:

@@ -5,8 +5,10 @@ A tokenizer owns a list of *engines*: libraries that turn a text into ids. The l
 the ids. A faster one is used only after it gave the same ids on probes and on documents of the actual input.
 """
 
+import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,12 +28,26 @@ PROBES = (
     'snake_case CamelCase kebab-case http://example.org/a?b=c&d=%20 {"k": [1, 2.5e-3]} \\u0041 ~~~ ``` ----- ______',
 )
 
+# What special tokens are called in vocabularies, the more usual name first. `cls` begins a sample of BERT, `sep` ends each
+# of its segments, `bos` and `eos` begin and end what a decoder reads and writes.
+SPECIAL = dict(
+    cls=("[CLS]", "<CLS>", "<cls>"),
+    sep=("[SEP]", "<SEP>", "<sep>"),
+    mask=("[MASK]", "<MASK>", "<mask>"),
+    pad=("[PAD]", "<PAD>", "<pad>"),
+    bos=("[BOS]", "<BOS>", "<bos>", "<s>"),
+    eos=("[EOS]", "<EOS>", "<eos>", "</s>"),
+)
+SENTINEL = "<extra_id_{}>"  # stands for a span that is masked, from 0 on: T5's and Megatron-LM's name
+INNER = "##"  # a piece of WordPiece that goes on a word
+
 
 class Tokenizer:
     """Text to ids and back.
 
     `vocab_size` counts ids without padding. `eod` is the id that ends a document, None where the vocabulary has none.
     `fingerprint` identifies the vocabulary: equal fingerprints give equal ids. `engine` names the library in use.
+    `pieces`: token -> id, as far as it is known: special tokens, and all of them where some go on a word (INNER).
     """
 
     def __init__(
@@ -42,12 +58,47 @@ class Tokenizer:
         fingerprint: str,
         engines: dict[str, Callable[[], Encode]],
         decode: Callable[[list[int]], str],
+        pieces: Mapping[str, int] = MappingProxyType({}),
+        special: Mapping[str, int] = MappingProxyType({}),
     ):
-        """`engines`: fastest first, the reference last; each value builds the engine when it is needed."""
+        """`engines`: fastest first, the reference last; each value builds the engine when it is needed. `special`: ids of
+        names of SPECIAL where the vocabulary itself says them; otherwise they are found in `pieces`.
+        """
         self.name, self.vocab_size, self.eod, self.fingerprint = name, vocab_size, eod, fingerprint
         self.engine = list(engines)[-1]
         self._engines, self._decode = engines, decode
         self._encode: Encode | None = None
+        self.pieces, self._special = pieces, special
+
+    def special(self, name: str) -> int | None:
+        """The id of a special token by its name in SPECIAL; None where the vocabulary has none."""
+        if name in self._special:
+            return self._special[name]
+        return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Ids of <extra_id_0>, <extra_id_1> ..., as far as there are."""
+        ids = []
+        while (token := SENTINEL.format(len(ids))) in self.pieces:
+            ids.append(self.pieces[token])
+        return ids
+
+    def inner(self) -> np.ndarray:
+        """Whether a token goes on the word before it: bool [vocab_size]."""
+        ids = [id for token, id in self.pieces.items() if token.startswith(INNER)]
+        marks = np.zeros(self.vocab_size, bool)
+        marks[ids] = True
+        return marks
+
+    def with_tokens(self, added: Sequence[str]) -> "Tokenizer":
+        """The same with further tokens, which no text has: their ids follow the last one."""
+        more = copy.copy(self)
+        names = dict(enumerate(added, self.vocab_size))
+        more.pieces = {**self.pieces, **{token: id for id, token in names.items()}}
+        more.vocab_size = self.vocab_size + len(added)
+        more._decode = lambda ids: _decode_runs(ids, names, self._decode)
+        return more
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Names of special tokens inside it are text like any other."""
@@ -103,6 +154,18 @@ class Tokenizer:
         except BaseException as error:  # a panic in a Rust library is no Exception
             return f"{type(error).__name__}: {error}", None
         return None, encode
+
+
+def _decode_runs(ids: list[int], names: Mapping[int, str], decode: Callable[[list[int]], str]) -> str:
+    """Text of ids of which some have names, and `decode` knows the others."""
+    words, run = [], []
+    for id in ids:
+        if id in names:
+            words += [decode(run)] * bool(run) + [names[id]]
+            run = []
+        else:
+            run.append(id)
+    return " ".join(words + [decode(run)] * bool(run))
 
 
 def fingerprint(*pieces: bytes | str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
-from megatron.tokenizer.base import Tokenizer, fingerprint
+from megatron.tokenizer.base import SPECIAL, Tokenizer, fingerprint
 from megatron.tokenizer.byte_level import read_text
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
@@ -39,6 +39,8 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         fingerprint=fingerprint("tokenizer.json", json.dumps(description, sort_keys=True)),
         engines={**candidates, "tokenizers": reference},
         decode=lambda ids: whole.decode(ids, skip_special_tokens=False),
+        pieces=vocab,
+        special={name: id for name in SPECIAL if (id := vocab.get(_configured(path, f"{name}_token"))) is not None},
     )
 
 
@@ -80,11 +82,14 @@ def _load(text: str, path: Path):
 
 def _end_of_document(path: Path, vocab: dict[str, int]) -> int | None:
     """The id of `eos_token` (or `sep_token`) in tokenizer_config.json beside the file, else of a usual name."""
-    names = []
+    names = [_configured(path, "eos_token"), _configured(path, "sep_token"), *END_TOKENS]
+    return next((vocab[name] for name in names if name in vocab), None)
+
+
+def _configured(path: Path, key: str) -> str | None:
+    """The special token that tokenizer_config.json beside the file says under this key."""
     config = path.with_name("tokenizer_config.json")
-    if config.exists():
-        settings = json.loads(config.read_text(encoding="utf-8"))
-        for key in ("eos_token", "sep_token"):
-            token = settings.get(key)
-            names.append(token.get("content") if isinstance(token, dict) else token)
-    return next((vocab[name] for name in [*names, *END_TOKENS] if name in vocab), None)
+    if not config.exists():
+        return None
+    token = json.loads(config.read_text(encoding="utf-8")).get(key)
+    return token.get("content") if isinstance(token, dict) else token

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
-from megatron.tokenizer.base import Encode, Tokenizer, fingerprint
+from megatron.tokenizer.base import SENTINEL, SPECIAL, Encode, Tokenizer, fingerprint
 from megatron.tokenizer.segmenters import Segment, make_segmenter
 
 MARKED = str.maketrans(" \n", "\u2582\u2583")
@@ -50,7 +50,19 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         fingerprint=fingerprint("sentencepiece", data),
         engines=engines,
         decode=decode,
+        pieces=_special_pieces(model),
+        special={name: id for name in ("pad", "bos", "eos") if (id := getattr(model, f"{name}_id")()) >= 0},
     )
+
+
+def _special_pieces(model) -> dict[str, int]:
+    """Special tokens and sentinels that the model has, by name."""
+    names = [token for tokens in SPECIAL.values() for token in tokens] + ["<EOD>", "<eod>"]
+    found = {name: id for name in names if (id := model.PieceToId(name)) != model.unk_id()}
+    sentinels = {}
+    while (id := model.PieceToId(name := SENTINEL.format(len(sentinels)))) != model.unk_id():
+        sentinels[name] = id
+    return found | sentinels
 
 
 def marked_words(text: str, segment: Segment) -> str:

@@ -62,6 +62,7 @@ def _tokenizer(settings: TokenizerSettings, vocab: dict[str, int], lower: bool, 
         fingerprint=fingerprint("word piece", str(lower), "\n".join(sorted(vocab, key=vocab.__getitem__))),
         engines={"tokenizers": engine},
         decode=decode,
+        pieces=vocab,
     )
 
 

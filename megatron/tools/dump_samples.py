@@ -9,6 +9,9 @@ A line per sample, in the order of training (of batches too: step k takes sample
 batch)): its place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and
 its seq_length + 1 token ids, with the loss mask of --dataset-type webtext. The order depends on all of the flags above
 but --first and --text.
+
+With --model-type BERT or T5 they are the samples of masked models: the sentences of each as [sentence, offset, length], and
+its arrays without padding; with --text, masks and sentinels stand in the words.
 """
 
 import json
@@ -16,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, Optional
 
+from megatron.data.masked_settings import MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import Data, TokenizerSettings, setting
@@ -33,6 +37,13 @@ class DumpOptions:
     test_samples: int = setting("samples of testing (with --dataset test)", 1)
     first: int = setting("how many samples", 10)
     start: int = setting("place of the first one: samples consumed so far", 0)
+    model_type: Literal["GPT", "BERT", "T5"] = setting("the model that the samples are for", "GPT")
+    decoder_seq_length: Optional[int] = setting("tokens of a target (--model-type T5; default: 128)", None)
+    bert_binary_head: bool = setting(
+        "--model-type BERT: samples of two pieces of text that follow each other or not",
+        True,
+        "--bert-no-binary-head=false",
+    )
     text: bool = setting("decode the tokens; needs the tokenizer's flags", False)
 
 
@@ -57,7 +68,7 @@ def main(argv: list[str]) -> None:
     """Parse, build the dataset, print."""
     groups = parse(
         argv,
-        dict(dump=DumpOptions, data=Data, tokenizer=TokenizerSettings),
+        dict(dump=DumpOptions, data=Data, tokenizer=TokenizerSettings, masked=MaskedSettings),
         prog="python -m megatron.tools.dump_samples",
         description="Print training samples as JSON lines: what the model will see, and in what order.",
         common=COMMON,
@@ -65,20 +76,20 @@ def main(argv: list[str]) -> None:
     dump, data = groups["dump"], groups["data"]
     if min(dump.train_samples, dump.seq_length) < 1 or min(dump.first, dump.start) < 0:
         raise SettingsError("--train-samples and --seq-length start at 1, --first and --start at 0")
-    tokenizer = _tokenizer(groups["tokenizer"], dump.text)
+    masked = dump.model_type != "GPT"
+    why = "--text" if dump.text else f"--model-type {dump.model_type}"
+    tokenizer = _tokenizer(groups["tokenizer"], why if dump.text or masked and not data.mock_data else "")
     vocab_size = groups["tokenizer"].vocab_size if tokenizer is None and data.mock_data else None
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    dataset = _dataset(dump, data, vocab_size, None if tokenizer is None else tokenizer.eod)
-    for record in records(dataset, data.dataloader_type, dump.start, dump.first):
-        if dump.text:
-            record["text"] = tokenizer.decode(record["tokens"])
+    dataset = _dataset(dump, data, groups["masked"], vocab_size, tokenizer)
+    for record in records(dataset, data.dataloader_type, dump.start, dump.first, tokenizer if dump.text else None):
         sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
-def records(dataset, dataloader_type: str, start: int, count: int):
-    """One dict a sample, for places [start, start + count) in the order of training."""
+def records(dataset, dataloader_type: str, start: int, count: int, tokenizer=None):
+    """One dict a sample, for places [start, start + count) in the order of training; tokenizer: decodes them, too."""
     if dataloader_type == "cyclic":
         from megatron.data.loader import cyclic_order
         from megatron.data.sampler import cyclic_position
@@ -92,18 +103,35 @@ def records(dataset, dataloader_type: str, start: int, count: int):
             origin = dataset.origin(index)
             record.update(file=origin.prefix, number=origin.number, documents=[list(part) for part in origin.parts])
         sample = dataset[index]
-        ids, *mask = sample if isinstance(sample, tuple) else (sample,)
-        yield dict(record, tokens=ids.tolist()) | (dict(loss_mask=mask[0].tolist()) if mask else {})
+        yield record | (_masked_record(sample, tokenizer) if isinstance(sample, dict) else _record(sample, tokenizer))
 
 
-def _dataset(dump: DumpOptions, data: Data, vocab_size: Optional[int], eod: Optional[int]):
+def _record(sample, tokenizer) -> dict:
+    ids, *mask = sample if isinstance(sample, tuple) else (sample,)
+    record = dict(tokens=ids.tolist()) | (dict(loss_mask=mask[0].tolist()) if mask else {})
+    return record | (dict(text=tokenizer.decode(record["tokens"])) if tokenizer else {})
+
+
+def _masked_record(sample: dict, tokenizer) -> dict:
+    from megatron.tools.dump_masked import arrays_of, words_of
+
+    return arrays_of(sample) | (words_of(sample, tokenizer) if tokenizer else {})
+
+
+def _dataset(dump: DumpOptions, data: Data, masked: MaskedSettings, vocab_size: Optional[int], tokenizer):
     from megatron.data.gpt_dataset import SPLITS, build_datasets
 
     which = SPLITS.index(dump.dataset)
     sizes = [0, 0, 0]
     sizes[which] = (dump.train_samples, dump.valid_samples, dump.test_samples)[which]
     log = lambda text: print(text, file=sys.stderr, flush=True)
-    built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=log)
+    if dump.model_type == "GPT":
+        eod = None if tokenizer is None else tokenizer.eod
+        built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=log)
+    else:
+        from megatron.tools.dump_masked import build_masked
+
+        built = build_masked(dump, data, masked, tokenizer, vocab_size, sizes, log)
     dataset = built[which]
     if dataset is None:
         raise DataError(f"there is no {dump.dataset} data", do="check --split and the data paths")
@@ -112,12 +140,12 @@ def _dataset(dump: DumpOptions, data: Data, vocab_size: Optional[int], eod: Opti
     return dataset
 
 
-def _tokenizer(settings: TokenizerSettings, needed: bool):
-    """The tokenizer that the flags describe, or None when they describe none and none is needed."""
+def _tokenizer(settings: TokenizerSettings, needed: str):
+    """The tokenizer that the flags describe, or None when they describe none and none is needed (for the flag `needed`)."""
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         if needed:
             raise SettingsError(
-                "--text needs a tokenizer",
+                f"{needed} needs a tokenizer",
                 do="--tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
             )
         return None

@@ -112,6 +112,7 @@ CHECKS = dict(
         merge_file=f"{DATA}::test_a_vocabulary_and_its_merges_are_files",
         tokenizer_model=f"{DATA}::test_tiktoken_splits_by_its_pattern",
         vocab_size=f"{DATA}::test_vocabulary_is_as_large_as_said",
+        vocab_extra_ids="test_special_tokens::test_sentinels_stand_behind_the_vocabulary",
         tiktoken_pattern=f"{DATA}::test_tiktoken_splits_by_its_pattern",
     ),
     data=dict(

@@ -280,12 +280,12 @@ all layers are alike and predict one token
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
-    --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size --vocab-extra-ids
+    --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size
 encoder-decoder models are not part of this suite yet
     --encoder-num-layers --decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank
 
 # Other recipes.
-masked language models are not part of this suite yet
+masked language models are trained by pretrain_bert.py and pretrain_t5.py, which have this flag where it is a setting
     --bert-* --mask-* --short-seq-prob --num-tokentypes --output-bert-embeddings
 fill-in-the-middle is not part of this suite
     --fim-*

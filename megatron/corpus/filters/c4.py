@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of C4 (Raffel et al. 2020, section 2.2): lines that are no sentences go, and pages that keep too few.
+
+A line stays when it ends in terminal punctuation (no ellipsis), has enough words between spaces, none of which is too
+long, and speaks neither of Javascript nor of cookies and terms of use. A page goes for "lorem ipsum" or a curly bracket in
+a line that got as far as that, or when the lines that stay have too few sentences. Marks of citations are cut out.
+"""
+
+import re
+from typing import Optional
+
+from megatron.corpus.stage import Document, Verdict
+
+TERMINAL, ELLIPSIS = (".", "?", "!", '"', "'"), "..."
+CHINESE_TERMINAL = (*TERMINAL, *"\u3002\uff1f\uff01\u201d\u2019\u300d\u300f\uff0e\uff09")
+POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+CHINESE_POLICY = (*POLICY, "\u9690\u79c1\u653f\u7b56", "\u4f7f\u7528\u6761\u6b3e", "\u4f7f\u7528cookie")
+_CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
+_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_CHINESE_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)|[\u3002\uff01\uff1f]+")
+
+
+class C4:
+    """Keeps lines that are sentences; drops pages with fewer than `min_sentences` of them."""
+
+    ends, policies, terminal = _SENTENCE_END, POLICY, TERMINAL
+
+    def __init__(
+        self,
+        min_sentences: Optional[int] = 5,
+        min_words_a_line: Optional[int] = 3,
+        max_word_length: Optional[int] = 1000,
+        terminal_punctuation: bool = True,
+        lorem_ipsum: bool = True,
+        curly_bracket: bool = True,
+        javascript: bool = True,
+        policy: bool = True,
+        citations: bool = True,
+    ):
+        """Each rule by its threshold, None for off, or by a switch."""
+        self.min_sentences, self.min_words, self.max_word_length = min_sentences, min_words_a_line, max_word_length
+        self.terminal_punctuation, self.citations = terminal_punctuation, citations
+        self.lorem_ipsum, self.curly_bracket = lorem_ipsum, curly_bracket
+        self.javascript, self.policy = javascript, policy
+
+    def __call__(self, document: Document) -> Verdict:
+        text, kept, sentences = document["text"], [], 0
+        lines = text.splitlines()
+        for line in lines:
+            line = self._sentence_line(line.strip())
+            if line is None:
+                continue
+            lower = line.lower()
+            if self.lorem_ipsum and "lorem ipsum" in lower:
+                return Verdict(None, "lorem_ipsum", {"lines": len(lines)})
+            if self.javascript and "javascript" in lower:
+                continue
+            if self.curly_bracket and "{" in line:
+                return Verdict(None, "curly_bracket", {"lines": len(lines)})
+            if self.policy and any(phrase in lower for phrase in self.policies):
+                continue
+            if self.min_sentences is not None and sentences < self.min_sentences:  # more need no counting
+                sentences += max(1, len(self.ends.findall(line)))
+            kept.append(line)
+        figures = {"lines": len(lines), "kept_lines": len(kept), "sentences": sentences}
+        if self.min_sentences is not None and sentences < self.min_sentences:
+            return Verdict(None, "too_few_sentences", figures)
+        cleaned = "\n".join(kept).strip()
+        if cleaned == text:
+            return Verdict(document, "", figures)
+        if not cleaned:
+            return Verdict(None, "no_lines", figures)
+        return Verdict({**document, "text": cleaned}, "lines_removed", figures)
+
+    def _sentence_line(self, line: str) -> Optional[str]:
+        """The line without marks of citations; None where it does not look like sentences."""
+        longest = self.max_word_length
+        words = line.split() if self.min_words is not None or longest is not None and len(line) > longest else ()
+        if longest is not None and len(line) > longest and any(len(word) > longest for word in words):
+            return None
+        if self.citations and "[" in line:
+            line = _CITATION.sub("", line)
+        if self.terminal_punctuation and (not line.endswith(self.terminal) or line.endswith(ELLIPSIS)):
+            return None
+        return None if self.min_words is not None and len(words) < self.min_words else line
+
+
+class C4Chinese(C4):
+    """The same with Chinese punctuation and policies, and without the two rules for words between spaces."""
+
+    ends, policies, terminal = _CHINESE_SENTENCE_END, CHINESE_POLICY, CHINESE_TERMINAL
+
+    def __init__(
+        self,
+        min_sentences: Optional[int] = 5,
+        min_words_a_line: Optional[int] = None,
+        max_word_length: Optional[int] = None,
+        terminal_punctuation: bool = True,
+        lorem_ipsum: bool = True,
+        curly_bracket: bool = True,
+        javascript: bool = True,
+        policy: bool = True,
+        citations: bool = True,
+    ):
+        super().__init__(
+            min_sentences,
+            min_words_a_line,
+            max_word_length,
+            terminal_punctuation,
+            lorem_ipsum,
+            curly_bracket,
+            javascript,
+            policy,
+            citations,
+        )

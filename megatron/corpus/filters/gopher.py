@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality rules of Gopher (Rae et al. 2021, section A1.1), with its thresholds; None switches a rule off.
+
+What the paper leaves open is read as datatrove reads it, whose names the thresholds bear in docs/corpus_filters.md: words
+are the tokens of `words.cut`, punctuation is counted for ratios to words and not for their number and length.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+from megatron.corpus.filters.rules import Rule, above, below, judged
+from megatron.corpus.filters.words import LETTER, VISIBLE, cut
+from megatron.corpus.stage import Document, Verdict
+
+STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
+BULLETS, ELLIPSES = ("\u2022", "-"), ("...", "\u2026")
+
+
+class Gopher:
+    """Length, shape of words, symbols, bullets, ellipses, alphabetic words, stop words."""
+
+    chinese = False
+
+    def __init__(
+        self,
+        min_words: Optional[int] = 50,
+        max_words: Optional[int] = 100_000,
+        min_mean_word_length: Optional[float] = 3,
+        max_mean_word_length: Optional[float] = 10,
+        max_symbol_ratio: Optional[float] = 0.1,
+        max_bullet_lines: Optional[float] = 0.9,
+        max_ellipsis_lines: Optional[float] = 0.3,
+        min_alphabetic_words: Optional[float] = 0.8,
+        min_stop_words: Optional[int] = 2,
+        stop_words: Sequence[str] = STOP_WORDS,
+    ):
+        self.min_words, self.max_words = min_words, max_words
+        self.min_mean_word_length, self.max_mean_word_length = min_mean_word_length, max_mean_word_length
+        self.max_symbol_ratio = max_symbol_ratio
+        self.max_bullet_lines, self.max_ellipsis_lines = max_bullet_lines, max_ellipsis_lines
+        self.min_alphabetic_words = min_alphabetic_words
+        self.min_stop_words, self.stop_words = min_stop_words, tuple(dict.fromkeys(stop_words))
+
+    def __call__(self, document: Document) -> Verdict:
+        return judged(document, self._rules(document["text"]))
+
+    def _rules(self, text: str) -> Iterator[Rule]:
+        tokens = cut(text, self.chinese)
+        words = tokens.having(VISIBLE)
+        count = int(words.sum())
+        yield from below("words", count, self.min_words, "too_few_words")
+        yield from above("words", count, self.max_words, "too_many_words")
+        length = int(tokens.lengths[words].sum()) / max(count, 1)
+        yield from below("mean_word_length", length, self.min_mean_word_length, "short_words")
+        yield from above("mean_word_length", length, self.max_mean_word_length, "long_words")
+        total = max(len(tokens), 1)
+        yield from above("hashes", text.count("#") / total, self.max_symbol_ratio, "hashes")
+        ellipses = text.count(ELLIPSES[0]) + text.count(ELLIPSES[1])
+        yield from above("ellipses", ellipses / total, self.max_symbol_ratio, "ellipses")
+        yield from self._line_rules(text)
+        alphabetic = int(tokens.having(LETTER).sum()) / total
+        yield from below("alphabetic_words", alphabetic, self.min_alphabetic_words, "few_alphabetic_words")
+        if self.min_stop_words is not None:
+            yield from below("stop_words", tokens.count(self.stop_words), self.min_stop_words, "few_stop_words")
+
+    def _line_rules(self, text: str) -> Iterator[Rule]:
+        lines = text.splitlines() or [""]
+        bullets = sum(line.lstrip().startswith(BULLETS) for line in lines) if self.max_bullet_lines is not None else 0
+        yield from above("bullet_lines", bullets / len(lines), self.max_bullet_lines, "bullet_lines")
+        some = any(ellipsis in text for ellipsis in ELLIPSES)
+        ellipses = sum(line.rstrip().endswith(ELLIPSES) for line in lines) if some else 0
+        yield from above("ellipsis_lines", ellipses / len(lines), self.max_ellipsis_lines, "ellipsis_lines")
+
+
+class GopherChinese(Gopher):
+    """Gopher's rules without those made for words between spaces: their mean length, and English stop words.
+
+    Han characters are counted as words are in English. Punctuation is a larger share of characters than of words:
+    .8 alphabetic would drop good prose, so the share is that of letters among what is no punctuation, digits included.
+    """
+
+    chinese = True
+
+    def __init__(
+        self,
+        min_words: Optional[int] = 50,
+        max_words: Optional[int] = 100_000,
+        min_mean_word_length: Optional[float] = None,
+        max_mean_word_length: Optional[float] = None,
+        max_symbol_ratio: Optional[float] = 0.1,
+        max_bullet_lines: Optional[float] = 0.9,
+        max_ellipsis_lines: Optional[float] = 0.3,
+        min_alphabetic_words: Optional[float] = 0.7,
+        min_stop_words: Optional[int] = None,
+        stop_words: Sequence[str] = (),
+    ):
+        super().__init__(
+            min_words,
+            max_words,
+            min_mean_word_length,
+            max_mean_word_length,
+            max_symbol_ratio,
+            max_bullet_lines,
+            max_ellipsis_lines,
+            min_alphabetic_words,
+            min_stop_words,
+            stop_words,
+        )

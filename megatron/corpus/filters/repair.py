@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ftfy's repairs (mojibake, entities, quotes, widths, control characters, NFC), the same texts for a tenth of the time.
+
+ftfy looks at each line of a text, and most lines of most texts it leaves alone. A line that it changes has at least one of
+
+  1. a character that it replaces by itself: curly quotes, ligatures, full and half widths, controls, line ends;
+  2. an HTML entity, if no "<" came before the end of the line;
+  3. what its heuristic for mojibake takes for bad: each of its patterns needs two neighbours of a small set of
+     non-ASCII characters, or a C1 control, or one of four letters, all of which `_Rules.perhaps_bad` finds;
+  4. an escape sequence of a terminal, or half of a surrogate pair;
+  5. characters that are not in the normal form C.
+
+Lines without any are kept as they are. Those with the first alone get each character's replacement, which ftfy's own
+functions have given, and are looked at again; all others go through ftfy. That the list is complete holds for ftfy's
+patterns as they were when tests/corpus/test_repair.py went through them, branch by branch; with an ftfy whose patterns
+differ, every text that is not plain goes through it.
+"""
+
+import re
+import unicodedata
+from functools import cache
+
+from megatron.corpus.stage import Document, Verdict
+from megatron.errors import SettingsError
+
+KNOWN = "3281edbd1e8f1760"  # fingerprint of ftfy's patterns that the list above was checked against
+_ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
+
+
+class TextRepair:
+    """Repairs a text as `ftfy.fix_text` does. Never drops one."""
+
+    def __init__(self) -> None:
+        self._rules = rules_of_ftfy()
+
+    def __call__(self, document: Document) -> Verdict:
+        text = document["text"]
+        repaired = self._rules.fix(text)
+        if repaired == text:
+            return Verdict(document)
+        return Verdict({**document, "text": repaired}, "repaired")
+
+
+class FtfyRules:
+    """`ftfy.fix_text` with its default settings, without looking at lines that it would not change."""
+
+    def __init__(self, ftfy):
+        import ftfy.badness
+        import ftfy.chardata
+        import ftfy.fixes
+
+        self.ftfy = ftfy
+        self.auto = ftfy.TextFixerConfig(explain=False)
+        self.in_html = self.auto._replace(unescape_html=False)
+        self.known = fingerprint(ftfy) == KNOWN
+        self.replaced = {character: _replacement(ftfy.fixes, character) for character in _characters(ftfy.chardata)}
+        self.replaceable = re.compile("\r\n|" + _any_of(self.replaced))
+        mojibake = "".join(ftfy.badness.MOJIBAKE_CATEGORIES.values())
+        mojibake += "".join(sorted({c for c in ftfy.badness.BADNESS_RE.pattern if not c.isascii()}))
+        self.hard = re.compile(f"[{mojibake}][{mojibake}]|[\x80-\x9f\u0152\u0153\xc2\xc3\x1b\ud800-\udfff]")
+
+    def fix(self, text: str) -> str:
+        """What `ftfy.fix_text(text)` returns."""
+        if not self.known:
+            return self.ftfy.fix_text(text)
+        html = text.find("<")  # from its line on, entities are left alone
+        entities_end = len(text) if html < 0 else text.rfind("\n", 0, html) + 1
+        if not self._is_hard(text, entities_end):
+            fixed = self._replace(text)
+            if fixed is text or not self._is_hard(fixed, entities_end):
+                return fixed
+        return self._by_lines(text, entities_end)
+
+    def _is_hard(self, text: str, entities_end: int) -> bool:
+        """Whether the rules 2 to 5 may apply to some line. Deleted characters leave `entities_end` at a later place."""
+        if "&" in text and _ENTITY.search(text, 0, entities_end):
+            return True
+        if text.isascii():
+            return "\x1b" in text
+        return self.hard.search(text) is not None or not unicodedata.is_normalized("NFC", text)
+
+    def _replace(self, text: str) -> str:
+        """The text with rule 1 applied; the same object where it does not."""
+        if text.isascii() and not _ASCII_CONTROLS.search(text):
+            return text
+        fixed = self.replaceable.sub(lambda match: self.replaced.get(match[0], "\n"), text)
+        return text if fixed == text else fixed
+
+    def _by_lines(self, text: str, entities_end: int) -> str:
+        """Lines that need it through ftfy, one at a time as it takes them. A huge line it cuts into pieces: all is its."""
+        lines = text.split("\n")
+        if max(map(len, lines)) >= self.auto.max_decode_length:
+            return self.ftfy.fix_text(text)
+        fixed, start = [], 0
+        for number, line in enumerate(lines):
+            line += "\n" * (number < len(lines) - 1)
+            fixed.append(self._line(line, entities=start < entities_end))
+            start += len(line)
+        return "".join(fixed)
+
+    def _line(self, line: str, entities: bool) -> str:
+        end = len(line) if entities else 0
+        if not self._is_hard(line, end):
+            fixed = self._replace(line)
+            if fixed is line or not self._is_hard(fixed, len(fixed) if entities else 0):
+                return fixed
+        return self.ftfy.fix_and_explain(line, self.auto if entities else self.in_html).text
+
+
+_ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\r\x0e-\x1f\x7f]")
+
+
+@cache
+def rules_of_ftfy() -> FtfyRules:
+    """The rules, made once a process. Raises SettingsError where ftfy is not installed."""
+    try:
+        import ftfy
+    except ImportError:
+        raise SettingsError("repairing texts needs the package ftfy", do="pip install 'megatron[corpus]'") from None
+    return FtfyRules(ftfy)
+
+
+def fingerprint(ftfy) -> str:
+    """A mark of everything in ftfy that the shortcuts rely on."""
+    import hashlib
+
+    data = ftfy.chardata
+    parts = [ftfy.badness.BADNESS_RE.pattern, data.HTML_ENTITY_RE.pattern, data.C1_CONTROL_RE.pattern]
+    parts += [data.SINGLE_QUOTE_RE.pattern, data.DOUBLE_QUOTE_RE.pattern, ftfy.fixes.ANSI_RE.pattern]
+    parts += [repr(sorted(table.items())) for table in (data.LIGATURES, data.CONTROL_CHARS)]
+    parts += [ftfy.fixes.SURROGATE_RE.pattern, repr(ftfy.TextFixerConfig()), " ".join(ftfy.FIXERS)]
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _characters(data) -> list[str]:
+    """All characters that ftfy replaces one by one, but those of an escape sequence."""
+    points = {*data.LIGATURES, *data.WIDTH_MAP, *data.CONTROL_CHARS, 0x0D, 0x2028, 0x2029} - {0x1B}
+    quotes = [c for c in map(chr, range(0x2000, 0x2100)) if data.DOUBLE_QUOTE_RE.match(c) or data.SINGLE_QUOTE_RE.match(c)]
+    return sorted({*map(chr, points), *quotes, "\u02bc"})
+
+
+def _replacement(fixes, character: str) -> str:
+    """What ftfy makes of a character by itself, its steps in their order."""
+    for step in (
+        fixes.fix_latin_ligatures,
+        fixes.fix_character_width,
+        fixes.uncurl_quotes,
+        fixes.fix_line_breaks,
+        fixes.remove_control_chars,
+    ):
+        character = step(character)
+    return character
+
+
+def _any_of(characters) -> str:
+    return f"[{''.join(map(re.escape, characters))}]"

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gopher's rules about repetition (Rae et al. 2021, table A1): lines, paragraphs, frequent and repeated n-grams.
+
+An n-gram is n tokens of `words.cut`. Top n-grams: characters of the most frequent one (with a space between tokens) times
+its count, over the text's. Duplicate n-grams: characters in n-grams that occurred before (without spaces), each
+character counted once: after one that occurred before, the search goes on behind it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+import numpy as np
+
+from megatron.corpus.filters.rules import Rule, above, judged
+from megatron.corpus.filters.words import Words, cut
+from megatron.corpus.stage import Document, Verdict
+
+Limits = Sequence[tuple[int, float]]  # (n, most characters of the text)
+
+TOP = ((2, 0.20), (3, 0.18), (4, 0.16))
+DUPLICATE = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+_PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
+_MIXERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64)
+
+
+class GopherRepetition:
+    """Drops texts that repeat their lines, paragraphs or n-grams."""
+
+    chinese = False
+
+    def __init__(
+        self,
+        max_duplicate_lines: Optional[float] = 0.3,
+        max_duplicate_paragraphs: Optional[float] = 0.3,
+        max_duplicate_line_characters: Optional[float] = 0.2,
+        max_duplicate_paragraph_characters: Optional[float] = 0.2,
+        top_ngrams: Limits = TOP,
+        duplicate_ngrams: Limits = DUPLICATE,
+    ):
+        self.max_lines, self.max_line_characters = max_duplicate_lines, max_duplicate_line_characters
+        self.max_paragraphs = max_duplicate_paragraphs
+        self.max_paragraph_characters = max_duplicate_paragraph_characters
+        self.top_ngrams = [(int(n), limit) for n, limit in top_ngrams]
+        self.duplicate_ngrams = [(int(n), limit) for n, limit in duplicate_ngrams]
+
+    def __call__(self, document: Document) -> Verdict:
+        return judged(document, self._rules(document["text"]))
+
+    def _rules(self, text: str) -> Iterator[Rule]:
+        size = len(text)
+        yield "characters", size, not size and "empty"
+        pieces = _PARAGRAPHS.split(text.strip())
+        count, characters = repeated(pieces)
+        yield from above("duplicate_paragraphs", count / len(pieces), self.max_paragraphs, "duplicate_paragraphs")
+        share, name = characters / size, "duplicate_paragraph_characters"
+        yield from above(name, share, self.max_paragraph_characters, name)
+        pieces = _LINES.split(text)
+        count, characters = repeated(pieces)
+        yield from above("duplicate_lines", count / len(pieces), self.max_lines, "duplicate_lines")
+        share, name = characters / size, "duplicate_line_characters"
+        yield from above(name, share, self.max_line_characters, name)
+        words = cut(text, self.chinese)
+        for n, limit in self.top_ngrams:
+            yield from above(f"top_{n}_gram", top_characters(words, n) / size, limit, f"top_{n}_gram")
+        for n, limit in self.duplicate_ngrams:
+            share = duplicate_characters(words, n) / size
+            yield from above(f"duplicate_{n}_grams", share, limit, f"duplicate_{n}_grams")
+
+
+class GopherRepetitionChinese(GopherRepetition):
+    """The same for Chinese: tokens are characters, and a word has about two, so that n-grams are twice as long."""
+
+    chinese = True
+
+    def __init__(
+        self,
+        max_duplicate_lines: Optional[float] = 0.3,
+        max_duplicate_paragraphs: Optional[float] = 0.3,
+        max_duplicate_line_characters: Optional[float] = 0.2,
+        max_duplicate_paragraph_characters: Optional[float] = 0.2,
+        top_ngrams: Limits = tuple((2 * n, limit) for n, limit in TOP),
+        duplicate_ngrams: Limits = tuple((2 * n, limit) for n, limit in DUPLICATE),
+    ):
+        super().__init__(
+            max_duplicate_lines,
+            max_duplicate_paragraphs,
+            max_duplicate_line_characters,
+            max_duplicate_paragraph_characters,
+            top_ngrams,
+            duplicate_ngrams,
+        )
+
+
+def repeated(pieces: list[str]) -> tuple[int, int]:
+    """(how many pieces are equal to an earlier one, the characters of those)."""
+    different = set(pieces)
+    count = len(pieces) - len(different)
+    return count, sum(map(len, pieces)) - sum(map(len, different)) if count else 0
+
+
+def top_characters(words: Words, n: int) -> int:
+    """Characters of the most frequent n-gram times its count; the earliest of equally frequent ones."""
+    if len(words) < n:
+        return 0
+    grams = _tuples(words, n)
+    order = np.sort(grams)
+    edges = np.flatnonzero(np.concatenate(([True], order[1:] != order[:-1], [True])))
+    runs = np.diff(edges)
+    count = int(runs.max())
+    first = 0
+    if count > 1:
+        most = order[edges[:-1][runs == count]]
+        first = int(np.isin(grams, most).argmax()) if len(most) > 1 else int((grams == most[0]).argmax())
+    return (int(words.lengths[first : first + n].sum()) + n - 1) * count
+
+
+def _tuples(words: Words, n: int) -> np.ndarray:
+    """uint64 [tokens - n + 1]: hashes of n tokens in a row, as a sequence of tokens."""
+    single = words.joined(1)
+    single ^= single >> np.uint64(29)
+    count = len(single) - n + 1
+    total = np.zeros(count, np.uint64)
+    for place in range(n):
+        mixer = _MIXERS[place % len(_MIXERS)] + np.uint64(2 * (place // len(_MIXERS)))
+        mixed = single[place : place + count] * mixer
+        mixed ^= mixed >> np.uint64(32)
+        total += mixed
+    return total
+
+
+def duplicate_characters(words: Words, n: int) -> int:
+    """Characters in n-grams that occurred before, from left to right, those that overlap a found one left out."""
+    grams = words.joined(n)
+    if len(grams) < 2:
+        return 0
+    order = np.sort(grams)
+    twice = order[1:][order[1:] == order[:-1]]
+    if not len(twice):
+        return 0
+    where = np.flatnonzero(_member(grams, twice))
+    sizes = words.places[where + n] - words.places[where]
+    seen, free, characters = set(), 0, 0
+    for at, gram, size in zip(where.tolist(), grams[where].tolist(), sizes.tolist()):
+        if at < free:
+            continue
+        if gram in seen:
+            characters += size
+            free = at + n
+        else:
+            seen.add(gram)
+    return characters
+
+
+def _member(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    """bool: which values are among `ordered`, which is sorted and not empty."""
+    places = np.searchsorted(ordered, values)
+    return ordered[np.minimum(places, len(ordered) - 1)] == values

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a file, packed or not, as a stream: no line and no archive is too large for the memory.
+
+for line in lines("corpus.jsonl.zst", most=64 << 20): ...       # bytes, without the newline
+"""
+
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron.data.json_input import STDIN, Ahead, Source, compression_of, damaged, decompressed
+from megatron.errors import DataError
+
+BLOCK = 1 << 18  # bytes read at a time
+
+
+def lines(path: str | Path, most: int) -> Iterator[bytes]:
+    """Each line, blank ones too; the last one needs no newline. `-`: stdin.
+
+    most: bytes of a line. Raises DataError at a longer one, and for compressed data that is damaged or cut short.
+    """
+    for number, line in enumerate(split(blocks(path), most), 1):
+        if len(line) > most:
+            what = f"{path}: line {number} is longer than {most / 1e6:,.0f} MB"
+            raise DataError(what, do="are these lines of text? give more --memory-gb if they are")
+        yield line
+
+
+def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
+    """The lines of a stream of blocks. Of one longer than `most` bytes its first `most` + 1 stand for it."""
+    rest, size, cut = [], 0, False  # pieces of a line whose end was not met; cut: its beginning was given already
+    for block in stream:
+        *ended, last = block.split(b"\n")
+        for line in ended:
+            if not cut:
+                yield b"".join([*rest, line])[: most + 1]
+            rest, size, cut = [], 0, False
+        if cut:
+            continue
+        rest.append(last)
+        size += len(last)
+        if size > most:
+            yield b"".join(rest)[: most + 1]
+            rest, size, cut = [], 0, True
+    if size:
+        yield b"".join(rest)
+
+
+def blocks(path: str | Path) -> Iterator[bytes]:
+    """The bytes of a file in order, unpacked, in blocks of BLOCK at most. Raises DataError where they are damaged."""
+    path = str(path)
+    with os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else open(path, "rb") as raw:
+        try:
+            stream = Ahead(decompressed(raw, Source(path, 0, compression_of(raw.peek(6)[:6]))))
+            while block := stream.read(BLOCK):
+                yield block
+        except (EOFError, zlib.error, lzma.LZMAError) as error:
+            raise damaged(path, error) from None
+        except OSError as error:
+            if error.errno is None:  # gzip and bz2 tell of bad data so
+                raise damaged(path, error) from None
+            raise

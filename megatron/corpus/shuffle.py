@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All documents in a random order, through files: any number of documents in the memory of a task.
+
+A document's key is a hash of the seed and its place among all documents, counted over the shards in their order. The new
+order is the order of the keys, so it does not depend on how the documents are cut into shards, on the number of tasks or on
+the memory. Equal documents have places, and so keys, of their own.
+
+    count      one task a shard       how many documents it has
+    places     one task               the place of the first document of each shard
+    scatter    one task a shard       its documents, by ranges of keys: partitions
+    gather     one task a partition   its documents of all shards, sorted by key: one shard of the new order
+
+A task of `scatter` keeps what it has for all partitions in one file of pieces, with an index. A piece is a zstd frame of
+records of one partition: key, place and length (8 bytes each) and the line without its newline.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatron.corpus.lines import lines
+from megatron.corpus.stage import Counts, Made, StagePhase
+from megatron.errors import DataError
+
+SEED = 1234
+SHARD_BYTES = 256 << 20  # of text that a shard is taken to hold where nobody says more
+RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
+OVERHEAD = 256  # bytes that Python needs for a record beside its line
+PIECES, INDEX = "pieces.zst", "index.npy"
+PARTITION, OFFSET, STORED, SIZE, RECORDS = range(5)  # columns of an index
+
+
+def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
+    """The stage `shuffle`. options: `seed` (default 1234); `bytes`: of text in all shards, where that is known.
+
+    memory: bytes that a task may take. As many shards come out as go in, or more where one would not fit.
+    """
+    total = int(options.get("bytes") or shards * SHARD_BYTES)
+    partitions = max(shards, fitting_partitions(total, memory), 1)
+
+    def own_of_scatter(made: Made) -> list[Mapping[str, Any]]:
+        return [dict(shard=n, partitions=partitions, memory=memory) for n in range(len(made["documents"]))]
+
+    def split_of_gather(made: Made) -> list[list[Path]]:
+        return [list(made["scatter"]) for _ in range(partitions)]
+
+    def own_of_gather(made: Made) -> list[Mapping[str, Any]]:
+        return [dict(partition=n, memory=memory) for n in range(partitions)]
+
+    a_shard = lambda made: [[shard] for shard in made["documents"]]
+    with_places = lambda made: [[*made["places"], shard] for shard in made["documents"]]
+    return [
+        StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
+        StagePhase("places", places, lambda made: [list(made["count"])]),
+        StagePhase("scatter", scatter, with_places, own_of_scatter),
+        StagePhase("gather", gather, split_of_gather, own_of_gather),
+    ]
+
+
+def fitting_partitions(total: int, memory: int) -> int:
+    """How many parts of the text fit into the memory one after the other, with room for what Python needs."""
+    return math.ceil(total / (memory / 4))
+
+
+def longest_line(memory: int) -> int:
+    """Bytes of the longest document that a task with so much memory takes."""
+    return memory // 8
+
+
+# ---- the tasks ---------------------------------------------------------------------------------------------------------
+
+
+def count(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Write how many documents a shard has."""
+    [shard] = inputs
+    documents = sum(1 for _ in lines(shard, longest_line(options["memory"])))
+    (output / "count.json").write_text(json.dumps(documents))
+    return dict(documents=documents)
+
+
+def places(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Write the place of the first document of each shard."""
+    counts = [json.loads((folder / "count.json").read_text()) for folder in inputs]
+    np.save(output / "places.npy", np.cumsum([0, *counts])[:-1])
+    return {}
+
+
+def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Write a shard's documents by ranges of their keys."""
+    folder, shard = inputs
+    first = int(np.load(folder / "places.npy", mmap_mode="r")[options["shard"]])
+    numbered = enumerate(lines(shard, longest_line(options["memory"])), first)
+    seed = int(options.get("seed", SEED))
+    return dict(documents=scatter_lines(numbered, output, seed, options["partitions"], options["memory"]))
+
+
+def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Write a partition's documents in their new order: a shard, which may be empty."""
+    import zstandard
+
+    documents = 0
+    name = f"part-{options['partition']:06}.jsonl.zst"
+    with open(output / name, "wb") as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw) as out:
+        for line in gather_lines(inputs, options["partition"], options["memory"]):
+            out.write(line + b"\n")
+            documents += 1
+    return dict(documents_out=documents)
+
+
+# ---- the work ----------------------------------------------------------------------------------------------------------
+
+
+def key_of(seed: int, place: int) -> int:
+    """Where the document of a place belongs in the new order: 64 bits that look random."""
+    return xxhash.xxh3_64_intdigest(place.to_bytes(8, "little"), seed % 2**64)
+
+
+def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int, partitions: int, memory: int) -> int:
+    """Write the file of pieces, and its index, of (place, line). Returns how many lines there were."""
+    import zstandard
+
+    packer, index, documents = zstandard.ZstdCompressor(level=1), [], 0
+    held: list[list[bytes]] = [[] for _ in range(partitions)]
+    size = 0
+    with open(output / PIECES, "wb") as out:
+
+        def flush() -> None:
+            for partition, records in enumerate(held):
+                if records:
+                    piece = b"".join(records)
+                    stored, offset = packer.compress(piece), out.tell()
+                    out.write(stored)
+                    index.append((partition, offset, len(stored), len(piece), len(records) // 2))
+                    records.clear()
+
+        for place, line in numbered:
+            key = key_of(seed, place)
+            held[key * partitions >> 64] += (RECORD.pack(key, place, len(line)), line)
+            size += len(line) + OVERHEAD
+            documents += 1
+            if size > memory // 3:
+                flush()
+                size = 0
+        flush()
+    np.save(output / INDEX, np.array(index, np.int64).reshape(-1, 5))
+    return documents
+
+
+def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[bytes]:
+    """The lines of a partition in the order of their keys.
+
+    Where they do not fit into the memory they are read several times, a part of the range of keys at a time.
+    """
+    pieces = []
+    for folder in folders:
+        index = np.load(folder / INDEX, mmap_mode="r")
+        pieces += [(folder, row) for row in np.array(index[index[:, PARTITION] == partition]).tolist()]
+    needed = sum(row[SIZE] + OVERHEAD * row[RECORDS] for _, row in pieces)
+    rounds = max(1, math.ceil(needed / (memory / 2)))
+    if rounds == 1:
+        yield from _sorted(pieces, 0, 1 << 64)
+        return
+    low, high = _range_of(pieces)
+    edges = [low + (high - low) * number // rounds for number in range(rounds + 1)]
+    for begin, end in zip(edges, edges[1:]):
+        yield from _sorted(pieces, begin, end)
+
+
+def _sorted(pieces: list, begin: int, end: int) -> Iterator[bytes]:
+    """The lines with keys in [begin, end), in order; places decide between equal keys."""
+    records = [record for record in _records(pieces) if begin <= record[0] < end]
+    records.sort(key=lambda record: record[:2])
+    for _, _, line in records:
+        yield line
+
+
+def _range_of(pieces: list) -> tuple[int, int]:
+    low, high = 1 << 64, 0
+    for key, _, _ in _records(pieces):
+        low, high = min(low, key), max(high, key + 1)
+    return low, high
+
+
+def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
+    """(key, place, line) of all pieces, one piece in memory at a time. Raises DataError where a piece is damaged."""
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor()
+    for folder, row in pieces:
+        with open(folder / PIECES, "rb") as file:
+            file.seek(row[OFFSET])
+            stored = file.read(row[STORED])
+        try:
+            piece, at = unpacker.decompress(stored, max_output_size=row[SIZE]), 0
+        except zstandard.ZstdError as error:
+            raise DataError(f"{folder / PIECES} is damaged", str(error), "remove it: it is made again") from None
+        while at < len(piece):
+            key, place, length = RECORD.unpack_from(piece, at)
+            at += RECORD.size + length
+            yield key, place, piece[at - length : at]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the data of masked models: a group for `Recipe.groups`, and the rules about it for `Recipe.rules`.
+
+Recipe(..., groups={"masked": MaskedSettings, ...}, rules=(*MASKED_RULES, ...))    # config.extra["masked"]
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from megatron.settings.rules import Rule
+from megatron.settings.schema import setting
+
+GROUP = "masked"  # its name in `Config.extra`
+
+
+@dataclass(frozen=True)
+class MaskedSettings:
+    """What is masked in a sample of a masked model."""
+
+    mask_prob: float = setting("share of the tokens of a sample that are masked", 0.15)
+    short_seq_prob: float = setting("share of the samples that are made shorter than they could be", 0.1)
+    mask_spans: Optional[Literal["ngrams", "geometric", "words"]] = setting(
+        "what is masked together. ngrams: up to --mask-max-ngram words, n of them with a probability proportional to 1/n; "
+        "geometric: n by a geometric distribution of 0.2; words: single words, and --mask-prob is a share of the words "
+        "(default: ngrams for BERT, geometric for T5, as in Megatron-LM)",
+        None,
+    )
+    mask_max_ngram: Optional[int] = setting(
+        "words that are masked together at most (default: 3 for BERT, 10 for T5, 1 with --mask-spans words)", None
+    )
+    mask_strategy: Literal["80/10/10", "all-mask"] = setting(
+        "what BERT reads where a token is masked. 80/10/10: the mask, or in a tenth of cases a random token and in a tenth "
+        "the token itself; all-mask: always the mask",
+        "80/10/10",
+    )
+    task_mixture: Optional[list[str]] = setting(
+        "tasks that are trained together, NAME=WEIGHT:PATH each: token files are for masked words, .tsv or .jsonl for "
+        "classification; NAME=WEIGHT without a path means --data-path (docs/masked_data.md#mixtures-of-tasks)",
+        None,
+    )
+
+
+def _own(s) -> MaskedSettings:
+    return s.settings.extra[GROUP]
+
+
+MASKED_RULES = (
+    Rule(
+        lambda s: not 0 < _own(s).mask_prob < 1,
+        lambda s: f"--mask-prob {_own(s).mask_prob} must be above 0 and below 1, as 0.15",
+    ),
+    Rule(
+        lambda s: not 0 <= _own(s).short_seq_prob <= 1,
+        lambda s: f"--short-seq-prob {_own(s).short_seq_prob} must be from 0 to 1",
+    ),
+    Rule(
+        lambda s: _own(s).mask_max_ngram is not None and _own(s).mask_max_ngram < 1,
+        lambda s: f"--mask-max-ngram {_own(s).mask_max_ngram} must be at least 1 word",
+    ),
+    Rule(
+        lambda s: _own(s).mask_spans == "words" and (_own(s).mask_max_ngram or 1) > 1,
+        lambda s: (
+            f"--mask-spans words masks single words, --mask-max-ngram {_own(s).mask_max_ngram} masks several together; "
+            "leave one of the two out"
+        ),
+    ),
+    Rule(
+        lambda s: s.seq_length < 8,
+        lambda s: f"--seq-length {s.seq_length} is too short for a masked sample; 8 tokens are the least",
+    ),
+    Rule(
+        lambda s: s.dataset_type == "webtext",
+        lambda s: f"--dataset-type {s.dataset_type} is of models that predict the next token; leave it out",
+    ),
+    *(
+        Rule(
+            lambda s, name=name: getattr(s, name),
+            lambda s, name=name: (
+                f"--{name.replace('_', '-')} is of samples with several documents; those of masked models are of one "
+                "document each: leave it out"
+            ),
+        )
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    ),
+)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of samples of files with a sequence for each sentence: Megatron-LM's for BERT and T5, element for element.
+
+A sample is some sentences of one document, one after another, until they have its target length. The target is the
+longest that fits, except for a share of samples (--short-seq-prob) whose target is drawn. Documents are gone through in
+their order, epoch after epoch, until there are enough samples; then all of them are shuffled together.
+
+Which documents give no sample follows from three rules, and they are counted (`Dropped`):
+- it has no sentence;
+- it has several sentences, and one of more than 512 tokens;
+- it has fewer sentences than a sample needs: two for BERT with next-sentence prediction, else one.
+
+Pure functions on arrays; nothing here reads or writes files.
+"""
+
+import array
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+from megatron.data.mt19937 import mt19937, mt19937_64
+from megatron.errors import SettingsError
+
+LONG_SENTENCE = 512  # tokens; Megatron-LM's constant, whatever --seq-length
+
+
+class Dropped(NamedTuple):
+    """Documents of one epoch that give no sample, by rule."""
+
+    empty: int
+    long_sentence: int
+    few_sentences: int
+
+    def told(self, total: int, least: int) -> str:
+        """In words, "" for none; total: documents; least: sentences that a sample needs."""
+        rules = (
+            (self.empty, "without a sentence"),
+            (self.long_sentence, f"of several sentences with one of more than {LONG_SENTENCE} tokens"),
+            (self.few_sentences, f"with fewer than {least} sentences"),
+        )
+        parts = [f"{count:,} {words}" for count, words in rules if count]
+        return f"{sum(self):,} of {total:,} documents are dropped: {', '.join(parts)}" if parts else ""
+
+
+def kept_documents(documents: np.ndarray, lengths: np.ndarray, least: int) -> tuple[np.ndarray, Dropped]:
+    """(bool [documents]: which give samples, how many do not, by rule).
+
+    documents: int64 [documents + 1], the first sentence of each; lengths: tokens of each sentence of the file.
+    """
+    first, last = int(documents[0]), int(documents[-1])
+    long_before = np.zeros(last - first + 1, np.int64)
+    np.cumsum(lengths[first:last] > LONG_SENTENCE, out=long_before[1:])
+    has_long = np.diff(long_before[documents - first]) > 0
+    counts = np.diff(documents)
+    long = (counts > 1) & has_long
+    few = ~long & (counts > 0) & (counts < least)
+    empty = counts == 0
+    return ~(long | few | empty), Dropped(*(int(rule.sum()) for rule in (empty, long, few)))
+
+
+def build_sentence_samples(
+    documents: np.ndarray,
+    lengths: np.ndarray,
+    num_samples: Optional[int],
+    *,
+    longest: int,
+    least: int,
+    short_seq_prob: float,
+    seed: int,
+) -> np.ndarray:
+    """[samples, 3] of (first sentence, last + 1, target length in tokens), in the order of training: as many epochs as
+    `num_samples` take (None: one). uint32, or uint64 for a file of more than 2**32 sentences.
+
+    documents: int64 [documents + 1], the first sentence of each; lengths: tokens of each sentence of the file;
+    longest: tokens that the sentences of a sample may have; least: sentences that it needs.
+    Empty where no document gives a sample. Raises SettingsError for a length or a probability that cannot be.
+    """
+    if longest < 2 or not 0 <= short_seq_prob <= 1:
+        raise SettingsError(
+            f"samples of {longest} tokens, --short-seq-prob {short_seq_prob}: 2 and 0 to 1 are the limits"
+        )
+    kept, _ = kept_documents(documents, lengths, least)
+    bounds = np.stack([documents[:-1], documents[1:]], axis=1)[kept].tolist()
+    dtype = np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.uint64
+    if not bounds:
+        return np.empty((0, 3), dtype)
+    ends, targets = _running_sums(lengths, bounds[-1][1]), _targets(seed, short_seq_prob, longest)
+    firsts, lasts, wanted = [], [], []
+    for epoch in itertools.count():
+        if epoch and (num_samples is None or len(firsts) >= num_samples):
+            break
+        _walk(bounds, ends, targets, least, firsts, lasts, wanted)
+    samples = np.array([firsts, lasts, wanted], dtype).T
+    return np.ascontiguousarray(samples[shuffled_order(len(samples), seed + 1)])
+
+
+def _running_sums(lengths: np.ndarray, stop: int) -> array.array:
+    """Tokens before each sentence, and before the one at `stop`."""
+    sums = np.zeros(stop + 1, np.int64)
+    np.cumsum(lengths[:stop], out=sums[1:])
+    return array.array("q", sums.tobytes())  # `bisect` reads it three times as fast as numpy's
+
+
+def _targets(seed: int, short_seq_prob: float, longest: int) -> Callable[[], int]:
+    """Gives the target length of one sample after another."""
+    ratio = int(1 / short_seq_prob + 0.5) if short_seq_prob else 0  # C++'s round(): halves go up
+    if not ratio:
+        return lambda: longest
+
+    def drawn():
+        for block in mt19937(seed):
+            short = 2 + block % np.uint32(longest - 1)
+            yield from np.where(block % np.uint32(ratio) == 0, short, longest).tolist()
+
+    return drawn().__next__
+
+
+def _walk(bounds, ends, next_target, least: int, firsts: list, lasts: list, targets: list) -> None:
+    """Add the samples of one epoch. A target is drawn for each, and one more at the end of each document.
+
+    A sample ends with the sentence that brings it to its target, if it has `least` sentences then and two or more are
+    left for the next one; otherwise it takes all that are left.
+    """
+    for first, last in bounds:
+        target = next_target()
+        while True:
+            end = bisect_left(ends, ends[first] + target, first + least, last - 1)
+            if end >= last - 1:
+                break
+            firsts.append(first)
+            lasts.append(end)
+            targets.append(target)
+            first, target = end, next_target()
+        firsts.append(first)
+        lasts.append(last)
+        targets.append(target)
+        next_target()
+
+
+def shuffled_order(count: int, seed: int) -> np.ndarray:
+    """Which of `count` things comes i-th: Fisher-Yates from the end with numbers of std::mt19937_64, int64 [count]."""
+    places = np.arange(count - 1, 0, -1)
+    others = (mt19937_64(seed, len(places)) % (places + 1).astype(np.uint64)).tolist()
+    order = list(range(count))
+    for place, other in zip(places.tolist(), others):
+        order[place], order[other] = order[other], order[place]
+    return np.array(order, np.int64)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of T5: the encoder reads a text with spans masked, the decoder writes what was there.
+
+    text            a b c d e f g h
+    masked          c d, f
+    encoder reads   a b <0> e <1> g h
+    decoder reads   [BOS] <0> c d <1> f
+    decoder writes  <0> c d <1> f [EOS]
+
+    train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log)
+
+Equal to Megatron-LM's, element for element, but for what is nobody's: `labels` of padding are 0, not -1. Where Megatron-LM
+ends with an error, a sample with more spans than there are sentinels, or than the decoder has room for, keeps its last
+spans unmasked.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from megatron.data.bert_dataset import padded
+from megatron.data.masked_dataset import (
+    MaskedSamples,
+    build_masked_datasets,
+    masked_settings,
+    model_setting,
+    special_tokens,
+)
+from megatron.data.masking import Masking, Span
+from megatron.errors import SettingsError
+from megatron.settings.schema import Config
+
+MAX_NGRAM = 10
+DECODER = 128  # tokens of a target, where nobody says how many
+SPECIAL_POSITIONS = 2  # Megatron-LM leaves room for [BOS] and [EOS]
+
+
+def build_datasets(
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    sizes: Sequence[int],
+    log: Callable[[str], None] = lambda text: None,
+    *,
+    decoder_seq_length: Optional[int] = None,
+) -> tuple:
+    """(train, valid, test), each None or with at least `sizes` samples. The encoder's length is --seq-length.
+
+    decoder_seq_length: default: the recipe's setting of that name, else 128 or --seq-length if that is less
+
+    Raises SettingsError for a vocabulary without [BOS], [EOS] or sentinels, or a decoder that is too short, DataError where
+    data is missing or too little.
+    """
+    if decoder_seq_length is None:
+        decoder_seq_length = model_setting(config, "decoder_seq_length", min(DECODER, config.model.seq_length))
+    samples, text = t5_samples(config, tokenizer, vocab_size, decoder_seq_length, log)
+    return build_masked_datasets(config, vocab_size, sizes, log, samples, text)
+
+
+def t5_samples(config: Config, tokenizer, vocab_size: int, decoder_seq_length: int, log) -> tuple["T5Samples", int]:
+    """(what samples are like, ids of text)."""
+    settings, mock, length = masked_settings(config), config.data.mock_data, config.model.seq_length
+    special = special_tokens(tokenizer, vocab_size, ("bos", "eos"), True, mock)
+    spans = settings.mask_spans or "geometric"
+    names = ("cls", "sep") if tokenizer is not None else ()
+    apart = tuple(id for name in names if (id := tokenizer.special(name)) is not None)
+    masking = Masking(settings.mask_prob, spans, settings.mask_max_ngram or MAX_NGRAM, special.inner, apart)
+    longest = length - SPECIAL_POSITIONS
+    most, sentinels = masking.most(longest), special.sentinels
+    _check_room(spans, most, len(sentinels), decoder_seq_length, longest, log)
+    bos, eos = special.ids["bos"], special.ids["eos"]
+    samples = T5Samples(settings, masking, longest, 1, length, decoder_seq_length, bos, eos, tuple(sentinels))
+    return samples, min(*special.ids.values(), *sentinels)
+
+
+def _check_room(spans: str, most: int, sentinels: int, decoder: int, longest: int, log) -> None:
+    """Raise SettingsError where spans of one token each cannot all be masked; tell where that could happen otherwise."""
+    single = 2 * most + 1  # [BOS], and a sentinel and a token for each span
+    if decoder < 3:
+        raise SettingsError(f"--decoder-seq-length {decoder} has no room for a masked token", do="give 128")
+    if spans == "words" and (sentinels < most or decoder < single):
+        raise SettingsError(
+            f"--mask-spans words masks up to {most} words of a sample of {longest} tokens: that takes {most} sentinels and "
+            f"a decoder of {single} tokens",
+            f"there are {sentinels}, and --decoder-seq-length {decoder}",
+            f"--vocab-extra-ids {most} --decoder-seq-length {single}, or a shorter --seq-length",
+        )
+    if sentinels < most or decoder < most + 1 + most // 3:
+        log(
+            f"note: up to {most} tokens of a sample are masked; spans that find none of the {sentinels} sentinels left, or "
+            f"no room in a decoder of {decoder} tokens, stay unmasked"
+        )
+
+
+@dataclass(frozen=True)
+class T5Samples(MaskedSamples):
+    """See `MaskedSamples`. encoder, decoder: lengths with special tokens and padding."""
+
+    encoder: int
+    decoder: int
+    bos: int
+    eos: int
+    sentinels: tuple[int, ...]
+
+    def make(self, sentences: list[np.ndarray], target: int, state: np.random.RandomState) -> dict[str, np.ndarray]:
+        """Arrays of one sample, padded at the end; s: length of the encoder's input, t: of the decoder's.
+
+        text_enc   int64 [s]: the text, a sentinel for each masked span
+        text_dec   int64 [t]: [BOS], then each sentinel and what it stands for
+        labels     int64 [t]: the same without [BOS], then [EOS]
+        loss_mask  float32 [t]: 1 for what is no padding
+        enc_mask   int64 [s], dec_mask int64 [t]: 1 for what is no padding
+        truncated  int64: 1 where tokens were cut off at the end
+        """
+        tokens = np.concatenate(sentences).astype(np.int64)
+        truncated = len(tokens) > target
+        tokens = tokens[:target]
+        spans = self.fitting(self.masking.choose(tokens, target, state)[0])
+        read, written = self.with_sentinels(tokens.tolist(), spans)
+        text_enc = np.array(read, np.int64)
+        text_dec, labels = np.array([self.bos, *written], np.int64), np.array([*written, self.eos], np.int64)
+        return dict(
+            text_enc=padded(text_enc, self.encoder),
+            text_dec=padded(text_dec, self.decoder),
+            labels=padded(labels, self.decoder),
+            loss_mask=padded(np.ones(len(labels), np.float32), self.decoder),
+            enc_mask=padded(np.ones_like(text_enc), self.encoder),
+            dec_mask=padded(np.ones_like(text_dec), self.decoder),
+            truncated=np.array(int(truncated)),
+        )
+
+    def fitting(self, spans: list[Span]) -> list[Span]:
+        """The first spans for which there are sentinels, and room in the decoder behind [BOS]."""
+        sizes = np.cumsum([1 + len(span.tokens) for span in spans])
+        room = int(np.searchsorted(sizes, self.decoder - 1, side="right"))
+        return spans[: min(room, len(self.sentinels))]
+
+    def with_sentinels(self, tokens: list[int], spans: list[Span]) -> tuple[list[int], list[int]]:
+        """(the text with a sentinel for each span, each sentinel and what it stands for)."""
+        read, written, start = [], [], 0
+        for sentinel, span in zip(self.sentinels, spans):
+            read += [*tokens[start : span.positions[0]], sentinel]
+            written += [sentinel, *span.tokens]
+            start = span.positions[-1] + 1
+        return read + tokens[start:], written

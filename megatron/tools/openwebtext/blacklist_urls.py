@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of web addresses without those that hold no text, are no addresses, or were met before.
+
+    python -m megatron.tools.openwebtext.blacklist_urls URLs/ clean_urls.txt
+
+IN is a list (`.txt`, one address a line; also .gz .bz2 .xz .zst), a `.zip` of lists, or a folder of them, searched below.
+Each address counts under the first reason that holds: its domain, its ending, 8 letters or fewer, malformed, met before.
+What stays keeps its order. Nothing is fetched and nothing unpacked to the disk. A list that cannot be read whole is named
+at the end (exit code 4); what could be read of it counts.
+"""
+
+import lzma
+import os
+import re
+import sys
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+from urllib.parse import urlsplit
+
+import xxhash
+
+from megatron.corpus.lines import split
+from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
+from megatron.data.json_input import Ahead, Source, compression_of, decompressed
+from megatron.errors import DataError, Failure, SettingsError, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+from megatron.storage.durable import storage_errors, sync_folder
+from megatron.tools.positional import divide, expect
+
+PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
+LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, beside .zip
+LONGEST = 8192  # bytes of an address: browsers and servers take no longer ones
+SHORTEST = 9  # "http://a." is no address yet
+ADDRESS = re.compile(
+    r"https?://"
+    r"(?:(?:[\w](?:[\w-]{0,61}[\w])?\.)+(?:[^\W\d_]{2,63}|xn--[a-z0-9-]{1,59})\.?"  # labels, the last one of letters
+    r"|\d{1,3}(?:\.\d{1,3}){3})"
+    r"(?::\d{1,5})?"
+    r"(?:[/?#][^\s\x00-\x1f\x7f\ufffd]*)?",
+    re.IGNORECASE,
+)
+REASONS = dict(  # in the order of the checks
+    domain="of a domain of the list",
+    extension="with an ending of the list",
+    short="of 8 letters or fewer",
+    malformed="malformed",
+    duplicate="met before",
+)
+
+
+@dataclass(frozen=True)
+class BlacklistOptions:
+    """What is left out, and how much a packed list may hold."""
+
+    blacklist: Optional[str] = setting(
+        "a list of domains and endings in place of ours (its form: see blacklist.txt)", None
+    )
+    log_interval: int = setting("addresses between progress lines", 100_000)
+    max_unpacked_gb: float = setting("a packed list that holds more is left there: a zip bomb", 64.0)
+
+
+def main(argv: list[str]) -> None:
+    """IN OUT: read the lists, write what stays, print the counts."""
+    files, flags = divide(argv, BlacklistOptions)
+    common = tuple(BlacklistOptions.__dataclass_fields__)
+    options = parse(
+        flags,
+        dict(blacklist=BlacklistOptions),
+        prog=f"{PROG} IN OUT",
+        description=__doc__.split("\n")[0],
+        common=common,
+    )["blacklist"]
+    source, target = expect(files, "IN OUT", PROG)
+    if options.log_interval < 1 or options.max_unpacked_gb <= 0:
+        raise SettingsError("--log-interval starts at 1, --max-unpacked-gb above 0")
+    sift = Sift(*read_blacklist(options.blacklist or Path(__file__).with_name("blacklist.txt")))
+    set_aside = sift_lists(source, Path(target), sift, options)
+    print(f"FINAL | {sift.figures()}")
+    if set_aside:
+        what = f"{len(set_aside)} list{'s' * (len(set_aside) > 1)} could not be read whole"
+        raise DataError(what, "\n  ".join(set_aside), f"mend or remove them; {target} has what could be read")
+
+
+def read_blacklist(path: str | Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(names of domains, endings with their dot) of a list. Raises DataError where there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--blacklist {path}: cannot be read: {error}") from None
+    entries = [line.split("#")[0].strip().lower() for line in text.splitlines()]
+    return frozenset(e for e in entries if e and e[0] != "."), tuple(e for e in entries if e[:1] == ".")
+
+
+class Sift:
+    """Says of one address after the other why it is left out. Remembers those that stay: about 100 bytes each."""
+
+    def __init__(self, domains: frozenset[str], extensions: tuple[str, ...]):
+        try:
+            from tld import get_tld
+        except ImportError as error:
+            do = "pip install 'megatron[corpus]' (or tld)"
+            raise DataError("the list of public suffixes needs the package tld", str(error), do) from None
+        self._public, self._domains, self._extensions = get_tld, domains, extensions
+        self._met: set[bytes] = set()
+        self.counts = Counter(dict.fromkeys(("read", "kept", *REASONS), 0))
+
+    def __call__(self, address: str) -> str:
+        """The reason, one of REASONS; "" for an address that stays."""
+        reason = self._judge(address)
+        self.counts["read"] += 1
+        self.counts[reason or "kept"] += 1
+        return reason
+
+    def _judge(self, address: str) -> str:
+        try:
+            parts = urlsplit(address)
+            host = (parts.hostname or "").rstrip(".")
+        except ValueError:  # brackets of an IPv6 address that do not close
+            return "short" if len(address) < SHORTEST else "malformed"
+        if host and self._of_a_domain(host):
+            return "domain"
+        if parts.path.lower().endswith(self._extensions) or parts.query.lower().endswith(self._extensions):
+            return "extension"
+        if len(address) < SHORTEST:
+            return "short"
+        if not ADDRESS.fullmatch(address):
+            return "malformed"
+        mark = xxhash.xxh3_128_digest(address.encode())
+        if mark in self._met:
+            return "duplicate"
+        self._met.add(mark)
+        return ""
+
+    def _of_a_domain(self, host: str) -> bool:
+        found = self._public(
+            f"http://{host}", fail_silently=True, as_object=True, search_private=False
+        )  # private suffixes (github.io) are registered domains of somebody, too
+        return found is not None and bool({found.domain, found.fld} & self._domains)
+
+    def figures(self) -> str:
+        """All counts on a line, in the order of the checks."""
+        told = " | ".join(f"{REASONS[name]}: {self.counts[name]:,}" for name in REASONS)
+        return f"addresses: {self.counts['read']:,} | {told} | kept: {self.counts['kept']:,}"
+
+
+def sift_lists(source: str, target: Path, sift: Sift, options: BlacklistOptions) -> list[str]:
+    """Write what stays of all lists into `target`, which appears when it is whole. Returns what could not be read.
+
+    Raises DataError where there is no list.
+    """
+    paths = find_lists(source)
+    aside, set_aside = target.with_name(f".{target.name}.tmp"), []
+    with storage_errors(target):
+        try:
+            with open(aside, "wb") as out:
+                for path in paths:
+                    try:
+                        for address in addresses(path, options.max_unpacked_gb * 1e9):
+                            if not sift(address):
+                                out.write(address.encode() + b"\n")
+                            if sift.counts["read"] % options.log_interval == 0:
+                                print(f"PROGRESS | {sift.figures()}", flush=True)
+                    except Unreadable as error:
+                        set_aside.append(f"{path}: {error}")
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(aside, target)
+            sync_folder(target.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+    return set_aside
+
+
+def find_lists(source: str) -> list[str]:
+    """The lists that IN names: itself, or those of a folder, sorted. Links to folders are not followed: no circles."""
+    if not os.path.isdir(source):
+        if not os.path.exists(source):
+            raise DataError(f"{source}: no such list or folder")
+        return [source]
+    found = [
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(source)
+        for name in names
+        if name.lower().endswith((*LISTS, ".zip")) and not name.startswith(".")
+    ]
+    if not found:
+        raise DataError(f"{source}: the folder holds no lists", do=f"lists are *{' *'.join((*LISTS, '.zip'))}")
+    return sorted(path for path in found if os.path.isfile(path))
+
+
+class Unreadable(Exception):
+    """A list that is damaged, locked, or too large. The text says why."""
+
+
+def addresses(path: str, most: float) -> Iterator[str]:
+    """The addresses of a list, in order, without blank lines. most: bytes that it may unpack to. Raises Unreadable."""
+    try:
+        with open(path, "rb") as raw:
+            head = raw.peek(6)[:6]
+            if not head.startswith(b"PK\x03\x04"):
+                packed = compression_of(head) in COMPRESSIONS.values()
+                stream = decompressed(raw, Source(path, 0, compression_of(head)))
+                yield from _addresses(_Limited(stream, most if packed else float("inf")))
+                return
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if not member.is_dir():
+                    with archive.open(member) as stream:
+                        limited = _Limited(stream, most)
+                        yield from _addresses(limited)
+                        most = limited.left
+    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise Unreadable(f"damaged or locked: {error or type(error).__name__}") from None
+    except (OSError, Failure) as error:  # bz2 and gzip raise OSError at bad data, zstd our own
+        raise Unreadable(str(error).splitlines()[0]) from None
+
+
+class _Limited:
+    """The blocks of a stream, up to so many bytes. Raises Unreadable where there are more."""
+
+    def __init__(self, stream, most: float):
+        self._stream, self._most, self.left = Ahead(stream), most, most
+
+    def __iter__(self) -> Iterator[bytes]:
+        while data := self._stream.read(1 << 16):
+            self.left -= len(data)
+            if self.left < 0:
+                raise Unreadable(f"it unpacks to more than {self._most / 1e9:,.3g} GB")
+            yield data
+
+
+def _addresses(blocks: Iterable[bytes]) -> Iterator[str]:
+    """The lines without their blanks, blank ones left out. What is too long or no UTF-8 comes out malformed."""
+    for line in split(blocks, LONGEST):
+        if text := line.strip():
+            yield text.decode("utf-8", errors="replace") if len(line) <= LONGEST else f"? {line[:64]!r}"
+
+
+if __name__ == "__main__":
+    run_main(main, sys.argv[1:])

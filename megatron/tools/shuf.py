@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of files in a random order, as `shuf` gives them, in bounded memory and the same for the same --seed.
+
+    python -m megatron.tools.shuf dedup.json -o train_data.json --seed 1
+
+IN is one file or several, packed or not (.gz .zst .bz2 .xz), or `-` for stdin; all their lines, blank ones too, go into the
+one order. OUT is plain text and may be IN; without it lines go to stdout. What does not fit into --memory-gb goes through a
+folder beside OUT, which takes about as much as the text packed by zstd.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Optional
+
+from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+from megatron.storage.durable import WriterLock, storage_errors, sync_folder
+from megatron.tools.positional import divide
+
+PROG = "python -m megatron.tools.shuf"
+UNKNOWN = 64 << 30  # bytes that stdin is taken to have, in the choice of partitions
+
+
+@dataclass(frozen=True)
+class ShufOptions:
+    """Where the lines go, and in which order."""
+
+    output: Optional[str] = setting("where the lines go (-o; default: stdout)", None)
+    seed: int = setting("another number, another order", 1234)
+    head_count: Optional[int] = setting("at most so many lines (-n)", None)
+    memory_gb: float = setting("memory for lines", 1.0)
+
+
+def main(argv: list[str]) -> None:
+    """IN ... -o OUT: shuffle."""
+    files, flags = divide(argv, ShufOptions, {"-o": "--output", "-n": "--head-count"})
+    options = parse(
+        flags,
+        dict(shuf=ShufOptions),
+        prog=f"{PROG} IN ...",
+        description=__doc__.split("\n")[0],
+        common=tuple(ShufOptions.__dataclass_fields__),
+    )["shuf"]
+    if options.memory_gb < 0.01 or (options.head_count or 0) < 0:
+        raise SettingsError("--memory-gb starts at 0.01, --head-count at 0")
+    files = files or ["-"]
+    for file in files:
+        if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):
+            raise DataError(f"{file}: no such file", do=f"{PROG} IN ... -o OUT")
+    memory = int(options.memory_gb * 1e9)
+    shuffle_files(files, options.output and Path(options.output), options.seed, memory, options.head_count)
+
+
+def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: int, most: Optional[int] = None) -> None:
+    """Write the lines of the files in their new order into `target`, which appears when it is whole; None: stdout."""
+    from megatron.corpus.lines import lines
+    from megatron.corpus.shuffle import fitting_partitions, gather_lines, longest_line, scatter_lines
+
+    sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
+    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more where packed: gathered in rounds
+    with _folder_for(target) as folder:
+        numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
+        scatter_lines(numbered, folder, seed, partitions, memory)
+        ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
+        _write(islice(ordered, most), target, folder)
+
+
+@contextmanager
+def _folder_for(target: Optional[Path]) -> Iterator[Path]:
+    """An empty folder for the time of the shuffle, beside the target; one that a killed shuffle left is emptied."""
+    if target is None:
+        with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
+            yield Path(name)
+        return
+    folder = target.with_name(f".{target.name}.shuf")
+    with storage_errors(target):
+        folder.mkdir(exist_ok=True)
+        lock = WriterLock(folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+
+
+def _write(ordered: Iterable[bytes], target: Optional[Path], folder: Path) -> None:
+    if target is None:
+        for line in ordered:
+            sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    with open(folder / "out", "wb") as out:
+        for line in ordered:
+            out.write(line + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(folder / "out", target)
+    sync_folder(target.parent)
+
+
+if __name__ == "__main__":
+    run_main(main)
