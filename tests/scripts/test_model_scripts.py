@@ -145,7 +145,9 @@ def test_preflight(name, first_with, monkeypatch):
     assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "shrunk"] for line in told), told
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
+)
 def test_the_shrunk_job_trains(name, first_with, capfd):
     if f"SHRINK=1 bash scripts/{name}.sh" in GUIDE:
         pytest.skip("run through bash: it is in the guide")
