@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.corpus.commit import commit, read_receipt
+from megatron.corpus.commit import commit, discard, read_receipt
 from megatron.corpus.documents import join_shards
 from megatron.corpus.plan import TASKS, CorpusPlan, CorpusTask
 from megatron.corpus.registry import load
@@ -87,7 +87,8 @@ class Agenda:
         self.plan, self.output = plan, output
         wanted = set(plan.tasks if only is None else only)
         self.done = {f for f in plan.tasks if read_receipt(output / TASKS / f, whole)}
-        self.found = len(self.done & wanted)
+        for folder in wanted - self.done if whole else ():
+            discard(output / TASKS / folder)  # sizes alone would take it for good
         self.running: set[str] = set()
         self.failures: dict[str, list[str]] = {}
         self.quarantined: dict[str, str] = {}

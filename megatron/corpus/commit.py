@@ -76,7 +76,8 @@ def _publish(work: Path, folder: Path, content: dict[str, Any]) -> dict[str, Any
         if other is None:
             discard(folder)  # no receipt, or files that are not those of it
         elif other["files"] != content["files"]:
-            what = ", ".join(sorted({name for name, _ in other["files"].items() ^ content["files"].items()}))
+            names = sorted(other["files"].keys() | content["files"].keys())
+            what = ", ".join(name for name in names if other["files"].get(name) != content["files"].get(name))
             do = "its code reads something beside its inputs (a clock, random numbers, the order of a set): mend that"
             raise DataError(f"{folder}: two attempts wrote different bytes ({what})", do=do)
         else:

@@ -65,8 +65,7 @@ def run(
     """
     with storage_errors(output):
         (output / TASKS).mkdir(parents=True, exist_ok=True)
-    for phase in plan.phases:
-        remove_dead_attempts(output / TASKS / phase)
+    _remove_dead(plan, output)
     agenda = Agenda(plan, output, whole=whole)
     reporter = _Reporter(agenda, output, report)
     agenda.on_change = reporter
@@ -75,6 +74,7 @@ def run(
     try:
         with storage_errors(output):
             runner(agenda, output)
+            _remove_dead(plan, output)
             state = "failed" if agenda.left else "done"
             if not agenda.left:
                 publish_final(plan, output)
@@ -83,6 +83,11 @@ def run(
     if agenda.left:
         raise set_aside_error(plan, output, agenda.quarantined, len(agenda.blocked()))
     return reporter.progress
+
+
+def _remove_dead(plan: CorpusPlan, output: Path) -> None:
+    for phase in plan.phases:
+        remove_dead_attempts(output / TASKS / phase)
 
 
 def set_aside_error(plan: CorpusPlan, output: Path, quarantined: dict[str, str], blocked: int) -> DataError:
@@ -136,7 +141,7 @@ def publish_final(plan: CorpusPlan, output: Path) -> Path:
     wanted = _final_files(plan, output)
     mark = dict(plan=plan.id, files={name: entry[1:] for name, entry in wanted.items()})
     try:
-        if json.loads((final / MANIFEST).read_text()) == mark and all((final / name).exists() for name in wanted):
+        if json.loads((final / MANIFEST).read_text()) == mark and _same_files(final, wanted):
             return final
     except (OSError, ValueError):
         pass
@@ -154,6 +159,11 @@ def publish_final(plan: CorpusPlan, output: Path) -> Path:
     for old in output.glob(".final-*"):
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _same_files(final: Path, wanted: dict[str, tuple]) -> bool:
+    """Whether the names in `final` stand for the tasks' files of today: a damaged one may have been made again."""
+    return all((final / name).exists() and os.path.samefile(final / name, wanted[name][0]) for name in wanted)
 
 
 def _final_files(plan: CorpusPlan, output: Path) -> dict[str, tuple]:

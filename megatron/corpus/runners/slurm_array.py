@@ -2,9 +2,9 @@
 """Tasks as SLURM job arrays: an array a phase, each behind the one before it.
 
 Task i of n of an array does the tasks of its phase whose hash mod n is i (`work_on`, by `corpus_array.sbatch`), with the
-processes of the local runner. A task of the corpus that fails four times is set aside on the disk, and the task of the array
-ends well all the same: `afterok` then lets the next phase do what does not need it. What jobs lost that were killed is
-submitted again by whoever waits, or by the same command.
+processes of the local runner. A task of the corpus that fails four times is set aside on the disk, and the task of the
+array ends well all the same: `afterok` then lets the next phase do what does not need it. What jobs lost that were killed
+is submitted again by whoever waits, or by the same command.
 """
 
 import shutil
