@@ -319,20 +319,20 @@ def split_lines(read: Callable[[int], bytes], most: int) -> Iterator[tuple[bytes
     >>> [row for row in split_lines(io.BytesIO(b"one" + b"x" * 9 + chr(10).encode() + b"two").read, 5)]
     [(b'onexxxxxxxxx', 13, True), (b'two', 3, False)]
     """
-    rest, dropped = b"", 0  # of a line that is too long: its beginning, and how much of it has gone
+    rest, long = b"", 0  # of a line without an end yet: its beginning; how long it is so far, if too long
     while chunk := read(CHUNK):
-        if dropped:
+        if long:
             end = chunk.find(b"\n")
             if end < 0:
-                dropped += len(chunk)
+                long += len(chunk)
                 continue
-            yield rest, len(rest) + dropped + end + 1, True
-            rest, dropped, chunk = b"", 0, chunk[end + 1 :]
+            yield rest, long + end + 1, True
+            rest, long, chunk = b"", 0, chunk[end + 1 :]
         lines = (rest + chunk).split(b"\n")
         rest = lines.pop()
         for line in lines:
             yield (line[: 2 * HEAD], len(line) + 1, True) if len(line) > most else (line, len(line) + 1, False)
         if len(rest) > most:
-            dropped, rest = len(rest) - 2 * HEAD, rest[: 2 * HEAD]
+            rest, long = rest[: 2 * HEAD], len(rest)
     if rest:
-        yield rest[: 2 * HEAD] if len(rest) > most else rest, len(rest) + dropped, bool(dropped) or len(rest) > most
+        yield rest, long or len(rest), bool(long)
