@@ -70,4 +70,17 @@ class StagePhase:
 
 # Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last
 # phase writes the shards that go on: files `*.jsonl.zst` (or what a last stage makes: token files).
+#
+# What the engine does with them (`plan.py`, `agenda.py`):
+# - Inputs of `split` are folders of earlier tasks, files in them, or shards; each decides what has to be done before.
+# - Each task of the last phase makes one shard: several files `*.jsonl.zst` of its folder are joined in the order of their
+#   names, none is an empty shard. `documents.py` reads and writes shards.
+# - A task is identified by its function, its options (texts that name files: with the files' bytes), its inputs, and the
+#   version of its code: VERSION in its module, or the digest of the module's source where there is none.
+# The module of a stage may also have
+#   OPTIONS         a dataclass whose fields are the options: the engine then checks a recipe's against it
+#   MAKES_TOKENS    True: no documents come out, the stage is the last
+#   explain         (made, shard, row, document, options) -> {"reason": word, "figures": {...}} of a document that the stage
+#                   dropped or changed, or None. made: phase -> the folders of its tasks, all done; shard, row: where among
+#                   the shards that the stage read the document stood, from 0
 StageOfPhases = Callable[[Mapping[str, Any], int, int], list[StagePhase]]

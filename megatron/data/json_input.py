@@ -15,7 +15,7 @@ import os
 import sys
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -58,13 +58,14 @@ def find_sources(inputs: list[str]) -> list[Source]:
     Files of a glob or folder come sorted by path, so that the order of documents does not depend on the disk.
     Raises DataError for what does not exist or holds nothing.
     """
-    paths = [path for given in inputs for path in _expand(given)]
+    paths = [path for given in inputs for path in expand(given)]
     if paths.count(STDIN) > 1:
         raise DataError("--input - is given twice: stdin can be read once")
     return [_source(path) for path in paths]
 
 
-def _expand(given: str) -> list[str]:
+def expand(given: str) -> list[str]:
+    """The paths that one of them names, sorted where it names several. Raises DataError where there is none."""
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
@@ -154,7 +155,17 @@ def read_blocks(source: Source, block_size: int) -> Iterator[tuple[bytes, int]]:
 
     Raises DataError when compressed data is damaged or cut short.
     """
-    with _open(source) as raw, _telling_damage(source.path):
+    with telling_damage(source.path):
+        for part, position in read_streams(source):
+            for data in _whole_lines(part, block_size):
+                yield data, position()
+
+
+def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
+    """The plain bytes of a file, or of each text in an archive, each to be read before the next; with it, a function that
+    tells how many bytes were read from the disk so far. What reads them does so inside of `telling_damage`.
+    """
+    with _open(source) as raw, telling_damage(source.path):
         says, compression = claimed(source.path), _compression(raw, source)
         stream = Ahead(decompressed(raw, source))
         inside = compression or ""
@@ -163,8 +174,7 @@ def read_blocks(source: Source, block_size: int) -> Iterator[tuple[bytes, int]]:
         else:
             parts = [stream]
         for part in parts:
-            for data in _whole_lines(part, block_size):
-                yield data, _position(raw)
+            yield part, lambda: _position(raw)
 
 
 def _whole_lines(stream, block_size: int) -> Iterator[bytes]:
@@ -256,7 +266,7 @@ def _compression(raw: BinaryIO, source: Source) -> str | None:
 
 
 @contextlib.contextmanager
-def _telling_damage(path: str):
+def telling_damage(path: str):
     """What the libraries raise at data that is cut short or changed becomes a DataError."""
     try:
         yield
@@ -289,7 +299,7 @@ class ZstdStream:
     def read(self, size: int) -> bytes:
         """At least `size` bytes, fewer only at the end."""
         pieces, length = [], 0
-        while length < size and (data := self._raw.read(1 << 17)):
+        while length < size and (data := self._raw.read(1 << 12)):  # 4 KB may hold 128 MB of zeros
             pieces += (out := self._decompress(data))
             length += sum(map(len, out))
         if length < size and self._frame is not None:

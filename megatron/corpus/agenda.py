@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of a plan: which tasks can run now, which have failed how often, which are given up. Knows no runner.
+
+    agenda = Agenda(plan, output)
+    while not agenda.over:
+        task = agenda.take()              # None: wait for one that runs
+        agenda.finish(execute(task, output))
+
+A task that fails is tried again behind the others; after MOST_ATTEMPTS it is set aside (quarantined) with its last reason,
+and what needs it is left undone. All else is done. A full disk is nobody's fault and ends the run at once.
+"""
+
+import errno
+import json
+import os
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.corpus.commit import commit, discard, read_receipt
+from megatron.corpus.documents import join_shards
+from megatron.corpus.plan import TASKS, CorpusPlan, CorpusTask
+from megatron.corpus.registry import load
+from megatron.errors import StorageError, explain
+from megatron.storage.durable import replace_file
+
+MOST_ATTEMPTS = 4
+QUARANTINE = "quarantine"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """What became of an attempt. reason: why it failed, None where it did not; storage: the disk did; what may pass
+    between machines is this, not the files."""
+
+    folder: str
+    reason: Optional[str] = None
+    storage: bool = False
+    counts: Optional[dict[str, Any]] = None
+    seconds: float = 0.0
+
+
+def execute(task: CorpusTask, output: Path) -> TaskOutcome:
+    """Run a task here, to its commit. Does not raise for what the task raises."""
+    base = output / TASKS
+    inputs = [base / path for path in task.inputs]
+
+    def fill(work: Path) -> dict[str, Any]:
+        counts = load(task.function)(inputs, work, dict(task.options)) or {}
+        if task.joins:
+            join_shards(work)
+        return dict(counts)
+
+    about = dict(task=task.folder, function=task.function, options=task.options, needs=list(task.needs))
+    try:
+        receipt = commit(base / task.folder, fill, about)
+    except OSError as error:
+        return TaskOutcome(task.folder, reason_of(error), storage=error.errno in _FULL)
+    except StorageError as error:
+        return TaskOutcome(task.folder, str(error), storage=True)
+    except Exception as error:
+        return TaskOutcome(task.folder, reason_of(error))
+    return TaskOutcome(task.folder, counts=receipt["counts"], seconds=receipt["attempt"]["seconds"])
+
+
+def reason_of(error: BaseException) -> str:
+    """What to say of an attempt that failed: the message, and for a surprise the place."""
+    if failure := explain(error):
+        return " ".join(filter(None, (failure.what, failure.why)))
+    calls = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(calls[-1].filename).name}:{calls[-1].lineno})" if calls else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+class Agenda:
+    """The state of a run in its driver's memory. What is done is known from the disk, and so is it after a kill."""
+
+    def __init__(
+        self, plan: CorpusPlan, output: Path, only: Optional[Iterable[str]] = None, whole: bool = False
+    ) -> None:
+        """only: folders of the tasks to do; default: all. whole: done is what has the right bytes, not only sizes."""
+        self.plan, self.output = plan, output
+        wanted = set(plan.tasks if only is None else only)
+        self.done = {f for f in plan.tasks if read_receipt(output / TASKS / f, whole)}
+        for folder in wanted - self.done if whole else ():
+            discard(output / TASKS / folder)  # sizes alone would take it for good
+        self.running: set[str] = set()
+        self.failures: dict[str, list[str]] = {}
+        self.quarantined: dict[str, str] = {}
+        self.wanted = wanted
+        self.waits = {f: set(plan.tasks[f].needs) - self.done for f in wanted - self.done}
+        self.feeds: dict[str, list[str]] = {}
+        for folder in sorted(self.waits):
+            for need in self.waits[folder]:
+                self.feeds.setdefault(need, []).append(folder)
+        self.ready = deque(f for f in plan.tasks if f in self.waits and not self.waits[f])
+        self.on_change: Callable[[Agenda], None] = lambda agenda: None
+        for folder in self.waits:
+            _quarantine_file(output, folder).unlink(missing_ok=True)  # it is tried again
+
+    @property
+    def over(self) -> bool:
+        return not self.ready and not self.running
+
+    @property
+    def left(self) -> int:
+        """Tasks that are not done: running, waiting or blocked."""
+        return len(self.wanted - self.done)
+
+    def take(self) -> Optional[CorpusTask]:
+        """A task to be run now; None where all that can be is running."""
+        if not self.ready:
+            return None
+        folder = self.ready.popleft()
+        self.running.add(folder)
+        return self.plan.tasks[folder]
+
+    def finish(self, outcome: TaskOutcome) -> None:
+        """Take note of an attempt's end. Raises StorageError for a disk that is full or gone."""
+        self.running.discard(outcome.folder)
+        if outcome.storage:
+            raise StorageError(
+                f"{self.output}: cannot be written: {outcome.reason}",
+                "what is done stays done",
+                "free some space, then run the same command again",
+            )
+        if outcome.reason is None:
+            self.done.add(outcome.folder)
+            for folder in self.feeds.get(outcome.folder, ()):
+                self.waits[folder].discard(outcome.folder)
+                if not self.waits[folder] and folder not in self.done:
+                    self.ready.append(folder)
+        else:
+            reasons = self.failures.setdefault(outcome.folder, [])
+            reasons.append(outcome.reason)
+            if len(reasons) < MOST_ATTEMPTS:
+                self.ready.append(outcome.folder)
+            else:
+                self.quarantined[outcome.folder] = outcome.reason
+                write_quarantine(self.output, self.plan.tasks[outcome.folder], reasons)
+        self.on_change(self)
+
+    def blocked(self) -> list[str]:
+        """Tasks that are not done because one that they need is not."""
+        return sorted(self.wanted - self.done - self.quarantined.keys() - self.running - set(self.ready))
+
+
+# ---------------------------------------------------------------------------------------------------- quarantine
+
+
+def write_quarantine(output: Path, task: CorpusTask, reasons: list[str]) -> None:
+    """Say on the disk that a task is given up, where other processes read it."""
+    path = _quarantine_file(output, task.folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = dict(task=task.folder, about=task.about, inputs=list(task.inputs), reasons=reasons)
+    replace_file(path, json.dumps(content, indent=1).encode())
+
+
+def read_quarantine(output: Path, plan: CorpusPlan) -> dict[str, str]:
+    """Folder -> reason of the tasks of the plan that are given up and not done."""
+    found = {}
+    folder = output / QUARANTINE
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        with suppress(OSError, ValueError, KeyError):
+            content = json.loads(path.read_text())
+            if content["task"] in plan.tasks and not read_receipt(output / TASKS / content["task"]):
+                found[content["task"]] = content["reasons"][-1]
+    return found
+
+
+def _quarantine_file(output: Path, folder: str) -> Path:
+    return output / QUARANTINE / f"{folder.replace('/', '-')}.json"
+
+
+def child_threads() -> None:
+    """One thread a task: the runner has as many tasks as there are cores."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, "1")

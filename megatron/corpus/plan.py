@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe becomes a list of tasks, the same on every machine, before anything runs.
+
+The id of a task is a hash of its function, the version of that code, its options, and what it reads: the ids of the tasks
+that make it, the digests of files that nobody makes. So a task that has been done is done for every recipe that asks for
+the same, and a changed option redoes what depends on it and nothing else. Paths, times and numbers of workers are in no id.
+
+    <output>/tasks/02-filter/3f0c.../documents.jsonl.zst      a task's folder: its phase, its id
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.corpus import filtering, shards
+from megatron.corpus.digests import Digests
+from megatron.corpus.documents import SHARD
+from megatron.corpus.recipe import CorpusRecipe, StageWanted
+from megatron.corpus.registry import code_version, filter_options, load, module_of, phase_options, stage_address
+from megatron.corpus.stage import StagePhase
+from megatron.errors import Failure, SettingsError, UsageError
+
+TASKS = "tasks"
+
+
+@dataclass(frozen=True)
+class CorpusTask:
+    """A call of a function with paths and options, whose files go into a folder of its own.
+
+    folder: <phase>/<id>; inputs: paths below `tasks/`, or absolute ones of files that nobody makes; needs: folders of
+    other tasks; joins: what it writes are documents, which become one shard; about: what it works on, for messages
+    """
+
+    folder: str
+    function: str
+    inputs: tuple[str, ...]
+    needs: tuple[str, ...]
+    options: Mapping[str, Any]
+    joins: bool = False
+    about: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.folder.rpartition("/")[2]
+
+    @property
+    def phase(self) -> str:
+        return self.folder.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of the plan. phases: name in the plan -> folders of its tasks, in order (one may stand there twice: equal
+    inputs); reads, makes: the shards, or what a last stage makes."""
+
+    name: str
+    phases: dict[str, list[str]]
+    reads: list[str]
+    makes: list[str]
+    where: str = ""
+    address: str = ""  # of its phases; "" for shards and filters
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CorpusPlan:
+    """All tasks by folder, in an order in which each comes behind those that it needs."""
+
+    tasks: dict[str, CorpusTask]
+    stages: list[PlannedStage]
+    set_aside: list[tuple[str, str]]  # input files that cannot be read, with the reason
+    samples: int = 0
+
+    @property
+    def id(self) -> str:
+        return _hash([*self.tasks])
+
+    @property
+    def phases(self) -> dict[str, list[str]]:
+        return {name: folders for stage in self.stages for name, folders in stage.phases.items()}
+
+    @property
+    def final(self) -> list[str]:
+        """What the corpus is in the end: shards, or the folders of token files; paths below `tasks/`."""
+        return self.stages[-1].makes
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "CorpusPlan":
+        content = json.loads(text)
+        tasks = {
+            name: CorpusTask(**dict(task, inputs=tuple(task["inputs"]), needs=tuple(task["needs"])))
+            for name, task in content["tasks"].items()
+        }
+        stages = [PlannedStage(**stage) for stage in content["stages"]]
+        return CorpusPlan(tasks, stages, [tuple(one) for one in content["set_aside"]], content["samples"])
+
+
+def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = lambda line: None) -> CorpusPlan:
+    """The plan of a recipe. output: where digests of the input are kept from one call to the next.
+
+    Raises UsageError, SettingsError for what the recipe cannot mean; DataError for input that is not there.
+    """
+    rows = _rows(recipe)
+    sources, refused = shards.sources_of(recipe.input, recipe.on_damaged)
+    with Digests(output, log) as digests:
+        digests.ahead([source.path for source in sources])
+        builder = _Builder(recipe, digests)
+        builder.add_shards(sources)
+        for row in rows:
+            builder.add_filters(row) if row[0].is_filter else builder.add_phases(row[0])
+    return CorpusPlan(builder.tasks, builder.stages, refused, recipe.samples)
+
+
+def _rows(recipe: CorpusRecipe) -> list[list[StageWanted]]:
+    """The stages, filters that follow one another in one row. Names and options are checked before a byte is read."""
+    rows: list[list[StageWanted]] = []
+    for stage in recipe.stages:
+        filter_options(stage) if stage.is_filter else phase_options(stage)
+        if stage.is_filter and rows and rows[-1][0].is_filter:
+            rows[-1].append(stage)
+        else:
+            rows.append([stage])
+    return rows
+
+
+class _Builder:
+    """Adds stage after stage."""
+
+    def __init__(self, recipe: CorpusRecipe, digests: Digests):
+        self.recipe, self.digests = recipe, digests
+        self.tasks: dict[str, CorpusTask] = {}
+        self.stages: list[PlannedStage] = []
+        self.ended_by = ""
+
+    def add_shards(self, sources) -> None:
+        most = int(self.recipe.max_document_mb * 1e6)
+        common = dict(text_key=self.recipe.text_key, most=most, on_damaged=self.recipe.on_damaged)
+        folders, made = [], []
+        for pieces in shards.pieces_of(sources, int(self.recipe.shard_mb * 1e6)):
+            paths = list(dict.fromkeys(piece.path for piece in pieces))
+            options = common | dict(pieces=[[paths.index(p.path), p.start, p.stop, p.parts] for p in pieces])
+            about = ", ".join(_told(piece) for piece in pieces[:3]) + f" and {len(pieces) - 3} more" * (len(pieces) > 3)
+            version = [code_version("megatron.corpus.shards:cut")]
+            if any(piece.start is None for piece in pieces):
+                version.append(_python())  # where a compressed file is cut depends on how its library reads
+            folder = self._task(
+                "shards", shards.cut, [Path(path).absolute() for path in paths], options, about, version
+            )
+            folders.append(folder)
+            made += [f"{folder}/{name}" for name in shards.names_of(pieces)]
+        self.stages.append(PlannedStage("shards", {self._phase("shards"): folders}, [], made))
+
+    def add_filters(self, row: list[StageWanted]) -> None:
+        self._refuse_after_the_end(row[0])
+        wanted, version = [], [code_version("megatron.corpus.filtering:run_filters")]
+        names: dict[str, int] = {}
+        for stage in row:
+            address, options = stage_address(stage), filter_options(stage)
+            names[stage.name] = names.get(stage.name, 0) + 1
+            name = stage.name if names[stage.name] == 1 else f"{stage.name}-{names[stage.name]}"
+            wanted.append([name, address, _json(options, stage.where)])
+            version.append(code_version(address))
+        options = dict(filters=wanted, samples=self.recipe.samples)
+        reads = self.stages[-1].makes
+        folders = [
+            self._task("filter", filtering.run_filters, [Path(shard)], options, f"shard {number}", version)
+            for number, shard in enumerate(reads)
+        ]
+        makes = [f"{folder}/{SHARD}" for folder in folders]
+        self.stages.append(PlannedStage("filter", {self._phase("filter"): folders}, reads, makes, row[0].where))
+
+    def add_phases(self, stage: StageWanted) -> None:
+        self._refuse_after_the_end(stage)
+        address = stage_address(stage)
+        options = _json(phase_options(stage), stage.where)
+        reads = self.stages[-1].makes
+        try:
+            phases = load(address, stage.where)(options, len(reads), int(self.recipe.task_memory_gb * 1e9))
+        except Failure as error:
+            raise type(error)(f"{stage.where}: {stage.name}: {error.what}", error.why, error.do) from None
+        made: dict[str, list[Path]] = {"documents": [Path(shard) for shard in reads]}
+        ends = bool(getattr(module_of(address), "MAKES_TOKENS", False))
+        named: dict[str, list[str]] = {}
+        for phase in phases:
+            if phase.name in made:
+                raise AssertionError(f"{address}: two phases are called {phase.name}")
+            last = phase is phases[-1]
+            name = f"{stage.name.replace(':', '.')}.{phase.name}"
+            folders = self._tasks_of_phase(phase, name, made, options, address, joins=last and not ends)
+            made[phase.name] = [Path(folder) for folder in folders]
+            named[self._phase(name)] = folders
+        makes = folders if ends else [f"{folder}/{SHARD}" for folder in folders]
+        self.stages.append(PlannedStage(stage.name, named, reads, makes, stage.where, address, options))
+        self.ended_by = stage.name if ends else ""
+
+    def _tasks_of_phase(self, phase: StagePhase, name: str, made, options, address: str, joins: bool) -> list[str]:
+        inputs, own = phase.split(made), phase.own(made)
+        if own and len(own) != len(inputs):
+            raise AssertionError(
+                f"{address}: phase {phase.name}: {len(inputs)} tasks and {len(own)} options of their own"
+            )
+        version = [code_version(address), code_version(_address(phase.run))]
+        return [
+            self._task(
+                name,
+                phase.run,
+                paths,
+                dict(options) | (_json(own[number], address) if own else {}),
+                f"task {number} of {len(inputs)}",
+                version,
+                joins,
+            )
+            for number, paths in enumerate(inputs)
+        ]
+
+    def _refuse_after_the_end(self, stage: StageWanted) -> None:
+        if self.ended_by:
+            raise UsageError(
+                f"{stage.where}: {stage.name} stands behind {self.ended_by}, which makes tokens",
+                do=f"put {self.ended_by} last",
+            )
+
+    def _phase(self, name: str) -> str:
+        return f"{len(self.stages):02}-{name}"
+
+    def _task(self, name, run, inputs: Iterable[Path], options, about: str, version: list[str], joins=False) -> str:
+        """Add a task, or find the one that does the same; returns its folder."""
+        inputs = [str(path) for path in inputs]
+        marks, needs = [], {}
+        for path in inputs:
+            maker = "/".join(path.split("/")[:2])
+            if maker in self.tasks:
+                marks.append([maker.rpartition("/")[2], path[len(maker) :]])
+                needs[maker] = True
+            else:
+                marks.append(self.digests.of(path))
+        files = self.digests.of_option_files(options)
+        function = _address(run)
+        what = _hash([function, version, options, files, marks, joins])
+        folder = f"{self._phase(name)}/{what}"
+        where = "tasks of " + name if not about else f"{name}, {about}"
+        task = CorpusTask(folder, function, tuple(inputs), tuple(needs), options, joins, where)
+        self.tasks.setdefault(folder, task)
+        return folder
+
+
+def _told(piece: shards.InputPiece) -> str:
+    if piece.start is None:
+        return piece.path
+    return f"{piece.path} (bytes {piece.start:,} to {piece.stop:,})"
+
+
+def _address(function: Callable) -> str:
+    name = f"{function.__module__}:{function.__qualname__}"
+    assert "<" not in name and "." not in function.__qualname__, f"{name} is no function of a module"
+    return name
+
+
+def _json(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options as they are after a way through JSON, so that they are equal in this process and in another."""
+    try:
+        return json.loads(json.dumps(options, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{where}: options are numbers, texts, lists and mappings: {error}") from None
+
+
+def _hash(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _python() -> str:
+    import platform
+
+    return "python " + ".".join(platform.python_version_tuple()[:2])
+
+
+# ---------------------------------------------------------------------------------------------------- on the disk
+
+
+def save_plan(plan: CorpusPlan, output: Path) -> Path:
+    """Write the plan where workers of other processes find it."""
+    from megatron.storage.durable import replace_file
+
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "plan.json"
+    replace_file(path, plan.to_json().encode())
+    return path
+
+
+def load_plan(output: Path) -> Optional[CorpusPlan]:
+    """The plan of the last run into this folder; None where there was none."""
+    try:
+        return CorpusPlan.from_json((output / "plan.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

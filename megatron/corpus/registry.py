@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a recipe -> code, imported when it is named, and its options, checked against what it takes.
+
+A filter is a class of `megatron/corpus/filters`; a stage of phases a function (options, number of shards, bytes of memory
+a task may take) -> phases. The module of a stage may have, beside it, a dataclass OPTIONS (what its options are) and
+`explain` (see `explain.py`). A name with a colon is a user's own: `my_package.my_module:MyFilter`.
+"""
+
+import hashlib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron.corpus.recipe import StageWanted
+from megatron.errors import SettingsError, UsageError, did_you_mean
+
+STAGES = {
+    "near-duplicates": "megatron.corpus.near_duplicates:phases",
+    "exact-substrings": "megatron.corpus.exact_substrings:phases",
+    "decontaminate": "megatron.corpus.decontaminate:phases",
+    "shuffle": "megatron.corpus.shuffle:phases",
+    "tokenize": "megatron.corpus.tokenize:phases",
+}
+
+
+def known_filters() -> dict[str, str]:
+    """Name of a filter in a recipe -> "module:Class"."""
+    return dict(getattr(import_module("megatron.corpus.filters"), "FILTERS", {}))
+
+
+def stage_address(stage: StageWanted) -> str:
+    """ "module:name" of what a recipe names. Raises UsageError for what nobody knows."""
+    if ":" in stage.name:
+        return stage.name
+    table, other = (known_filters(), STAGES) if stage.is_filter else (STAGES, known_filters())
+    name = stage.name.replace("_", "-") if stage.name.replace("_", "-") in table else stage.name
+    if name in table:
+        return table[name]
+    kind = "filter" if stage.is_filter else "stage"
+    if name in other:
+        do = f"`- {name}` of its own" if stage.is_filter else f"`- filter: [{name}]`"
+        raise UsageError(f"{stage.where}: {name} is no {kind}", do=f"write {do}")
+    known = ", ".join([*sorted(table), *([] if stage.is_filter else ["filter"])])
+    raise UsageError(
+        f"{stage.where}: unknown {kind} {name}{did_you_mean(name, [*table, 'filter'])}", do=f"known: {known}"
+    )
+
+
+def load(address: str, where: str = "") -> Any:
+    """What "module:name" stands for. Raises UsageError where there is none; a package that is missing is told as such."""
+    module, _, name = address.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(f"{where}: there is no module {module}", str(error), "check its name") from None
+        raise SettingsError(
+            f"{where}: {module} needs the package {error.name}", do="pip install 'megatron[corpus]'"
+        ) from None
+    if not hasattr(found, name):
+        raise UsageError(f"{where}: {module} has no {name}", do=f"it has: {', '.join(_public(found))}")
+    return getattr(found, name)
+
+
+def module_of(address: str):
+    """The module of "module:name", which is loaded."""
+    return sys.modules[address.partition(":")[0]]
+
+
+def _public(module) -> list[str]:
+    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+
+
+@cache
+def code_version(address: str) -> str:
+    """What changes when the code of a stage does: VERSION of its module or class, else a digest of the module's source."""
+    module = import_module(address.partition(":")[0])
+    thing = getattr(module, address.partition(":")[2], None)
+    version = getattr(thing, "VERSION", getattr(module, "VERSION", None))
+    if version is not None:
+        return str(version)
+    source = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16] if source else ""
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+def filter_options(stage: StageWanted) -> dict[str, Any]:
+    """The options of a filter as keyword arguments of its class. Raises UsageError for what it does not take."""
+    made = load(stage_address(stage), stage.where)
+    return checked_options(stage, _parameters(made), made)
+
+
+def phase_options(stage: StageWanted) -> dict[str, Any]:
+    """The options of a stage of phases, checked where its module says what they are."""
+    address = stage_address(stage)
+    load(address, stage.where)
+    module = module_of(address)
+    kind = getattr(module, "OPTIONS", None)
+    if kind is None or not is_dataclass(kind):
+        return {name.replace("-", "_"): value for name, value in stage.options.items()}
+    return checked_options(stage, _parameters(kind), kind)
+
+
+def _parameters(made: Callable) -> dict[str, inspect.Parameter]:
+    if inspect.isclass(made) and made.__init__ is object.__init__:
+        return {}
+    return dict(inspect.signature(made).parameters)
+
+
+def checked_options(stage: StageWanted, taken: Mapping[str, inspect.Parameter], made: Any) -> dict[str, Any]:
+    """The options with the names of the parameters, each of the right type."""
+    hints = _hints(made)
+    found = {}
+    for key, value in stage.options.items():
+        name = str(key).replace("-", "_")
+        if name not in taken:
+            near = did_you_mean(name, taken).replace("_", "-")
+            known = ", ".join(one.replace("_", "-") for one in taken) or "it takes none"
+            raise UsageError(f"{stage.where}: {stage.name}: unknown option {key}{near}", do=f"known: {known}")
+        if name in found:
+            raise UsageError(f"{stage.where}: {stage.name}: {key} is given twice")
+        found[name] = typed(value, hints.get(name, Any), f"{stage.where}: {stage.name}: {key}")
+    lacking = [name for name, one in taken.items() if one.default is one.empty and one.kind not in (2, 4)]
+    if lacking := [name.replace("_", "-") for name in lacking if name not in found]:
+        raise UsageError(f"{stage.where}: {stage.name} needs {' and '.join(lacking)}")
+    return found
+
+
+def _hints(made: Any) -> dict[str, Any]:
+    if is_dataclass(made):
+        known = typing.get_type_hints(made)
+        return {one.name: known[one.name] for one in fields(made)}
+    try:
+        return typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    except (NameError, TypeError):
+        return {}
+
+
+def typed(value: Any, kind: Any, what: str) -> Any:
+    """The value as one of the type, which is what an annotation may be. Raises UsageError where it is none."""
+    fit, wanted = _fit(value, kind)
+    if not fit:
+        raise UsageError(f"{what} {value!r}: {wanted} is wanted")
+    return _converted(value, kind)
+
+
+def _fit(value: Any, kind: Any) -> tuple[bool, str]:
+    """Whether a value of a recipe can be of a type, and what that is in words."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        answers = [_fit(value, one) for one in inner]
+        return any(fit for fit, _ in answers), " or ".join(words for _, words in answers)
+    if origin is typing.Literal:
+        return value in inner and not isinstance(value, bool), " or ".join(map(str, inner))
+    base = origin or kind
+    if isinstance(base, type) and issubclass(base, (list, tuple, set, frozenset)) or origin in _ROWS:
+        items = [one for one in inner if one is not Ellipsis]
+        return isinstance(value, list) and all(
+            _fit(one, items[0])[0] for one in value if items
+        ), f"a list{' of ' + _fit(None, items[0])[1] if items else ''}"
+    simple = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+    if base is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool), simple[float]
+    if base is int:
+        return isinstance(value, int) and not isinstance(value, bool), simple[int]
+    if base in simple:
+        return isinstance(value, base), simple[base]
+    if isinstance(base, type) and issubclass(base, Path):
+        return isinstance(value, str), "a path"
+    if base is dict or origin is Mapping:
+        return isinstance(value, dict), "a mapping"
+    return True, "something else"
+
+
+_ROWS = (typing.get_origin(typing.Sequence[int]), typing.get_origin(typing.Iterable[int]))
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """A whole number as the float that it stands for: equal recipes have equal plans."""
+    return float(value) if kind is float else value

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks on a Ray cluster (`pip install 'megatron[scale]'`), or on one that Ray starts on this machine.
+
+Only tasks and outcomes pass through Ray: files go through the file system that all nodes share. A task whose worker or node
+dies is tried again by Ray, three times; one that fails is tried again by the agenda.
+
+A cluster is found by `RAY_ADDRESS`. Its nodes and this driver have to agree about tokens: set RAY_AUTH_MODE (and
+RAY_AUTH_TOKEN_PATH) everywhere to the same, for a `ray.init()` on a laptop may have left a token that they would ask for.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Optional
+
+from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, child_threads, execute
+from megatron.corpus.plan import CorpusTask
+from megatron.errors import SettingsError
+
+WINDOW = 4  # tasks in flight a core: enough to keep it busy, few enough for the driver's memory
+WAIT = 1.0  # seconds
+
+
+def run_ray(agenda: Agenda, output: Path, workers: Optional[int] = None, task_memory: int = 0) -> None:
+    """Do all that can be done of an agenda. workers: cores, where Ray is started here; task_memory: bytes of each task."""
+    ray = _import()
+    ours = not ray.is_initialized()
+    if ours:
+        _start(ray, workers)
+    remote = ray.remote(_remote_execute).options(
+        num_cpus=1, max_retries=MOST_ATTEMPTS - 1, retry_exceptions=False, memory=_asked(ray, task_memory)
+    )
+    flying: dict = {}
+    try:
+        while not agenda.over:
+            cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            while len(flying) < WINDOW * cores and (task := agenda.take()):
+                flying[remote.remote(task, str(output.absolute()), os.getcwd())] = task
+            ready, _ = ray.wait(list(flying), num_returns=1, timeout=WAIT)
+            for one in ready:
+                agenda.finish(_outcome(ray, one, flying.pop(one), agenda))
+            agenda.on_change(agenda)
+    finally:
+        for one in flying:
+            with suppress(Exception):
+                ray.cancel(one, force=True)
+        if ours:
+            ray.shutdown()
+
+
+def _import():
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    try:
+        import ray
+    except ImportError as error:
+        raise SettingsError("--runner ray needs the package ray", str(error), "pip install 'megatron[scale]'") from None
+    return ray
+
+
+def _start(ray, workers: Optional[int]) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or start one here. Workers find this package where this process did."""
+    root = str(Path(__file__).resolve().parents[3])
+    paths = os.pathsep.join(dict.fromkeys([root, *(path for path in sys.path if path)]))
+    common = dict(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        del common["include_dashboard"]
+        try:
+            ray.init(address=address, **common)
+        except ConnectionError as error:
+            do = "check RAY_ADDRESS, and that RAY_AUTH_MODE is the same here and where `ray start` ran"
+            raise SettingsError(f"no Ray cluster at {address}", str(error).splitlines()[0], do) from None
+    else:
+        ray.init(num_cpus=workers, object_store_memory=100 << 20, **common)
+
+
+def _asked(ray, task_memory: int) -> Optional[int]:
+    """Memory to ask for: not more than a node has, for then no task would ever run."""
+    most = max((node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    return min(task_memory, int(most)) or None
+
+
+def _remote_execute(task: CorpusTask, output: str, folder: str) -> TaskOutcome:
+    """Body of a task on some node: paths of options are as the driver sees them."""
+    child_threads()
+    with suppress(OSError):
+        os.chdir(folder)
+    return execute(task, Path(output))
+
+
+def _outcome(ray, one, task: CorpusTask, agenda: Agenda) -> TaskOutcome:
+    """What a task came to. One whose workers died four times has had all its attempts."""
+    try:
+        return ray.get(one)
+    except Exception as error:
+        words = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
+        agenda.failures[task.folder] = [words] * (MOST_ATTEMPTS - 1)
+        return TaskOutcome(task.folder, f"its worker died {MOST_ATTEMPTS} times ({words})")

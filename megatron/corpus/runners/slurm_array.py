@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks as SLURM job arrays: an array a phase, each behind the one before it.
+
+Task i of n of an array does the tasks of its phase whose hash mod n is i (`work_on`, by `corpus_array.sbatch`), with the
+processes of the local runner. A task of the corpus that fails four times is set aside on the disk, and the task of the
+array ends well all the same: `afterok` then lets the next phase do what does not need it. What jobs lost that were killed
+is submitted again by whoever waits, or by the same command.
+"""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, read_quarantine
+from megatron.corpus.commit import read_receipt
+from megatron.corpus.plan import TASKS, CorpusPlan
+from megatron.corpus.runners.local import run_local
+from megatron.errors import Failure, SettingsError
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "slurm" / "corpus_array.sbatch"
+POLL = 2.0  # seconds between looks at the queue
+
+
+def part_of(task_id: str, parts: int) -> int:
+    """Which part of its phase a task belongs to.
+
+    >>> part_of("00ff", 7)
+    3
+    """
+    return int(task_id, 16) % parts
+
+
+def work_on(
+    plan: CorpusPlan, output: Path, phase: str, part: int, parts: int, workers: int, memory: Optional[int] = None
+) -> None:
+    """Do the tasks of a part of a phase whose needs are there; what fails for good is noted on the disk."""
+    if phase not in plan.phases:
+        raise SettingsError(f"--phase {phase}: the plan has none of this name", do=f"it has: {', '.join(plan.phases)}")
+    only = [folder for folder in plan.tasks if plan.tasks[folder].phase == phase]
+    given_up = read_quarantine(output, plan)
+    only = [f for f in only if part_of(plan.tasks[f].id, parts) == part and f not in given_up]
+    agenda = Agenda(plan, output, only)
+    print(f"{phase}, part {part} of {parts}: {agenda.left} of {len(only)} tasks to do", flush=True)
+    run_local(agenda, output, workers, memory)
+    for folder, reason in agenda.quarantined.items():
+        print(f"set aside: {plan.tasks[folder].about}: {reason}", flush=True)
+
+
+def run_slurm(
+    agenda: Agenda, output: Path, arrays: int, flags: Sequence[str] = (), memory_gb: float = 0, wait: bool = True
+) -> None:
+    """Submit what is left, wait for it, and submit again what jobs lost, up to four times. arrays: tasks of an array.
+
+    Raises Failure where the jobs are submitted and not waited for: nothing is done yet.
+    """
+    if not shutil.which("sbatch"):
+        raise SettingsError("--runner slurm needs sbatch", do="run it on a node where jobs are submitted")
+    for _ in range(MOST_ATTEMPTS):
+        before = agenda.left
+        jobs = submit(agenda, output, arrays, flags, memory_gb)
+        if not jobs:
+            break
+        print(f"submitted: jobs {', '.join(jobs)}", flush=True)
+        if not wait:
+            raise Failure(
+                f"{len(jobs)} arrays are submitted, and not waited for (--no-wait)",
+                do="the same command, when they have ended, says what is missing and goes on; `status` shows how far it is",
+            )
+        _wait_for(jobs, agenda, output)
+        _look(agenda, output)
+        if agenda.left == before and not agenda.quarantined:
+            print("the jobs have ended, and nothing was done: see the logs of the arrays", flush=True)
+    agenda.ready.clear()
+
+
+def submit(agenda: Agenda, output: Path, arrays: int, flags: Sequence[str], memory_gb: float) -> list[str]:
+    """An array for each phase that has tasks left, each behind the one before it. Returns the numbers of the jobs."""
+    given_up = set(agenda.quarantined) | set(read_quarantine(output, agenda.plan))
+    jobs: list[str] = []
+    (output / "logs").mkdir(parents=True, exist_ok=True)
+    for phase, folders in agenda.plan.phases.items():
+        left = [folder for folder in set(folders) if folder not in agenda.done and folder not in given_up]
+        if not left:
+            continue
+        parts = min(arrays, len(left))
+        words = ["sbatch", "--parsable", f"--array=0-{parts - 1}", f"--job-name=corpus-{phase}"]
+        words += [f"--output={output.absolute() / 'logs'}/%x-%A_%a.log", *flags]
+        words += [f"--dependency=afterok:{jobs[-1]}", "--kill-on-invalid-dep=yes"] if jobs else []
+        words += [str(SCRIPT), str(output.absolute()), phase, str(parts), f"{memory_gb:g}"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise Failure(f"sbatch ended with code {done.returncode}", done.stderr.strip()[:500], " ".join(words))
+        jobs.append(done.stdout.strip().split(";")[0])
+    return jobs
+
+
+def _wait_for(jobs: list[str], agenda: Agenda, output: Path) -> None:
+    """Wait until no job of these is in the queue."""
+    while _queued(jobs):
+        _look(agenda, output)
+        time.sleep(POLL)
+
+
+def _queued(jobs: list[str]) -> bool:
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%i", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return bool(done.stdout.strip())
+    return (
+        "Invalid job id" not in done.stderr
+    )  # it has ended so long ago that the queue does not know it; else ask again
+
+
+def _look(agenda: Agenda, output: Path) -> None:
+    """Take note of what the jobs have done and given up so far."""
+    fresh = [f for f in agenda.wanted - agenda.done if read_receipt(output / TASKS / f)]
+    for folder in fresh:
+        agenda.quarantined.pop(folder, None)
+        agenda.finish(TaskOutcome(folder))
+    agenda.quarantined.update(read_quarantine(output, agenda.plan))
+    agenda.on_change(agenda)

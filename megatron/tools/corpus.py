@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From raw text to token files by a recipe, on a laptop, a Ray cluster or a SLURM array: the same bytes.
+
+    python -m megatron.tools.corpus run recipe.yaml --output runs/corpus --workers 8 --memory-gb 16
+    python -m megatron.tools.corpus plan recipe.yaml --output runs/corpus      # its tasks; runs nothing
+    python -m megatron.tools.corpus status --output runs/corpus                # how far a run is
+    python -m megatron.tools.corpus check --output runs/corpus                 # what is missing or damaged
+    python -m megatron.tools.corpus explain URL --output runs/corpus           # why was a document kept or dropped
+    python -m megatron.tools.corpus report --output runs/corpus                # a page: what became of the text
+
+`run` after a kill, at whatever moment, goes on where it was. docs/corpus.md has the recipes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+
+PROG = "python -m megatron.tools.corpus"
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Where to work, and with what."""
+
+    output: str = setting("folder of the tasks' files, and of the corpus in the end (final/)")
+    runner: Literal["local", "ray", "slurm"] = setting("who runs the tasks", "local")
+    workers: Optional[int] = setting("tasks at a time (default: one per core); of slurm: tasks of the array", None)
+    memory_gb: Optional[float] = setting("memory that all tasks of this machine may take together", None)
+    verify: bool = setting("read what is done already, and do again what is not as its receipt says", False)
+    quick: bool = setting("check: compare sizes alone, not every byte", False)
+    wait: bool = setting("slurm: wait for the jobs, and submit again what they lost", True)
+    sbatch_flags: str = setting("slurm: further flags of sbatch, as one text", "")
+    html: str = setting("report: where the page goes (default: report.html in the output folder)", "")
+    json: bool = setting("print JSON", False)
+    phase: str = setting("work: the phase whose tasks are done", "")
+    part: int = setting("work: the part of the phase, from 0", 0)
+    parts: int = setting("work: how many parts it has", 1)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+COMMON = ("output", "runner", "workers", "memory_gb", "verify")
+
+
+def main(argv: list[str]) -> None:
+    """The command is the first word, what it is about the second."""
+    command, words, flags = _split(argv)
+    asked = parse(
+        flags,
+        {"corpus": CorpusOptions},
+        prog=f"{PROG} {command}",
+        description=__doc__.partition("\n")[0],
+        common=COMMON,
+    )["corpus"]
+    for name in ("workers", "memory_gb", "parts"):
+        value = getattr(asked, name)
+        if value is not None and value <= 0:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
+    COMMANDS[command](words, asked)
+
+
+def _split(argv: list[str]) -> tuple[str, list[str], list[str]]:
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
+        if argv:
+            return "run", [], argv
+        raise UsageError("which command?", do=f"{PROG} {' | '.join(COMMANDS)}")
+    command, words, rest = argv[0], [], argv[1:]
+    if command not in COMMANDS:
+        raise UsageError(
+            f"unknown command {command}{did_you_mean(command, COMMANDS)}", do=f"known: {', '.join(COMMANDS)}"
+        )
+    while rest and not rest[0].startswith("-"):
+        words.append(rest.pop(0))
+    while len(rest) > 2 and not words and not rest[-1].startswith("-") and rest[-1].endswith((".yaml", ".yml")):
+        words.append(rest.pop())  # a recipe behind the flags
+    return command, words, rest
+
+
+def _one(words: list[str], what: str) -> str:
+    if len(words) != 1:
+        got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+        raise UsageError(f"one {what} is wanted, {got}", do=f"{PROG} COMMAND {what.upper()} --output FOLDER")
+    return words[0]
+
+
+def _planned(words: list[str], asked: CorpusOptions):
+    """(recipe, plan) of a recipe's path."""
+    from megatron.corpus.plan import make_plan
+    from megatron.corpus.recipe import read_recipe
+
+    recipe = read_recipe(_one(words, "recipe"))
+    return recipe, make_plan(recipe, Path(asked.output), partial(print, flush=True))
+
+
+def _last_plan(asked: CorpusOptions):
+    """The plan of the last run into the folder."""
+    from megatron.corpus.plan import load_plan
+
+    plan = load_plan(Path(asked.output))
+    if plan is None:
+        raise DataError(f"{asked.output}: no run was started there", do=f"{PROG} run RECIPE --output {asked.output}")
+    return plan
+
+
+# ---------------------------------------------------------------------------------------------------- run
+
+
+def run(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.driver import FINAL
+    from megatron.corpus.driver import run as drive
+    from megatron.corpus.plan import save_plan
+    from megatron.corpus.runners.local import run_local, workers_for
+
+    recipe, plan = _planned(words, asked)
+    output = Path(asked.output)
+    save_plan(plan, output)
+    shutil.copyfile(recipe.path, output / "recipe.yaml") if not _same(recipe.path, output / "recipe.yaml") else None
+    for path, reason in plan.set_aside[:20]:
+        print(f"set aside: {reason if path in reason else f'{path}: {reason}'}", file=sys.stderr)
+    if len(plan.set_aside) > 20:
+        print(f"set aside: {len(plan.set_aside) - 20} more input files", file=sys.stderr)
+    print(f"{len(plan.tasks)} tasks in {len(plan.phases)} phases: {', '.join(plan.phases)}", flush=True)
+    memory = asked.memory_gb and int(asked.memory_gb * 1e9)
+    if asked.runner == "local":
+        workers = workers_for(asked.workers, asked.memory_gb, recipe.task_memory_gb)
+        runner = partial(run_local, workers=workers, memory=memory)
+    elif asked.runner == "ray":
+        from megatron.corpus.runners.ray_tasks import run_ray
+
+        runner = partial(run_ray, workers=asked.workers, task_memory=int(recipe.task_memory_gb * 1e9))
+    else:
+        from megatron.corpus.runners.slurm_array import run_slurm
+
+        runner = partial(
+            run_slurm,
+            arrays=asked.workers or 8,
+            flags=asked.sbatch_flags.split(),
+            memory_gb=asked.memory_gb or 0,
+            wait=asked.wait,
+        )
+    started = time.perf_counter()
+    with _Bar() as bar:
+        drive(plan, output, runner, bar, whole=asked.verify)
+    print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
+    for line in summary(plan, output):
+        print(line)
+
+
+def _same(one: str, other: Path) -> bool:
+    return other.exists() and os.path.samefile(one, other)
+
+
+def summary(plan, output: Path) -> list[str]:
+    """A few lines: what came in, what goes out, what was set aside."""
+    from megatron.corpus.driver import counts_by_phase
+
+    counts = counts_by_phase(plan, output)
+    lines = []
+    first = counts[next(iter(counts))]
+    rejected = sum(first.get("rejected", {}).values())
+    lines.append(f"read: {first.get('documents', 0):,} documents, {first.get('bytes', 0) / 1e6:,.1f} MB of text")
+    if rejected:
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in _largest(first["rejected"]))
+        lines.append(f"lines set aside: {rejected:,} ({reasons}); see rejected.jsonl in tasks/{next(iter(counts))}")
+    for path, reason in first.get("damaged", {}).items():
+        lines.append(f"set aside: {path}: {reason}")
+    for name, found in counts.items():
+        for rule, number in _largest({rule: one["documents"] for rule, one in found.get("dropped", {}).items()}):
+            lines.append(f"{name}: {rule} dropped {number:,}")
+    last = counts[list(counts)[-1]]
+    told = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
+    return [*lines, f"final: {', '.join(told) or 'see ' + str(output / 'final')}"]
+
+
+def _largest(counts: dict, most: int = 8) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda one: -one[1])[:most]
+
+
+class _Bar:
+    """A bar on a terminal, a line a phase elsewhere."""
+
+    def __init__(self):
+        self.bar, self.told = None, set()
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, progress) -> None:
+        open_phases = [name for name, (done, total) in progress.phases.items() if done < total]
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            if self.bar is None:
+                tqdm.monitor_interval = 0  # no thread: workers are forked
+                self.bar = tqdm(total=progress.total, initial=progress.done, unit="task")
+            self.bar.set_description(open_phases[0] if open_phases else "done", refresh=False)
+            self.bar.update(progress.done - self.bar.n)
+            return
+        for name, (done, total) in progress.phases.items():
+            if done == total and name not in self.told:
+                self.told.add(name)
+                print(f"{name}: {total} of {total} tasks, after {progress.seconds:.1f} s", flush=True)
+
+
+def plan(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.driver import check as look
+
+    _, planned = _planned(words, asked)
+    if asked.json:
+        print(planned.to_json())
+        return
+    missing = set(look(planned, Path(asked.output), whole=False).missing)
+    print(f"plan {planned.id}: {len(planned.tasks)} tasks")
+    for name, folders in planned.phases.items():
+        done = sum(folder not in missing for folder in set(folders))
+        print(f"  {name}: {len(set(folders))} tasks" + (f", {done} of them done" if done else ""))
+    for path, reason in planned.set_aside:
+        print(f"  set aside: {reason if path in reason else f'{path}: {reason}'}")
+
+
+def work(words: list[str], asked: CorpusOptions) -> None:
+    """A part of a phase, as a task of a SLURM array does it."""
+    from megatron.corpus.runners.local import workers_for
+    from megatron.corpus.runners.slurm_array import work_on
+
+    workers = workers_for(asked.workers, None, 1.0)
+    memory = asked.memory_gb and int(asked.memory_gb * 1e9)
+    work_on(_last_plan(asked), Path(asked.output), asked.phase, asked.part, asked.parts, workers, memory or None)
+
+
+# ---------------------------------------------------------------------------------------------------- looking
+
+
+def check(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.driver import check as look
+
+    output = Path(asked.output)
+    planned = _planned(words, asked)[1] if words else _last_plan(asked)
+    found = look(planned, output, whole=not asked.quick)
+    if asked.json:
+        print(json.dumps(vars(found)))
+    else:
+        for kind, folders in (("missing", found.missing), ("damaged", found.damaged)):
+            for folder in folders:
+                print(f"{kind}: {folder} ({planned.tasks[folder].about})")
+        for folder, reason in found.quarantined.items():
+            print(f"set aside: {folder} ({planned.tasks[folder].about}): {reason}")
+    if found.missing or found.damaged:
+        number = len(found.missing) + len(found.damaged)
+        do = "run the same command again" + (" with --verify" if found.damaged else "")
+        raise DataError(f"{output}: {number} of {len(planned.tasks)} tasks are missing or damaged", do=do)
+    print(f"{len(planned.tasks)} tasks: every file is as its receipt says") if not asked.json else None
+
+
+def status(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.driver import STATUS
+    from megatron.corpus.driver import check as look
+
+    output = Path(asked.output)
+    planned = _last_plan(asked)
+    missing = set(look(planned, output, whole=False).missing)
+    try:
+        told = json.loads((output / STATUS).read_text())
+    except (OSError, ValueError):
+        told = {}
+    phases = {n: [len(set(f) - missing), len(set(f))] for n, f in planned.phases.items()}
+    if asked.json:
+        print(json.dumps(dict(told, phases=phases)))
+        return
+    age = time.time() - told.get("at", 0)
+    state = told.get("state", "unknown")
+    if state == "running" and age > 60:
+        state = "running, or killed"
+    left = told.get("seconds_left")
+    print(f"{state}, {age:.0f} s ago" + (f", about {left:.0f} s left" if left and state == "running" else ""))
+    for name, (done, total) in phases.items():
+        bar = "#" * (20 * done // total) if total else ""
+        print(f"  {name:<40} [{bar:<20}] {done:>6} of {total}")
+    for about, reason in told.get("quarantined", {}).items():
+        print(f"  set aside: {about}: {reason}")
+
+
+def clean(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.driver import clean as remove
+
+    folders, size = remove(_last_plan(asked), Path(asked.output))
+    print(f"{folders} folders of other recipes and dead attempts removed, {size / 1e6:.1f} MB")
+
+
+COMMANDS = dict(run=run, resume=run, plan=plan, check=check, status=status, clean=clean, work=work)
+
+
+if __name__ == "__main__":
+    run_main(main)
