@@ -4,9 +4,10 @@
     words = cut(text)            # one token a word, as English and most languages are written
     words = cut(text, chinese=True)  # Han characters and kana are tokens of themselves
 
-A token is a run of letters, digits, marks and underscores. A dot between two of them belongs to it (3.14, e.g), an
-apostrophe between two begins a new one (don 't). Other characters that are not white space are tokens of themselves,
-but dots in a row are one. That is near to what spaCy makes of English, which datatrove counts.
+A token is a run of letters, digits, marks and underscores. A dot between two of them belongs to it (3.14, e.g), and so do
+comma, colon and slash between digits (1,000); an apostrophe between two begins a new one (don 't). Other characters that
+are not white space are tokens of themselves, but dots, hyphens or tildes in a row are one. That is near to what spaCy
+makes of English, which datatrove counts.
 """
 
 import sys
@@ -16,9 +17,10 @@ from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
-WORD, LETTER, SPACE, HAN, VISIBLE = 1, 2, 4, 8, 16  # bits of a character's class
-DOT, APOSTROPHES = ord("."), (ord("'"), 0x2019)
+WORD, LETTER, SPACE, HAN, VISIBLE, RUN, JOINER, NUMBER = (1 << bit for bit in range(8))  # bits of a character's class
+APOSTROPHES = (ord("'"), 0x2019)
 HAN_RANGES = ((0x3040, 0x3100), (0x31F0, 0x3200), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0))
+_ANYWHERE = (ord("."), *APOSTROPHES)  # join any two characters of words; other joiners join digits
 BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
 
@@ -93,14 +95,16 @@ def cut(text: str, chinese: bool = False) -> Words:
     if not len(points):
         return Words(points, kinds, np.empty(0, np.int64), np.empty(0, np.int64))
     word = (kinds & WORD) > 0
-    dot = points == DOT
-    quote = np.isin(points, APOSTROPHES)
-    joins = np.flatnonzero((dot | quote)[1:-1] & word[:-2] & word[2:]) + 1  # between two characters of words
+    joins = np.flatnonzero(kinds[1:-1] & JOINER) + 1
+    around = kinds[joins - 1] & kinds[joins + 1]
+    plain = np.isin(points[joins], _ANYWHERE)
+    joins = joins[(around & np.where(plain, WORD, NUMBER)) > 0]
     word[joins] = True
     visible = (kinds & SPACE) == 0
     begins = visible.copy()
-    begins[1:] &= ~((word[1:] & word[:-1]) | (dot[1:] & dot[:-1]))
-    begins[joins[quote[joins]]] = True
+    runs = (kinds[1:] & RUN > 0) & (points[1:] == points[:-1])
+    begins[1:] &= ~((word[1:] & word[:-1]) | runs)
+    begins[joins[np.isin(points[joins], APOSTROPHES)]] = True
     if chinese:
         han = (kinds & HAN) > 0
         begins |= han
@@ -122,7 +126,10 @@ def classes() -> np.ndarray:
             continue
         word = category[0] in "LNM"
         table[point] = WORD * (word or point == 95) | LETTER * (category[0] == "L") | VISIBLE * word
+        table[point] |= NUMBER * (category[0] == "N")
     table[[point for point in range(0x3001) if chr(point).isspace()]] |= SPACE
+    table[[*map(ord, ".-~")]] |= RUN
+    table[[*_ANYWHERE, *map(ord, ",:/")]] |= JOINER
     for first, stop in HAN_RANGES:
         table[first:stop] |= HAN
     table.flags.writeable = False

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents by their perplexity under a small language model, as CCNet cuts the web into head, middle and tail.
+
+The model is an ARPA file (KenLM's and SRILM's text format), or anything that gives a perplexity: a class of one's own,
+made from `model` if that is given, that is called with a text.
+
+    PerplexityFilter(model="en.arpa", most=1500)
+    PerplexityFilter(scorer="my_filters:Perplexity", model="en.bin", most=1500)
+"""
+
+import math
+from typing import Optional
+
+from megatron.corpus.filters.url import named_function
+from megatron.corpus.stage import Document, Verdict
+from megatron.errors import DataError, SettingsError
+
+
+class PerplexityFilter:
+    """Keeps texts whose perplexity is at least `least` and at most `most`.
+
+    model: an ARPA file, or what `scorer` is made from
+    scorer: "package.module:Class"; an object of it is called with a text and returns a number
+    longest: characters that are looked at
+    """
+
+    def __init__(
+        self,
+        model: Optional[str] = None,
+        least: float = 0.0,
+        most: float = math.inf,
+        scorer: str = "megatron.corpus.filters.perplexity:ArpaModel",
+        longest: int = 100_000,
+    ):
+        if model is None and scorer.endswith(":ArpaModel"):
+            raise SettingsError("the perplexity filter needs a model, or a scorer of your own")
+        kind = named_function(scorer)
+        self.scorer = kind(model) if model is not None else kind()
+        self.least, self.most, self.longest = least, most, longest
+
+    def __call__(self, document: Document) -> Verdict:
+        perplexity = float(self.scorer(document["text"][: self.longest]))
+        figures = {"perplexity": perplexity}
+        if not perplexity >= self.least:
+            return Verdict(None, "low_perplexity", figures)
+        if perplexity > self.most:
+            return Verdict(None, "high_perplexity", figures)
+        return Verdict(document, "", figures)
+
+
+class ArpaModel:
+    """An n-gram model with back-off (Katz 1987), from an ARPA file.
+
+    A text's lines are its sentences, its words are between spaces, as KenLM takes them. Perplexity counts the end of
+    each sentence; words that the model does not know count as <unk>, and as probability 1e-10 where it has none.
+    """
+
+    def __init__(self, path: str):
+        self.grams: dict[tuple[str, ...], tuple[float, float]] = {}  # words -> (log10 p, log10 of the back-off)
+        self.order = 0
+        try:
+            with open(path, encoding="utf-8") as file:
+                self._read(file, path)
+        except OSError as error:
+            raise DataError(f"ARPA model {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise DataError(f"{path} is no ARPA file", "it is not UTF-8", "give the text form of the model") from None
+        if not self.order:
+            raise DataError(f"{path} is no ARPA file", "it has no n-grams", "give the text form of the model")
+
+    def _read(self, file, path: str) -> None:
+        order = 0
+        for number, line in enumerate(file, 1):
+            line = line.strip()
+            if line.endswith("-grams:") and line.startswith("\\"):
+                order = int(line[1:].partition("-")[0])
+                self.order = max(self.order, order)
+            elif order and line and not line.startswith("\\"):
+                fields = line.split("\t") if "\t" in line else line.split(" ", order + 1)
+                words = tuple(" ".join(fields[1:]).split()[:order])
+                rest = line.split()[order + 1 :]
+                try:
+                    self.grams[words] = float(fields[0]), float(rest[0]) if rest else 0.0
+                except ValueError:
+                    raise DataError(f"{path}, line {number}: {line[:60]!r} is no n-gram") from None
+
+    def __call__(self, text: str) -> float:
+        """The perplexity of a text; infinite for one without words."""
+        total, count = 0.0, 0
+        for line in text.split("\n"):
+            words = [word if (word,) in self.grams else "<unk>" for word in line.split()]
+            if not words:
+                continue
+            history = ("<s>",)
+            for word in (*words, "</s>"):
+                total += self._log10(history[-(self.order - 1) :] if self.order > 1 else (), word)
+                history = (*history[-self.order :], word)
+            count += len(words) + 1
+        return 10.0 ** min(-total / count, 300.0) if count else math.inf
+
+    def _log10(self, history: tuple[str, ...], word: str) -> float:
+        """log10 p(word | history), backing off to shorter histories."""
+        backed_off = 0.0
+        while True:
+            found = self.grams.get((*history, word))
+            if found is not None:
+                return backed_off + found[0]
+            if not history:
+                return backed_off - 10.0
+            backed_off += self.grams.get(history, (0.0, 0.0))[1]
+            history = history[1:]

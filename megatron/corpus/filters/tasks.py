@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of Megatron-LM's `cleanup_fix_dataset.py`, one after the other in the order in which they are asked for.
+
+remove_* drop a document, the others change its text. In the original, ftfy_fix_text ended the work on a document, so that
+general_cleaning never ran beside it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+from megatron.corpus.stage import Document, Verdict
+from megatron.errors import SettingsError, did_you_mean
+
+Task = Callable[[str], Optional[str]]  # text -> text, or None to drop the document
+
+
+class CleaningTasks:
+    """Runs tasks by name.
+
+    tasks: names of TASKS, each at most once
+    keep, detector, model: as in the filter `language`, for remove_512_non_english
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str] = ("remove_512",),
+        keep: Sequence[str] = ("en",),
+        detector: str = "eldc",
+        model: Optional[str] = None,
+    ):
+        for name in tasks:
+            if name not in TASKS:
+                raise SettingsError(f"--tasks {name}: unknown{did_you_mean(name, TASKS)}", do=f"known: {', '.join(TASKS)}")
+            if list(tasks).count(name) > 1:
+                raise SettingsError(f"--tasks names {name} twice")
+        if not tasks:
+            raise SettingsError("--tasks names none", do=f"known: {', '.join(TASKS)}")
+        self._language = dict(keep=keep, detector=detector, model=model)
+        self.tasks = [(name, getattr(self, f"_{name}", None) or TASKS[name]) for name in tasks]
+        if "remove_512_non_english" in tasks:
+            from megatron.corpus.filters.language import LanguageFilter
+
+            self._is_kept = LanguageFilter(**self._language)
+        if "ftfy_fix_text" in tasks:
+            from megatron.corpus.filters.repair import rules_of_ftfy
+
+            self._ftfy = rules_of_ftfy()
+
+    def __call__(self, document: Document) -> Verdict:
+        """A document that goes on has the names of the tasks that changed it in `figures`, each with 1."""
+        text, changed = document["text"], {}
+        for name, task in self.tasks:
+            after = task(text)
+            if after is None:
+                return Verdict(None, name, {**changed, "characters": len(text)})
+            if after != text:
+                changed[name] = 1
+            text = after
+        if not changed:
+            return Verdict(document)
+        return Verdict({**document, "text": text}, "cleaned", changed)
+
+    def _remove_512_non_english(self, text: str) -> Optional[str]:
+        if len(text) < 512 and self._is_kept({"text": text}).document is None:
+            return None
+        return text
+
+    def _ftfy_fix_text(self, text: str) -> str:
+        return self._ftfy.fix(text)
+
+
+def remove_512(text: str) -> Optional[str]:
+    """Fewer than 512 characters."""
+    return None if len(text) < 512 else text
+
+
+def remove_256_javascript(text: str) -> Optional[str]:
+    """Fewer than 256 characters that speak of Javascript: what a page says to those who have it switched off."""
+    return None if len(text) < 256 and "javascript" in text.lower() else text
+
+
+_SPACES = re.compile(r"  +|\b\n+ |\b\n+")
+
+
+def general_cleaning(text: str) -> str:
+    """Several spaces, and line breaks after a word, become one space."""
+    return _SPACES.sub(" ", text)
+
+
+# Blanks before the marks of sentences and around hyphens and at signs: how the corpus Stories is written.
+_STORIES = ((" '", "'"), (" !", "!"), (" .", "."), (" ?", "?"), (" - ", "-"), (" @ ", "@"))
+
+
+def stories(text: str) -> str:
+    """Takes out the blanks that tokenisation left in the corpus Stories.
+
+    >>> stories("It 's well - known , is it ?")
+    "It's well-known , is it?"
+    """
+    for tokenised, plain in _STORIES:
+        text = text.replace(tokenised, plain)
+    return text
+
+
+def realnews(text: str) -> str:
+    """Each line of a RealNews document is a paragraph: a blank line after each.
+
+    >>> realnews("One.\\nTwo.")
+    'One.\\n\\nTwo.'
+    """
+    return text.replace("\n", "\n\n")
+
+
+_BLANK_LINES = re.compile(r"\n\n+")
+
+
+def gutenberg(text: str) -> str:
+    """Several blank lines of a Gutenberg book become one.
+
+    >>> gutenberg("CHAPTER I\\n\\n\\n\\nIt was")
+    'CHAPTER I\\n\\nIt was'
+    """
+    return _BLANK_LINES.sub("\n\n", text)
+
+
+TASKS: dict[str, Optional[Task]] = {
+    "remove_512": remove_512,
+    "remove_256_javascript": remove_256_javascript,
+    "remove_512_non_english": None,  # methods of the class: they need a detector, or ftfy
+    "ftfy_fix_text": None,
+    "general_cleaning": general_cleaning,
+    "stories": stories,
+    "realnews": realnews,
+    "gutenberg": gutenberg,
+}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents by their address: where a blacklist of domains, or any other rule about URLs, is put in."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Literal, Optional
+from urllib.parse import urlsplit
+
+from megatron.corpus.stage import Document, Verdict
+from megatron.errors import SettingsError
+
+
+class UrlFilter:
+    """Drops documents by their "url".
+
+    rule: "module:function" of url -> why it goes (one word with underscores), "" or None where it stays
+    domains: domains that go, each with all below it
+    missing: what becomes of a document without a URL
+    """
+
+    def __init__(
+        self,
+        rule: Optional[str] = None,
+        domains: Sequence[str] = (),
+        missing: Literal["keep", "drop"] = "keep",
+    ):
+        if missing not in ("keep", "drop"):
+            raise SettingsError(f"missing: {missing!r} is neither keep nor drop")
+        self.rule = None if rule is None else named_function(rule)
+        self.domains = frozenset(domain.lower().strip(".") for domain in domains)
+        self.missing = missing
+
+    def __call__(self, document: Document) -> Verdict:
+        url = document.get("url")
+        if not isinstance(url, str) or not url:
+            return Verdict(document) if self.missing == "keep" else Verdict(None, "no_url")
+        figures = {"url": url[:500]}
+        if self.domains and self._is_listed(url):
+            return Verdict(None, "listed_domain", figures)
+        reason = self.rule(url) if self.rule else None
+        return Verdict(None, reason, figures) if reason else Verdict(document, "", figures)
+
+    def _is_listed(self, url: str) -> bool:
+        try:
+            host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
+        except ValueError:  # a bracket that is not closed
+            return False
+        labels = host.strip(".").split(".")
+        return any(".".join(labels[start:]) in self.domains for start in range(len(labels)))
+
+
+def named_function(name: str) -> Callable:
+    """The object of "package.module:name". Raises SettingsError where there is none."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise SettingsError(f"{name!r} is not of the form package.module:name")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{name}: there is no module {error.name}", do="check PYTHONPATH") from None
+    except AttributeError:
+        raise SettingsError(f"{name}: the module {module} has no {attribute}") from None
