@@ -24,11 +24,18 @@ import numpy as np
 from megatron.corpus.duplicates import candidates, compare
 from megatron.corpus.duplicates.candidates import load_pairs
 from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of
-from megatron.corpus.duplicates.signatures import Fingerprints, Signing, saved_fingerprints, write_fingerprints
-from megatron.corpus.duplicates.union import Groups
+from megatron.corpus.duplicates.signatures import (
+    Fingerprints,
+    Signing,
+    saved_fingerprints,
+    text_sizes,
+    write_fingerprints,
+)
+from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.corpus.stage import Counts, Made, StagePhase
 from megatron.errors import SettingsError, did_you_mean
 
+VERSION = "1"  # of what the tasks of this stage write
 REASON = "near_duplicate"
 PRESETS: dict[str, dict[str, Any]] = {
     # Megatron-LM's find_duplicates.py: shingles of 5 characters, 100 seeds in 10 bands, pairs above one half
@@ -74,6 +81,9 @@ class NearDuplicateOptions:
     @property
     def signing(self) -> Signing:
         return Signing(**{one.name: getattr(self, one.name) for one in fields(Signing)})
+
+
+OPTIONS = NearDuplicateOptions  # what an engine checks a recipe's options with
 
 
 def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
@@ -123,7 +133,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     each_range = own(lambda made: [dict(range=number) for number in range(ranges)])
     each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
     return [
-        StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]], each_shard),
+        StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
         StagePhase("pair", pair, lambda made: [[*made["sign"]] for _ in keys], each_key),
         StagePhase(
             "compare", compare_pairs, lambda made: [[*made["sign"], *made["pair"]] for _ in range(ranges)], each_range
@@ -196,7 +206,7 @@ def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> 
 def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[compared pairs, texts ...] -> which doubtful pairs are near-duplicates by their texts; examples for the report."""
     asked, (folder, *texts) = read_options(options), inputs
-    known = compare.Texts(texts, asked.signing, options["memory"] // 2)
+    known = compare.TextStore(texts, asked.signing, options["memory"] // 2)
     pairs = np.asarray(load_pairs(folder / "doubtful.npy"))
     similar = known.similarity(pairs) >= asked.threshold
     candidates.save_pairs(output / "accepted.npy", pairs[similar])
@@ -210,7 +220,7 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     asked, shards, ranges = read_options(options), options["shards"], options["ranges"]
     numbering, earlier = _numbering(inputs[:shards], asked)
     compared, decided = inputs[shards : shards + ranges], inputs[shards + ranges :]
-    groups = Groups(numbering.documents)
+    groups = DocumentGroups(numbering.documents)
     for folder in (*compared, *decided):
         groups.join(load_pairs(folder / "accepted.npy"))
     sizes = np.zeros(numbering.documents, np.uint32)
@@ -222,15 +232,16 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
         rows = np.flatnonzero(smallest != np.arange(first, end))
         Removed(rows, smallest[rows]).write(output / f"{shard:06d}.npy")
         removed += len(rows)
-    figures = dict(groups=int((sizes > 1).sum()), largest_group=int(sizes.max(initial=0)), to_remove=removed)
     report = dict(
-        figures,
-        options=asdict(asked),
-        similarities=compare.histogram_rows(compared),
+        groups=int((sizes > 1).sum()),
+        largest_group=int(sizes.max(initial=0)),
+        to_remove=removed,
+        similarities=compare.pairs_by_similarity(compared),
         examples=compare.chosen_examples(decided, asked.examples),
     )
-    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return figures
+    content = dict(report, options=asdict(asked))
+    (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return report
 
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
@@ -239,7 +250,8 @@ def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
     numbering, earlier = _numbering(inputs[2:], asked)
     names = [*map(str, saved_fingerprints(asked.against)), *range(options["shards"])]
     removed = Removed.read(inputs[1] / f"{options['shard']:06d}.npy")
-    return copy_without(inputs[0], removed, numbering, names, REASON, output)
+    sizes = text_sizes(inputs[2 + options["shard"]])
+    return copy_without(inputs[0], removed, sizes, numbering, names, REASON, output)
 
 
 def _fingerprints(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:

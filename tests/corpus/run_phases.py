@@ -2,20 +2,21 @@
 """Runs the phases of a stage one after the other in this process, and reads and writes shards for tests."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 
-def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tuple[dict[str, list[Path]], Counter]:
-    """(phase -> folder of each of its tasks, "documents" -> the shards; counts added up)."""
-    made, counts = dict(documents=documents), Counter()
+def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tuple[dict[str, list[Path]], dict]:
+    """(phase -> folder of each of its tasks, "documents" -> the shards; phase -> counts, numbers added up)."""
+    made, counts = dict(documents=documents), {}
     for phase in phases:
         made[phase.name] = [folder / phase.name / str(number) for number in range(len(phase.split(made)))]
     for phase in phases:
         own = phase.own(made) or [{}] * len(made[phase.name])
         for inputs, output, more in zip(phase.split(made), made[phase.name], own, strict=True):
             output.mkdir(parents=True)
-            counts.update(phase.run(inputs, output, {**json.loads(json.dumps(options)), **more}))
+            for name, value in phase.run(inputs, output, {**json.loads(json.dumps(options)), **more}).items():
+                told = counts.setdefault(phase.name, {})
+                told[name] = told[name] + value if name in told and isinstance(value, int) else value
     return made, counts
 
 

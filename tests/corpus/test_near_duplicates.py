@@ -10,7 +10,7 @@ import pytest
 from megatron.corpus import near_duplicates
 from megatron.corpus.duplicates import shingles
 from megatron.corpus.duplicates.candidates import load_pairs, sorted_pairs
-from megatron.corpus.duplicates.union import Groups
+from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.errors import DataError, SettingsError
 from tests.corpus.run_phases import read_shards, run_phases, write_shards
 
@@ -80,10 +80,10 @@ def test_protocol(tmp_path):
     accepted = found("compare", "decide", name="accepted.npy")
     assert (true[accepted] >= asked.threshold).mean() >= 0.99
     assert accepted[true >= 0.9].mean() >= 0.995
-    assert counts["compared_by_text"] > 1000  # many of these pairs are near the threshold
+    assert counts["decide"]["compared_by_text"] > 1000  # many of these pairs are near the threshold
     report = json.loads((made["group"][0] / "report.json").read_text())
-    assert sum(row["pairs"] for row in report["similarities"]) == candidates.sum() == counts["pairs"]
-    assert report["to_remove"] == accepted.sum() == counts["near_duplicate"]
+    assert sum(report["similarities"].values()) == candidates.sum() == counts["compare"]["pairs"]
+    assert report["to_remove"] == accepted.sum()
     for example in report["examples"]:
         assert example["jaccard"] == pytest.approx(true[example["documents"][0] // 2], abs=1e-4)
 
@@ -122,8 +122,12 @@ def test_kept_are_those_of_brute_force(tmp_path):
     expected = [document for number, document in enumerate(documents) if smallest[number] == number]
     assert 30 < len(expected) < len(documents) - 30
     options = dict(bands=64, rows=2, threshold=0.6, verify="texts", links=100)  # each similar pair is a candidate
-    kept, made, _ = deduplicated(documents, tmp_path, options, shards=3)
+    kept, made, counts = deduplicated(documents, tmp_path, options, shards=3)
     assert kept == expected
+    sizes = [[len(document["text"]) for document in some] for some in (documents, expected)]
+    told = {"documents_in": len(sizes[0]), "bytes_in": sum(sizes[0])}
+    told |= {"documents": len(sizes[1]), "bytes": sum(sizes[1])}
+    assert {name: counts["remove"][name] for name in told} == told
     notes = [json.loads(line) for path in made["remove"] for line in (path / "dropped.jsonl").open()]
     starts = np.cumsum([0] + [sum(1 for _ in path.open()) for path in made["documents"]])
     assert {note["url"]: f"u{starts[note['of_shard']] + note['of_row']}" for note in notes} == {
@@ -142,8 +146,8 @@ def test_kept_do_not_depend_on_how_the_work_is_divided(tmp_path, verify):
         kept, made, counts = deduplicated(documents, tmp_path / str(number), asked, shards, memory)
         report = json.loads((made["group"][0] / "report.json").read_text())
         del report["options"]
-        seen.append((kept, report, counts["pairs"]))
-        assert counts["records"] == len(documents) * options["bands"]
+        seen.append((kept, report, counts["compare"]["pairs"]))
+        assert counts["pair"]["records"] == len(documents) * options["bands"]
     assert all(one == seen[0] for one in seen)
     assert 10 < len(seen[0][0]) < len(documents) / 2
 
@@ -152,7 +156,7 @@ def test_groups_of_many_pairs():
     rng = np.random.default_rng(0)
     for documents, pairs in ((1, 0), (50, 20), (1000, 900), (1000, 5000)):
         drawn = rng.integers(0, documents, (pairs, 2))
-        groups = Groups(documents)
+        groups = DocumentGroups(documents)
         for part in np.array_split(drawn, 3):
             groups.join(part)
         assert groups.smallest(0, documents).tolist() == smallest_of_groups(documents, drawn.tolist())
@@ -215,7 +219,7 @@ def test_odd_lines_pass_through(tmp_path, kind):
     data = (made["remove"][0] / "documents.jsonl.zst").read_bytes()
     kept = zstandard.ZstdDecompressor().stream_reader(data).read()
     assert [line.rstrip(b"\r") for line in kept.splitlines()] == [line for line in lines if line != again]
-    assert counts["near_duplicate"] == 1 and counts["without_text"] == 6
+    assert counts["group"]["to_remove"] == 1 and counts["sign"]["without_text"] == 6
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def write_texts(shard: Path, wanted: np.ndarray, first: int, folder: Path, text_
     return ends[-1]
 
 
-class Texts:
+class TextStore:
     """Texts of documents by number, and their sets of shingles, the last ones used kept within a budget of bytes."""
 
     def __init__(self, folders: Sequence[Path], how: Signing, memory: int):
@@ -195,7 +195,7 @@ def between(file: Path, first: int, end: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def example_rows(folder: Path, texts: Texts) -> list[dict]:
+def example_rows(folder: Path, texts: TextStore) -> list[dict]:
     """A task's examples with both similarities and the beginnings of both texts."""
     rows = []
     pairs = np.asarray(load_pairs(folder / "examples.npy"))
@@ -216,8 +216,7 @@ def chosen_examples(folders: Sequence[Path], each: int) -> list[dict]:
     )
 
 
-def histogram_rows(folders: Sequence[Path]) -> list[dict]:
-    """How many candidate pairs there are by similarity: [{"from": .5, "to": .55, "pairs": 12}, ...]"""
+def pairs_by_similarity(folders: Sequence[Path]) -> dict[str, int]:
+    """How many candidate pairs have which estimated similarity: {"0.50": 12, ...}, by the lower edge of each bin."""
     total = sum((np.load(folder / "histogram.npy") for folder in folders), np.zeros(BINS, np.int64))
-    edges = [round(number / BINS, 4) for number in range(BINS + 1)]
-    return [{"from": low, "to": high, "pairs": int(n)} for low, high, n in zip(edges, edges[1:], total)]
+    return {f"{number / BINS:.2f}": int(pairs) for number, pairs in enumerate(total)}

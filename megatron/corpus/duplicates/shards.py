@@ -125,32 +125,45 @@ class Removed:
 
 
 def copy_without(
-    shard: Path, removed: Removed, numbering: Numbering, names: Sequence[int | str], reason: str, output: Path
-) -> dict[str, int]:
+    shard: Path,
+    removed: Removed,
+    sizes: np.ndarray,
+    numbering: Numbering,
+    names: Sequence[int | str],
+    reason: str,
+    output: Path,
+) -> dict[str, Any]:
     """Write the lines of a shard that stay, unchanged, and a note of each that goes. Returns counts.
 
     The notes, `dropped.jsonl`, say: row, id and url where the document has them, reason, and of which document (a row of
-    a shard) it is a duplicate. names: what a note calls each shard: its number, or the folder of its fingerprints
+    a shard) it is a duplicate. sizes: bytes of each text of the shard, for the counts; names: what a note calls each
+    shard: its number, or the folder of its fingerprints
     """
     gone = dict(zip(removed.rows.tolist(), removed.kept.tolist()))
-    counts = dict(documents=0, kept=0, bytes=0, bytes_kept=0)
-    counts[reason] = 0
     with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
         row = 0
         for lines in blocks_of_lines(shard):
             stay = []
             for line in lines:
-                counts["bytes"] += len(line) + 1
                 if row in gone:
                     notes.write(_note(line, row, reason, names, *numbering.place(gone[row])))
-                    counts[reason] += 1
                 else:
                     stay.append(line)
                 row += 1
-            counts["bytes_kept"] += write(stay)
-            counts["kept"] += len(stay)
-    counts["documents"] = row
-    return counts
+            write(stay)
+    return fates(sizes, removed.rows, reason)
+
+
+def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]:
+    """Counts of documents and bytes of text that came in, go on, and were dropped. dropped: rows"""
+    came, went = int(sizes.sum(dtype=np.int64)), int(sizes[dropped].sum(dtype=np.int64))
+    return dict(
+        documents_in=len(sizes),
+        bytes_in=came,
+        documents=len(sizes) - len(dropped),
+        bytes=came - went,
+        dropped={reason: dict(documents=len(dropped), bytes=went)},
+    )
 
 
 def _note(line: bytes, row: int, reason: str, names: Sequence[int | str], shard: int, kept: int) -> bytes:
@@ -161,14 +174,13 @@ def _note(line: bytes, row: int, reason: str, names: Sequence[int | str], shard:
 
 @contextlib.contextmanager
 def shard_writer(path: Path):
-    """A function that adds lines to a zstd file and returns their bytes; the same bytes each time for the same lines."""
+    """A function that adds lines to a zstd file: the same bytes each time for the same lines."""
     import zstandard
 
-    with open(path, "wb") as file, zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
+    with open(path, "wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file, closefd=False) as packed:
 
-        def write(lines: Sequence[bytes]) -> int:
-            data = b"".join(line + b"\n" for line in lines)
-            packed.write(data)
-            return len(data)
+        def write(lines: Sequence[bytes]) -> None:
+            if lines:
+                packed.write(b"\n".join(lines) + b"\n")
 
         yield write

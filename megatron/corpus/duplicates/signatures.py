@@ -11,6 +11,7 @@ The folder of a shard's fingerprints:
     signatures.bin   [documents, bands * rows] uint32
     keys.bin         [bands, signed] uint64: a hash of each document's part of a signature, sorted within a band
     rows.bin         [bands, signed] uint32: whose they are; documents without a shingle are not among them
+    sizes.bin        [documents] uint32: bytes of their texts
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.corpus.duplicates import shingles
-from megatron.corpus.duplicates.shards import Numbering, blocks_of_lines, read_facts, text_of, write_facts
+from megatron.corpus.duplicates.shards import Numbering, blocks_of_lines, encoded, read_facts, text_of, write_facts
 from megatron.errors import DataError, SettingsError
 
 KINDS = ("minhash", "one_permutation")
@@ -137,15 +138,17 @@ def band_keys(signatures: np.ndarray, how: Signing) -> Iterator[np.ndarray]:
 def write_fingerprints(shard: Path, folder: Path, how: Signing, text_key: str = "text") -> dict[str, int]:
     """Sign a shard. Returns counts."""
     documents, unreadable, size, full = 0, 0, 0, []
-    with open(folder / "signatures.bin", "wb") as file:
+    with open(folder / "signatures.bin", "wb") as file, open(folder / "sizes.bin", "wb") as sizes:
         for lines in blocks_of_lines(shard):
             texts = [text_of(line, text_key) for line in lines]
+            lengths = np.array([len(encoded(text or "")) for text in texts], "<u4")
+            sizes.write(lengths)
             signatures, signed = sign_texts([text or "" for text in texts], how)
             file.write(signatures.astype("<u4", copy=False))
             full.append(signed)
             documents += len(texts)
             unreadable += texts.count(None)
-            size += sum(map(len, lines)) + len(lines)
+            size += int(lengths.sum())
     rows = np.flatnonzero(np.concatenate(full)) if full else np.zeros(0, np.int64)
     signatures = _mapped(folder / "signatures.bin", "<u4", (documents, how.numbers))
     with open(folder / "keys.bin", "wb") as keys, open(folder / "rows.bin", "wb") as whose:
@@ -155,6 +158,11 @@ def write_fingerprints(shard: Path, folder: Path, how: Signing, text_key: str = 
             whose.write(rows[order].astype("<u4"))
     write_facts(folder, dict(documents=documents, signed=len(rows), bytes=size, signing=how.facts()))
     return dict(documents=documents, signed=len(rows), without_text=unreadable, bytes=size)
+
+
+def text_sizes(folder: Path) -> np.ndarray:
+    """Bytes of the text of each document of a shard, [documents]."""
+    return np.fromfile(Path(folder) / "sizes.bin", "<u4")
 
 
 def _mapped(path: Path, kind: str, shape: tuple[int, ...]) -> np.ndarray:

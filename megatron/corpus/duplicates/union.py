@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of documents from pairs, in one process: 4 bytes a document (8 beyond 4 billion), whatever the number of pairs.
 
->>> groups = Groups(5)
+>>> groups = DocumentGroups(5)
 >>> groups.join(np.array([[1, 3], [3, 4]]))
 >>> groups.smallest(0, 5).tolist()
 [0, 1, 2, 1, 1]
@@ -12,7 +12,7 @@ import numpy as np
 _PIECE = 1 << 22  # documents or pairs that are looked at together
 
 
-class Groups:
+class DocumentGroups:
     """Each document points to a smaller one of its group, or, the smallest of it, to itself.
 
     What comes out does not depend on the order of the pairs.
