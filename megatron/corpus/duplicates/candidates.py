@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidate pairs: documents with the same key in a band.
+
+The keys of a band are divided into partitions by their highest bits; a partition that does not fit into memory is
+worked on in smaller ranges. In each group of documents of one key, in the order of their numbers, a document is paired with
+the `links` before it and with the first: all pairs of a small group, and a chain with few gaps of a large one.
+Pairs are kept as [pairs, 2] int64, the smaller number first, sorted, each once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.corpus.duplicates.signatures import Fingerprints
+
+PAIRS = "pairs.npy"
+RECORD = 96  # bytes of memory that a record takes while it is sorted, with a pair or two of it
+_KEYS = 1 << 64
+
+
+def candidate_pairs(
+    prints: Fingerprints, band: int, partition: int, partitions: int, links: int, earlier: int, memory: int
+) -> tuple[np.ndarray, int]:
+    """(pairs [n, 2] int64 of a partition of a band, records looked at).
+
+    earlier: documents below this number are of an earlier corpus: they are not paired with each other
+    """
+    found, records = [np.zeros((0, 2), np.int64)], 0
+    for first, last in _ranges(
+        prints, band, _KEYS * partition // partitions, _KEYS * (partition + 1) // partitions, memory
+    ):
+        keys, documents = prints.records(band, first, last)
+        records += len(keys)
+        found.append(_pairs(keys, documents, links, earlier))
+    return sorted_pairs(np.concatenate(found)), records
+
+
+def _ranges(prints: Fingerprints, band: int, first: int, end: int, memory: int) -> Iterator[tuple[int, int]]:
+    """[first, end) of the keys as ranges (first, last) of so many records that they fit into memory."""
+    if prints.count(band, first, end - 1) * RECORD <= memory or end - first == 1:
+        yield first, end - 1
+        return
+    middle = (first + end) // 2
+    yield from _ranges(prints, band, first, middle, memory)
+    yield from _ranges(prints, band, middle, end, memory)
+
+
+def _pairs(keys: np.ndarray, documents: np.ndarray, links: int, earlier: int) -> np.ndarray:
+    order = np.argsort(keys, kind="stable")  # shards come in order: within a key, documents stay in theirs
+    keys, documents = keys[order], documents[order]
+    again = keys[1:] == keys[:-1]
+    kept = np.zeros(len(keys), bool)  # most keys are those of one document
+    kept[1:] |= again
+    kept[:-1] |= again
+    keys, documents = keys[kept], documents[kept]
+    found = []
+    for back in range(1, min(links, len(keys) - 1) + 1):
+        same = keys[back:] == keys[: len(keys) - back]
+        found.append(np.stack([documents[: len(keys) - back][same], documents[back:][same]], 1))
+    places = np.arange(len(keys))
+    begins = np.ones(len(keys), bool)
+    begins[1:] = keys[1:] != keys[:-1]
+    first = np.maximum.accumulate(np.where(begins, places, 0))
+    far = places - first > links
+    found.append(np.stack([documents[first[far]], documents[far]], 1))
+    pairs = np.concatenate(found)
+    return pairs[pairs[:, 1] >= earlier]
+
+
+def sorted_pairs(pairs: np.ndarray) -> np.ndarray:
+    """The pairs by their first and then second document, each once."""
+    if not len(pairs):
+        return pairs
+    bits = int(pairs[:, 1].max()).bit_length()
+    if int(pairs[:, 0].max()).bit_length() + bits < 64:  # one number is sorted ten times as fast as two
+        packed = np.unique(pairs[:, 0] << bits | pairs[:, 1])
+        return np.stack([packed >> bits, packed & ((1 << bits) - 1)], 1)
+    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    new = np.ones(len(pairs), bool)
+    new[1:] = (pairs[1:] != pairs[:-1]).any(1)
+    return pairs[new]
+
+
+def save_pairs(path: Path, pairs: np.ndarray) -> None:
+    """Kept as [2, pairs]: the first documents can be searched in the file without reading it."""
+    np.save(path, np.ascontiguousarray(pairs.T, "<i8"))
+
+
+def load_pairs(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r").T
+
+
+def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.ndarray]:
+    """The pairs of many files whose first document is in [first, end), each once, in order, some `most` at a time."""
+    parts = [part for file in files if len(part := _between(load_pairs(file), first, end))]
+    if sum(map(len, parts)) > most and end - first > 1:
+        middle = (first + end) // 2
+        del parts  # and so the maps of the files
+        yield from merged(files, first, middle, most)
+        yield from merged(files, middle, end, most)
+    elif parts:
+        yield sorted_pairs(np.concatenate(parts))
+
+
+def _between(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
+    start, stop = np.searchsorted(pairs[:, 0], [first, end])
+    return pairs[start:stop]

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading shards of documents in blocks, numbering documents over all shards, and writing shards without some of them.
+
+A document's number counts lines over all shards in their order, from 0: it says nothing of how many shards there are.
+"""
+
+import bisect
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import orjson
+
+from megatron.data.json_input import find_sources, read_blocks
+from megatron.errors import DataError
+
+BLOCK = 1 << 21  # bytes of a shard that are looked at together: small beside a task's memory, large beside a document
+FACTS = "facts.json"
+WRITTEN = "documents.jsonl.zst"
+
+
+def blocks_of_lines(path: Path, block_size: int = BLOCK) -> Iterator[list[bytes]]:
+    """The lines of a shard, some at a time, without their ends. Blank lines are no documents and are left out."""
+    [source] = find_sources([str(path)])
+    for block, _ in read_blocks(source, block_size):
+        if lines := [line for line in block.split(b"\n") if line and not line.isspace()]:
+            yield lines
+
+
+def document_of(line: bytes) -> Optional[dict[str, Any]]:
+    """The JSON object of a line, or None."""
+    try:
+        document = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        try:
+            document = json.loads(line.decode("utf-8"))  # half of a surrogate pair: JSON lets it pass, orjson does not
+        except (ValueError, RecursionError):
+            return None
+    return document if isinstance(document, dict) else None
+
+
+def text_of(line: bytes, key: str = "text") -> Optional[str]:
+    """The text of a document, or None where a line has none."""
+    document = document_of(line)
+    text = document.get(key) if document is not None else None
+    return text if isinstance(text, str) else None
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8, halves of surrogate pairs included."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+# ------------------------------------------------------------------------------------------------ numbers of documents
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Which shard a document is of: shard `i` holds the numbers [starts[i], starts[i + 1])."""
+
+    starts: np.ndarray  # [shards + 1], int64
+
+    @classmethod
+    def of(cls, counts: Iterable[int]) -> "Numbering":
+        return cls(np.concatenate([[0], np.cumsum(list(counts), dtype=np.int64)]).astype(np.int64))
+
+    @property
+    def documents(self) -> int:
+        return int(self.starts[-1])
+
+    def by_shard(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(shard, places of its documents in `numbers`, their rows in the shard) for each shard that is met."""
+        shard = np.searchsorted(self.starts, numbers, side="right") - 1
+        order = np.argsort(shard, kind="stable")
+        edges = np.flatnonzero(np.diff(shard[order])) + 1
+        for places in np.split(order, edges) if len(order) else ():
+            which = int(shard[places[0]])
+            yield which, places, (numbers[places] - self.starts[which]).astype(np.int64)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(shard, row) of a document."""
+        shard = bisect.bisect_right(self.starts, number) - 1
+        return shard, int(number - self.starts[shard])
+
+
+def write_facts(folder: Path, facts: dict[str, Any]) -> None:
+    (folder / FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a task says of the files in its folder. Raises DataError."""
+    try:
+        return json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: no folder of fingerprints", str(error), "give one that this suite wrote") from None
+
+
+def numbering_of(folders: Sequence[Path]) -> Numbering:
+    """The documents of some shards, one folder of a first phase each."""
+    return Numbering.of(read_facts(folder)["documents"] for folder in folders)
+
+
+# -------------------------------------------------------------------------------------------------------- what goes on
+
+
+@dataclass
+class Removed:
+    """The documents of one shard that go, and the number of the document that each is a duplicate of."""
+
+    rows: np.ndarray  # [removed], int64, ascending
+    kept: np.ndarray  # [removed], int64
+
+    def write(self, path: Path) -> None:
+        with open(path, "wb") as file:
+            np.save(file, np.stack([self.rows, self.kept]).astype("<i8"))
+
+    @classmethod
+    def read(cls, path: Path) -> "Removed":
+        rows, kept = np.load(path)
+        return cls(rows, kept)
+
+
+def copy_without(
+    shard: Path,
+    removed: Removed,
+    sizes: np.ndarray,
+    numbering: Numbering,
+    names: Sequence[int | str],
+    reason: str,
+    output: Path,
+) -> dict[str, Any]:
+    """Write the lines of a shard that stay, unchanged, and a note of each that goes. Returns counts.
+
+    The notes, `dropped.jsonl`, say: row, id and url where the document has them, reason, and of which document (a row of
+    a shard) it is a duplicate. sizes: bytes of each text of the shard, for the counts; names: what a note calls each
+    shard: its number, or the folder of its fingerprints
+    """
+    gone = dict(zip(removed.rows.tolist(), removed.kept.tolist()))
+    with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
+        row = 0
+        for lines in blocks_of_lines(shard):
+            stay = []
+            for line in lines:
+                if row in gone:
+                    notes.write(_note(line, row, reason, names, *numbering.place(gone[row])))
+                else:
+                    stay.append(line)
+                row += 1
+            write(stay)
+    return fates(sizes, removed.rows, reason)
+
+
+def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]:
+    """Counts of documents and bytes of text that came in, go on, and were dropped. dropped: rows"""
+    came, went = int(sizes.sum(dtype=np.int64)), int(sizes[dropped].sum(dtype=np.int64))
+    return dict(
+        documents_in=len(sizes),
+        bytes_in=came,
+        documents=len(sizes) - len(dropped),
+        bytes=came - went,
+        dropped={reason: dict(documents=len(dropped), bytes=went)},
+    )
+
+
+def _note(line: bytes, row: int, reason: str, names: Sequence[int | str], shard: int, kept: int) -> bytes:
+    document = document_of(line) or {}
+    known = {key: document[key] for key in ("id", "url") if key in document}
+    return json.dumps(dict(row=row, **known, reason=reason, of_shard=names[shard], of_row=kept)).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def shard_writer(path: Path):
+    """A function that adds lines to a zstd file: the same bytes each time for the same lines."""
+    import zstandard
+
+    with open(path, "wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file, closefd=False) as packed:
+
+        def write(lines: Sequence[bytes]) -> None:
+            if lines:
+                packed.write(b"\n".join(lines) + b"\n")
+
+        yield write

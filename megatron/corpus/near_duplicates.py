@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near-duplicates: documents whose sets of shingles are similar, found by MinHash and banding. The first one stays.
+
+    sign        a shard each          signatures, and the keys of their bands, sorted
+    pair        a (band, partition)   documents with the same key, as pairs
+    compare     a range of documents  pairs of all bands, once each: similar by their signatures, or doubtful
+    read        a shard each          texts of documents in doubtful pairs and in examples
+    decide      a range of documents  doubtful pairs by their texts; examples
+    group       one task              groups of documents (union-find) and who goes, by shard
+    remove      a shard each          the shard without them
+
+What is kept depends on the documents, their order and the options alone: not on the number of shards, partitions, ranges
+or workers, nor on the memory of a task. docs/corpus_duplicates.md tells more.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron.corpus.duplicates import candidates, compare
+from megatron.corpus.duplicates.candidates import load_pairs
+from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of
+from megatron.corpus.duplicates.signatures import (
+    Fingerprints,
+    Signing,
+    saved_fingerprints,
+    text_sizes,
+    write_fingerprints,
+)
+from megatron.corpus.duplicates.union import DocumentGroups
+from megatron.corpus.stage import Counts, Made, StagePhase
+from megatron.errors import SettingsError, did_you_mean
+
+VERSION = "1"  # of what the tasks of this stage write
+REASON = "near_duplicate"
+PRESETS: dict[str, dict[str, Any]] = {
+    # Megatron-LM's find_duplicates.py: shingles of 5 characters, 100 seeds in 10 bands, pairs above one half
+    "megatron": dict(shingle="characters", width=5, bands=10, rows=10, threshold=0.5),
+    # FineWeb: 5 words, 14 bands of 8, at least three quarters
+    "fineweb": dict(shingle="words", width=5, bands=14, rows=8, threshold=0.75),
+    # NeMo Curator: 24 characters, 20 bands of 13, at least .8
+    "curator": dict(shingle="characters", width=24, bands=20, rows=13, threshold=0.8),
+}
+MOST_RANGES = 256  # tasks of the phases `compare` and `decide`
+OWN = (
+    "memory",
+    "shards",
+    "shard",
+    "band",
+    "partition",
+    "of_partitions",
+    "range",
+    "ranges",
+)  # options of a task, beside the stage's
+
+
+@dataclass(frozen=True)
+class NearDuplicateOptions:
+    """Options of the stage; those of a preset stand wherever no other value is given."""
+
+    preset: Literal["megatron", "fineweb", "curator"] = "megatron"
+    shingle: Literal["characters", "words"] = "characters"
+    width: int = 5
+    bands: int = 10
+    rows: int = 10
+    kind: Literal["minhash", "one_permutation"] = "minhash"
+    seed: int = 1234
+    threshold: float = 0.5  # the least similarity (Jaccard) of near-duplicates
+    verify: Literal["signatures", "doubtful", "texts"] = "doubtful"  # what decides: see `compare.doubtful`
+    links: int = 4  # documents of the same key that each is compared with, beside the first
+    against: list[str] = field(default_factory=list)  # folders of fingerprints of an earlier corpus, which stays whole
+    examples: int = 3  # pairs of each of 20 similarities for the report
+    text_key: str = "text"
+    documents_per_shard: int = 100_000  # a guess, for the number of partitions; memory holds whatever comes
+    partitions: int = 0  # 0: as many as the memory of a task asks for
+
+    @property
+    def signing(self) -> Signing:
+        return Signing(**{one.name: getattr(self, one.name) for one in fields(Signing)})
+
+
+OPTIONS = NearDuplicateOptions  # what an engine checks a recipe's options with
+
+
+def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
+    """The stage's options, checked, with those of the preset. Raises SettingsError."""
+    given = {name: value for name, value in options.items() if name not in OWN}
+    known = [one.name for one in fields(NearDuplicateOptions)]
+    for name in given:
+        if name not in known:
+            raise SettingsError(
+                f"near_duplicates has no option {name}{did_you_mean(name, known)}", do=f"known: {', '.join(known)}"
+            )
+    preset = given.get("preset", NearDuplicateOptions.preset)
+    if preset not in PRESETS:
+        raise SettingsError(f"near_duplicates: unknown preset {preset}", do=f"known: {', '.join(PRESETS)}")
+    made = NearDuplicateOptions(**{**PRESETS[preset], **given})
+    _ = made.signing
+    if isinstance(made.threshold, bool) or not isinstance(made.threshold, (int, float)) or not 0 < made.threshold <= 1:
+        raise SettingsError(f"threshold of near-duplicates is {made.threshold!r}: above 0, at most 1")
+    if made.verify not in compare.VERIFY:
+        raise SettingsError(f"verify of near-duplicates is {made.verify!r}", do=f"known: {', '.join(compare.VERIFY)}")
+    for name, least in (("links", 1), ("examples", 0), ("documents_per_shard", 1), ("partitions", 0)):
+        value = getattr(made, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SettingsError(f"{name} of near-duplicates is {value!r}: a whole number, at least {least}")
+    if isinstance(made.against, str) or not all(isinstance(folder, str) for folder in made.against):
+        raise SettingsError(f"against of near-duplicates is {made.against!r}: a list of folders")
+    return made
+
+
+def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
+    """The phases of this stage. memory: bytes that a task may take."""
+    asked = read_options(options)
+    partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * candidates.RECORD // memory))
+    ranges = min(max(shards, partitions), MOST_RANGES)
+    keys = [
+        dict(band=band, partition=partition, of_partitions=partitions)
+        for band in range(asked.bands)
+        for partition in range(partitions)
+    ]
+
+    def own(tasks: Callable[[Made], Iterable[Mapping[str, Any]]]) -> Callable[[Made], list[Mapping[str, Any]]]:
+        return lambda made: [
+            dict(task, memory=memory, shards=len(made["documents"]), ranges=ranges) for task in tasks(made)
+        ]
+
+    each_key = own(lambda made: keys)
+    each_range = own(lambda made: [dict(range=number) for number in range(ranges)])
+    each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
+    return [
+        StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
+        StagePhase("pair", pair, lambda made: [[*made["sign"]] for _ in keys], each_key),
+        StagePhase(
+            "compare", compare_pairs, lambda made: [[*made["sign"], *made["pair"]] for _ in range(ranges)], each_range
+        ),
+        StagePhase(
+            "read",
+            read_texts,
+            lambda made: [[shard, *made["sign"], *made["compare"]] for shard in made["documents"]],
+            each_shard,
+        ),
+        StagePhase("decide", decide, lambda made: [[folder, *made["read"]] for folder in made["compare"]], each_range),
+        StagePhase(
+            "group",
+            group,
+            lambda made: [[*made["sign"], *made["compare"], *made["decide"]]],
+            own(lambda made: [dict()]),
+        ),
+        StagePhase(
+            "remove",
+            remove,
+            lambda made: [[shard, *made["group"], *made["sign"]] for shard in made["documents"]],
+            each_shard,
+        ),
+    ]
+
+
+def sign(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[shard] -> its fingerprints."""
+    asked = read_options(options)
+    return write_fingerprints(inputs[0], output, asked.signing, asked.text_key)
+
+
+def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Fingerprints -> pairs of documents with the same key, of a partition of a band."""
+    asked = read_options(options)
+    prints, earlier = _fingerprints(inputs, asked)
+    band, partition, partitions = (options[name] for name in ("band", "partition", "of_partitions"))
+    pairs, records = candidates.candidate_pairs(
+        prints, band, partition, partitions, asked.links, earlier, options["memory"]
+    )
+    candidates.save_pairs(output / candidates.PAIRS, pairs)
+    return dict(records=records, pairs_of_bands=len(pairs))
+
+
+def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Fingerprints, and pairs of all bands -> those of a range of first documents, compared by their signatures."""
+    asked = read_options(options)
+    prints, earlier = _fingerprints(inputs[: options["shards"]], asked)
+    found = compare.Findings(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
+    first, end = (prints.numbering.documents * edge // options["ranges"] for edge in _edges(options["range"]))
+    files = [folder / candidates.PAIRS for folder in inputs[options["shards"] :]]
+    at_once = max(1, options["memory"] // (16 * asked.signing.numbers + 256))
+    for pairs in candidates.merged(files, first, end, at_once):
+        found.add(pairs, compare.estimates(prints, pairs))
+    return found.write(output)
+
+
+def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[shard, fingerprints ..., compared pairs ...] -> the texts of the shard that `decide` will look at."""
+    asked, shards = read_options(options), options["shards"]
+    numbering, earlier = _numbering(inputs[1 : 1 + shards], asked)
+    first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(options["shard"]))
+    wanted = [compare.between(folder / "wanted.npy", first, end) for folder in inputs[1 + shards :]]
+    wanted = np.unique(np.concatenate([np.zeros(0, np.int64), *wanted]))
+    return dict(
+        texts_read=len(wanted), bytes_read=compare.write_texts(inputs[0], wanted, first, output, asked.text_key)
+    )
+
+
+def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[compared pairs, texts ...] -> which doubtful pairs are near-duplicates by their texts; examples for the report."""
+    asked, (folder, *texts) = read_options(options), inputs
+    known = compare.TextStore(texts, asked.signing, options["memory"] // 2)
+    pairs = np.asarray(load_pairs(folder / "doubtful.npy"))
+    similar = known.similarity(pairs) >= asked.threshold
+    candidates.save_pairs(output / "accepted.npy", pairs[similar])
+    rows = compare.example_rows(folder, known)
+    (output / "examples.json").write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    return dict(compared_by_text=len(pairs), accepted_by_text=int(similar.sum()))
+
+
+def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[fingerprints ..., compared pairs ..., decided pairs ...] -> who goes, by shard, and the report's figures."""
+    asked, shards, ranges = read_options(options), options["shards"], options["ranges"]
+    numbering, earlier = _numbering(inputs[:shards], asked)
+    compared, decided = inputs[shards : shards + ranges], inputs[shards + ranges :]
+    groups = DocumentGroups(numbering.documents)
+    for folder in (*compared, *decided):
+        groups.join(load_pairs(folder / "accepted.npy"))
+    sizes = np.zeros(numbering.documents, np.uint32)
+    removed = 0
+    for shard in range(shards):
+        first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(shard))
+        smallest = groups.smallest(first, end).astype(np.int64)
+        np.add.at(sizes, smallest, np.uint32(1))
+        rows = np.flatnonzero(smallest != np.arange(first, end))
+        Removed(rows, smallest[rows]).write(output / f"{shard:06d}.npy")
+        removed += len(rows)
+    report = dict(
+        groups=int((sizes > 1).sum()),
+        largest_group=int(sizes.max(initial=0)),
+        to_remove=removed,
+        similarities=compare.pairs_by_similarity(compared),
+        examples=compare.chosen_examples(decided, asked.examples),
+    )
+    content = dict(report, options=asdict(asked))
+    (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[shard, removal lists, fingerprints ...] -> the shard without what goes."""
+    asked = read_options(options)
+    numbering, earlier = _numbering(inputs[2:], asked)
+    names = [*map(str, saved_fingerprints(asked.against)), *range(options["shards"])]
+    removed = Removed.read(inputs[1] / f"{options['shard']:06d}.npy")
+    sizes = text_sizes(inputs[2 + options["shard"]])
+    return copy_without(inputs[0], removed, sizes, numbering, names, REASON, output)
+
+
+def _fingerprints(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:
+    """(fingerprints of the earlier corpus and of this one, how many documents the earlier one has)."""
+    before = saved_fingerprints(asked.against)
+    prints = Fingerprints([*before, *folders], asked.signing)
+    return prints, int(prints.numbering.starts[len(before)])
+
+
+def _numbering(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Numbering, int]:
+    """(numbers of the documents of both corpora, how many shards the earlier one has)."""
+    before = saved_fingerprints(asked.against)
+    return numbering_of([*before, *folders]), len(before)
+
+
+def _edges(number: int) -> tuple[int, int]:
+    return number, number + 1
