@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from megatron.data.contamination import NgramIndex
 from megatron.data.formats import FORMATS
 from megatron.data.json_input import Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
-from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, Worker
+from megatron.data.preprocess_screen import Screen
+from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, TextBlock, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
@@ -67,8 +69,9 @@ def preprocess(
     choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = form.dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
+    more = dict(origins=getattr(settings, "origin", False), screen=screen_of(settings))
     encoder = BlockEncoder(
-        tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions, form.keeps_empty
+        tokenizer, settings.json_keys, dtype, settings.append_eod, split, partitions, form.keeps_empty, **more
     )
     with Workspace(settings.output_prefix) as workspace:
         for prefix in output_prefixes(settings, form):
@@ -80,7 +83,9 @@ def preprocess(
             team.work(report)
         if team.shared.totals[:, :, 0].any():
             log("Done! Now finalizing.")
-        written = Written(team.shared, partitions, workspace, form)
+        written = Written(
+            team.shared, partitions, workspace, form, encoder.screen, sources if encoder.origins else None
+        )
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 
 
@@ -97,6 +102,13 @@ def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) 
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def screen_of(settings) -> Screen | None:
+    """What looks for evaluation sets, where the settings ask for it (`--contamination`)."""
+    if not getattr(settings, "contamination", None):
+        return None
+    return Screen(NgramIndex.open(settings.contamination), settings.on_contamination)
 
 
 def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], log) -> None:
@@ -121,7 +133,8 @@ class Team:
         self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
         workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
         self.context = multiprocessing.get_context("fork")
-        self.shared = Shared(self.context, blocks.lanes, len(settings.json_keys) * partitions, workers)
+        keys, ngrams = len(settings.json_keys), len(encoder.screen.index.hashes) if encoder.screen else 0
+        self.shared = Shared(self.context, blocks.lanes, keys * partitions, workers, keys, ngrams)
         self.total_input = sum(source.size for source in blocks.sources)
         self.workers = [
             Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop", head)
@@ -158,7 +171,7 @@ class Team:
                 selector.register(process.sentinel, selectors.EVENT_READ, process)
             if isinstance(self.blocks, Feed):
                 for block in self.blocks.read():
-                    self._send(selector, FRAME.pack(block.number, block.source, len(block.data), block.input_bytes))
+                    self._send(selector, _frame(block))
                     self._send(selector, block.data)
                 os.close(self.blocks.send)
             while selector.get_map():
@@ -206,6 +219,10 @@ class Team:
     def progress(self) -> Progress:
         sums = self.shared.progress.sum(axis=0).tolist()
         return Progress(time.perf_counter() - self._started, *sums, self.total_input)
+
+
+def _frame(block: TextBlock) -> bytes:
+    return FRAME.pack(block.number, block.source, len(block.data), block.input_bytes, block.start)
 
 
 def _run_worker(worker: Worker, send: Connection) -> None:
