@@ -122,6 +122,8 @@ def _write_companions(written: Written, index: int, parts: list[tuple[int, int]]
             sets=[[one.name, one.items] for one in screen.index.sets],
             items=screen.index.sets_of(np.flatnonzero(before)),
             action=screen.action,
+            longest=screen.index.longest,
+            shortest=screen.index.shortest,
             documents=sizes[2],
             contaminated=texts,
             removed=texts - left if screen.action == "drop" else 0,
