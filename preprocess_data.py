@@ -41,6 +41,14 @@ class PreprocessOptions:
     partitions: int = setting("order documents as Megatron-LM does with this many partitions", 1)
     keep_sequential_samples: bool = setting("keep input order whatever --partitions says", False)
     on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
+    origin: bool = setting("write <prefix>.origin: from which file and byte each document comes", True)
+    contamination: Optional[str] = setting(
+        "index of evaluation sets (python -m megatron.tools.contamination) that are looked for in the text", None
+    )
+    on_contamination: Literal["count", "cut", "drop"] = setting(
+        "with --contamination: count what is found; cut out its n-grams and 200 characters on each side; drop the document",
+        "count",
+    )
     log_interval: int = setting("documents between progress lines", 1000)
     make_vocab_size_divisible_by: int = setting("as in training, to show the padded vocabulary", 128)
     tensor_model_parallel_size: int = setting("as in training, to show the padded vocabulary", 1)
@@ -61,6 +69,8 @@ COMMON = (
     "tokenizer_model",
     "split_sentences",
     "on_bad_line",
+    "contamination",
+    "on_contamination",
 )
 
 
@@ -104,6 +114,8 @@ def check(settings: PreprocessOptions) -> PreprocessOptions:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    if settings.on_contamination != "count" and not settings.contamination:
+        raise SettingsError(f"--on-contamination {settings.on_contamination} needs --contamination INDEX")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
     if settings.dataset_impl != "mmap":
         print(f"--dataset-impl {settings.dataset_impl}: files are written in the mmap format, which is the only one")

@@ -32,7 +32,7 @@ from megatron.data.file_formats import (
 )
 from megatron.errors import DataError
 
-OUR_SUFFIXES = (".rejected.jsonl", ".stats.json")
+OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json")
 STDIN = "-"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -125,13 +125,18 @@ def compression_of(head: bytes) -> str | None:
 
 def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
     """The whole lines whose first byte lies in [start, stop) of a plain file; the last may reach beyond `stop`."""
+    return read_lines(file, start, stop)[1]
+
+
+def read_lines(file: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
+    """(where the first of them begins, the lines) of `read_range`."""
     number = file.fileno()
     begin = max(start - 1, 0)  # the byte before tells whether a line starts at `start`
     data = _read_at(number, begin, stop)
     first = data.find(b"\n") + 1 if start else 0
     if (start and not first) or begin + first >= stop:
-        return b""
-    pieces = [data[first:]]
+        return stop, b""
+    place, pieces = begin + first, [data[first:]]
     while not pieces[-1].endswith(b"\n"):
         end = begin + len(data)
         data, begin = _read_at(number, end, end + max(1 << 16, stop - start)), end
@@ -139,7 +144,9 @@ def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
             break
         pieces.append(data[: data.find(b"\n") + 1] or data)
     whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    return whole.removeprefix(BYTE_ORDER_MARK) if start == 0 else whole
+    if start == 0 and whole.startswith(BYTE_ORDER_MARK):
+        return len(BYTE_ORDER_MARK), whole[len(BYTE_ORDER_MARK) :]
+    return place, whole
 
 
 def _read_at(number: int, start: int, stop: int) -> bytes:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data import contamination, origin
 from megatron.data.formats import FORMATS, LAYOUTS, open_tokens
 from megatron.data.indexed import TokenFiles, bare_prefix
-from megatron.data.preprocess_output import replaced, write_stats
+from megatron.data.preprocess_output import COMPANIONS, publish_companions, replaced, write_stats
 from megatron.data.vocabulary import identity_of, name_of
 from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
 from megatron.errors import DataError, SettingsError
@@ -67,7 +68,13 @@ def merge(
                 lambda: _counts(prefixes),
                 *([lambda: _pieces(prefixes, _modes)] if multimodal else []),
             )
+            notes = join_companions(prefixes, workspace, sizes)
+            for ending in COMPANIONS:
+                Path(output_prefix + ending).unlink(missing_ok=True)
             publish(workspace, "merged", output_prefix, form.endings)
+            publish_companions(workspace, "merged", output_prefix)
+            for note in notes:
+                log(note)
     except OSError as error:
         raise storage_error(error, output_prefix) from None
     write_stats(output_prefix, identity, sizes)
@@ -75,6 +82,31 @@ def merge(
     return Merged(
         prefixes, sizes["documents"], sizes["sequences"], sizes["tokens"], size, time.perf_counter() - started
     )
+
+
+def join_companions(prefixes: list[str], workspace: Workspace, sizes: dict[str, int]) -> list[str]:
+    """Where documents come from, and what they hold of evaluation sets, into the workspace, where it is known of all of
+    the datasets. Returns what is lost, in words.
+    """
+    notes = []
+    origins = [origin.open_origins(prefix, open_tokens(prefix).num_documents, verify=True) for prefix in prefixes]
+    known = sum(found is not None for found in origins)
+    if known == len(prefixes):
+        files, numbers = origin.joined_files(origins)
+        rows = (rows for pair in zip(origins, numbers, strict=True) for rows in origin.renumbered(*pair))
+        path = workspace.path(f"merged{origin.ENDING}")
+        origin.write_origins(path, files, sizes["documents"], rows, sizes["tokens"])
+    elif known:
+        missing = next(prefix for prefix, found in zip(prefixes, origins, strict=True) if found is None)
+        notes.append(
+            f"note: {missing} has no {origin.ENDING}: where documents come from is not known of all, and left out"
+        )
+    contained, unknown = contamination.of_training_data(prefixes)
+    if contained is not None and not unknown:
+        contained.save(workspace.path(f"merged{contamination.ENDING}"))
+    elif contained is not None:
+        notes.append(f"note: {unknown[0]} has no {contamination.ENDING}: what is known of the others is left out")
+    return notes
 
 
 def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:

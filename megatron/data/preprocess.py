@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from megatron.data.contamination import NgramIndex
 from megatron.data.formats import FORMATS
 from megatron.data.json_input import Source, find_sources
 from megatron.data.preprocess_encode import BlockEncoder, cache_memory
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
 from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
-from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, Worker
+from megatron.data.preprocess_screen import Screen
+from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, TextBlock, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
@@ -77,6 +79,8 @@ def preprocess(
         partitions,
         form.keeps_empty,
         cache_memory(workers),
+        origins=getattr(settings, "origin", False),
+        screen=screen_of(settings),
     )
     with Workspace(settings.output_prefix) as workspace:
         for prefix in output_prefixes(settings, form):
@@ -88,7 +92,9 @@ def preprocess(
             team.work(report)
         if team.shared.totals[:, :, 0].any():
             log("Done! Now finalizing.")
-        written = Written(team.shared, partitions, workspace, form)
+        written = Written(
+            team.shared, partitions, workspace, form, encoder.screen, sources if encoder.origins else None
+        )
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
 
 
@@ -105,6 +111,13 @@ def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) 
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def screen_of(settings) -> Screen | None:
+    """What looks for evaluation sets, where the settings ask for it (`--contamination`)."""
+    if not getattr(settings, "contamination", None):
+        return None
+    return Screen(NgramIndex.open(settings.contamination), settings.on_contamination)
 
 
 def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], log) -> None:
@@ -137,7 +150,8 @@ class Team:
     ):
         self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
         self.context = multiprocessing.get_context("fork")
-        self.shared = Shared(self.context, blocks.lanes, len(settings.json_keys) * partitions, workers)
+        keys, ngrams = len(settings.json_keys), len(encoder.screen.index.hashes) if encoder.screen else 0
+        self.shared = Shared(self.context, blocks.lanes, keys * partitions, workers, keys, ngrams)
         self.total_input = sum(source.size for source in blocks.sources)
         self.workers = [
             Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop", head)
@@ -174,7 +188,7 @@ class Team:
                 selector.register(process.sentinel, selectors.EVENT_READ, process)
             if isinstance(self.blocks, Feed):
                 for block in self.blocks.read():
-                    self._send(selector, FRAME.pack(block.number, block.source, len(block.data), block.input_bytes))
+                    self._send(selector, _frame(block))
                     self._send(selector, block.data)
                 os.close(self.blocks.send)
             while selector.get_map():
@@ -222,6 +236,10 @@ class Team:
     def progress(self) -> Progress:
         sums = self.shared.progress.sum(axis=0).tolist()
         return Progress(time.perf_counter() - self._started, *sums, self.total_input)
+
+
+def _frame(block: TextBlock) -> bytes:
+    return FRAME.pack(block.number, block.source, len(block.data), block.input_bytes, block.start)
 
 
 def _run_worker(worker: Worker, send: Connection) -> None:

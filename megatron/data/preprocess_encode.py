@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One block of JSON lines into token arrays: the work of a process of `preprocess.py`. No files, no processes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron.data.json_input import BadLine, parse_line, values_of
+from megatron.data.origin import NO_ORIGINS, origins_of, text_hash
+from megatron.data.preprocess_screen import Screen, Screening
 from megatron.errors import DataError
 from megatron.telemetry.host_memory import available_memory, resident_memory
 from megatron.tokenizer.base import Tokenizer
@@ -25,12 +28,14 @@ LEAST_CACHE, MOST_CACHE = 64 << 20, 256 << 20
 class EncodedDocuments:
     """Documents of one target (a JSON key, and a partition) in file order.
 
-    tokens [n], lengths int32 [sequences], counts int32 [documents]: sequences of each document.
+    tokens [n], lengths int32 [sequences], counts int32 [documents]: sequences of each document. origins [documents]: where
+    each was in the block (`origin.py`), or none.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
+    origins: np.ndarray
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -40,12 +45,14 @@ class EncodedDocuments:
 @dataclass
 class Encoded:
     """A block after encoding. `targets[key * partitions + residue]` holds the lines with number % partitions == residue,
-    counted from the first line of the block. `rejected`: (line in the block, reason)."""
+    counted from the first line of the block. `rejected`: (line in the block, reason). `screening`: what was found of
+    evaluation sets, where it is looked for."""
 
     targets: list[EncodedDocuments]
     lines: int
     text_bytes: int
     rejected: list[tuple[int, str]]
+    screening: Screening | None = None
 
 
 @dataclass
@@ -53,15 +60,20 @@ class _Bin:
     pieces: list = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)  # that the documents were in
+    parts: list[int] = field(default_factory=list)  # of their lines, from 1; 0: a whole one
+    hashes: list[int] = field(default_factory=list)
 
-    def documents(self, dtype: np.dtype) -> EncodedDocuments:
+    def documents(self, dtype: np.dtype, starts: np.ndarray | None) -> EncodedDocuments:
+        """starts: of the block's lines; None: no origins."""
         tokens = np.concatenate(self.pieces, dtype=dtype, casting="unsafe") if self.pieces else np.empty(0, dtype)
-        return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32))
+        origins = NO_ORIGINS if starts is None else origins_of(starts[self.lines], self.parts, self.hashes)
+        return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32), origins)
 
 
 class BlockEncoder:
     """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole. `keeps_empty`: whether a
-    document without tokens is one."""
+    document without tokens is one. `origins`: note where each document was. `screen`: looks for evaluation sets."""
 
     def __init__(
         self,
@@ -73,7 +85,10 @@ class BlockEncoder:
         partitions: int = 1,
         keeps_empty: bool = True,
         cache_memory: int = MOST_CACHE,
+        origins: bool = False,
+        screen: Screen | None = None,
     ):
+        self.origins, self.screen = origins, screen
         self._tokenizer, self._encode = tokenizer, tokenizer.encoder
         self._keeps_empty = keeps_empty
         self._cache_memory, self._memory_limit = cache_memory, None
@@ -86,25 +101,40 @@ class BlockEncoder:
             lines.pop()
         bins = [[_Bin() for _ in range(self._partitions)] for _ in self._keys]
         rejected = []
+        screening = self.screen(self._readable(lines)) if self.screen else None
         for number, line in enumerate(lines):
             try:
-                values = self._values(line)
-                documents = values and [self._document(value) for value in values]
+                parts = screening.parts.get(number) if screening else None
+                if parts is None:
+                    parts = [(key, 0, value) for key, value in enumerate(self._values(line) or ())]
+                documents = [(key, part, value, *self._document(value)) for key, part, value in parts]
             except BadLine as reason:
                 rejected.append((number, str(reason)))
                 continue
             except DataError as error:  # the tokenizer cannot take this text
                 rejected.append((number, str(error)))
                 continue
-            for key, (pieces, lengths) in enumerate(documents or ()):
+            for key, part, value, pieces, lengths in documents:
                 bin = bins[key][number % self._partitions]
                 bin.pieces += pieces
                 bin.lengths += lengths
                 if lengths or self._keeps_empty:
                     bin.counts.append(len(lengths))
+                    if self.origins:
+                        bin.lines.append(number)
+                        bin.parts.append(part)
+                        bin.hashes.append(text_hash(value))
         self._bound_memory()
-        targets = [bin.documents(self._dtype) for row in bins for bin in row]
-        return Encoded(targets, len(lines), len(block), rejected)
+        starts = np.cumsum([0] + [len(line) + 1 for line in lines]) if self.origins else None
+        targets = [bin.documents(self._dtype, starts) for row in bins for bin in row]
+        return Encoded(targets, len(lines), len(block), rejected, screening)
+
+    def _readable(self, lines: list[bytes]) -> Iterator[tuple[int, list]]:
+        """Number and texts of each line that has any."""
+        for number, line in enumerate(lines):
+            with contextlib.suppress(BadLine):
+                if values := self._values(line):
+                    yield number, values
 
     def _bound_memory(self) -> None:
         """Drop the tokenizer's cache of words when the process grew by `cache_memory` since the first block.

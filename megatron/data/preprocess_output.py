@@ -9,14 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data import contamination, origin
 from megatron.data.formats import MEGATRON, Format, endings_of, open_tokens
 from megatron.data.indexed import LENGTH_TYPE
+from megatron.data.json_input import STDIN, Source
+from megatron.data.preprocess_screen import Screen
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.workspace import Workspace, append_file, publish, write_at
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
 
+COMPANIONS = (origin.ENDING, contamination.ENDING)  # what may go beside token files
 PLAIN_TEXT = """python -c 'import json, sys; print(json.dumps({"text": sys.stdin.read()}))' < x.txt > x.jsonl"""
 
 
@@ -31,6 +35,7 @@ class Totals:
     lines: int
     text_bytes: int
     seconds: float
+    contamination: str = ""  # what was found of evaluation sets, in words; "" where they were not looked for
 
 
 @dataclass
@@ -41,16 +46,21 @@ class Written:
     partitions: int
     workspace: Workspace
     form: Format = MEGATRON
+    screen: Screen | None = None
+    sources: list[Source] | None = None  # where documents come from is to be kept
 
 
 def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, seconds: float) -> Totals:
     """Join the lanes, write the indices, give everything its final name."""
     shared, partitions, workspace = written.shared, written.partitions, written.workspace
     lines = int(shared.lines.sum())
-    rejected, rejected_path = _publish_rejected(settings.output_prefix, written)
+    rejected_path = _publish_list(settings.output_prefix, written, "rejected")
+    rejected = int(shared.progress[:, 4].sum())
     reason = first_reason(rejected_path)
     if not shared.totals[:, :, 0].any():
         why = f"{lines} lines, {rejected} rejected{reason}"
+        if shared.screened[:, 0].any():
+            why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if rejected == lines and "not JSON" in reason:
             do = f"a document is a line of JSON; for a file of plain text: {PLAIN_TEXT}"
@@ -65,11 +75,68 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             raise DataError(f"no text under the key {key!r} in {', '.join(settings.input)}", do="check --json-keys")
         sizes = np.sum([shared.totals[part] for part in parts], axis=0).tolist()
         _join(written, parts, str(index), dtype, sizes)
+        _write_companions(written, index, parts, sizes)
         outputs[key] = dict(prefix=prefix, documents=sizes[2], sequences=sizes[1], tokens=sizes[0])
     for index, output in enumerate(outputs.values()):
+        for ending in COMPANIONS:  # before the token files: nothing of an older run may stand beside them
+            Path(output["prefix"] + ending).unlink(missing_ok=True)
         publish(workspace, str(index), output["prefix"], written.form.endings)
+        publish_companions(workspace, str(index), output["prefix"])
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
-    return Totals(outputs, rejected, rejected_path, reason, lines, int(shared.progress[:, 1].sum()), seconds)
+    contaminated = _publish_list(settings.output_prefix, written, "contaminated")
+    words = told_of_contamination(written.screen, shared, contaminated) if written.screen else ""
+    text_bytes = int(shared.progress[:, 1].sum())
+    return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, words)
+
+
+def told_of_contamination(screen: Screen, shared: Shared, path: str | None) -> str:
+    """What was found of evaluation sets, and what was done about it, in a line."""
+    names = ", ".join(f"{one.name} ({one.items:,} items)" for one in screen.index.sets)
+    texts, left = shared.screened.sum(axis=0).tolist()
+    if not texts:
+        return f"no text holds an n-gram of {names}"
+    items = screen.index.sets_of(np.flatnonzero(shared.ngrams.any(axis=0)))
+    found = ", ".join(
+        f"{items[one.name]:,} of {one.items:,} items of {one.name}" for one in screen.index.sets if one.name in items
+    )
+    done = dict(count="kept as they are", drop="dropped", cut=f"cut into {left:,} pieces without them")[screen.action]
+    return f"{texts:,} text{'s share' if texts > 1 else ' shares'} n-grams with {found}: {done}; see {path}"
+
+
+def _write_companions(written: Written, index: int, parts: list[tuple[int, int]], sizes: list[int]) -> None:
+    """Where the documents of a key come from, and what they hold of evaluation sets, into the workspace."""
+    workspace, shared = written.workspace, written.shared
+    if written.sources is not None:
+        paths = [workspace.path(f"{lane}-{target}{KINDS[3]}") for lane, target in parts]
+        files = [
+            dict(path=os.path.abspath(one.path) if one.path != STDIN else "stdin", bytes=one.size)
+            for one in written.sources
+        ]
+        rows = (piece for path in paths for piece in read_numbers(path, origin.ROW))
+        origin.write_origins(workspace.path(f"{index}{origin.ENDING}"), files, sizes[2], rows, sizes[0])
+    if written.screen:
+        screen, before = written.screen, np.array(shared.ngrams[index])
+        counts = before if screen.action == "count" else np.zeros_like(before)
+        texts, left = shared.screened[index].tolist()
+        about = dict(
+            sets=[[one.name, one.items] for one in screen.index.sets],
+            items=screen.index.sets_of(np.flatnonzero(before)),
+            action=screen.action,
+            longest=screen.index.longest,
+            shortest=screen.index.shortest,
+            documents=sizes[2],
+            contaminated=texts,
+            removed=texts - left if screen.action == "drop" else 0,
+        )
+        path = workspace.path(f"{index}{contamination.ENDING}")
+        contamination.Contained(screen.index.hashes, counts, before, about).save(path)
+
+
+def publish_companions(workspace: Workspace, name: str, final: str) -> None:
+    """Give what goes beside token files its name."""
+    for ending in COMPANIONS:
+        if os.path.exists(workspace.path(name + ending)):
+            os.replace(workspace.path(name + ending), final + ending)
 
 
 def output_prefixes(settings, form: Format = MEGATRON) -> list[str]:
@@ -114,7 +181,7 @@ def _join(written: Written, parts: list[tuple[int, int]], name: str, dtype: np.d
     """Make the token file and the index of parts in order. The first part grows, the others go as they are copied."""
     workspace, form = written.workspace, written.form
     stems = [workspace.path(f"{lane}-{target}") for lane, target in parts]
-    tokens, lengths, counts = KINDS
+    tokens, lengths, counts, _ = KINDS
     final = workspace.path(name + form.endings[0])
     os.rename(stems[0] + tokens, final)
     number = os.open(final, os.O_RDWR)
@@ -131,27 +198,27 @@ def _join(written: Written, parts: list[tuple[int, int]], name: str, dtype: np.d
     form.write_index(index, dtype, sizes[1], sizes[2], lambda: stream(lengths), lambda: stream(counts))
 
 
-def read_numbers(path: str) -> Iterator[np.ndarray]:
-    """The int32 numbers of a file, a piece at a time."""
+def read_numbers(path: str, dtype: np.dtype = LENGTH_TYPE) -> Iterator[np.ndarray]:
+    """The numbers of a file, a piece at a time."""
     with open(path, "rb") as file:
-        while len(piece := np.fromfile(file, LENGTH_TYPE, 1 << 20)):
+        while len(piece := np.fromfile(file, dtype, 1 << 20)):
             yield piece
 
 
-def _publish_rejected(prefix: str, written: Written) -> tuple[int, str | None]:
-    """Bad lines of all lanes in order as `<prefix>.rejected.jsonl`; a list of an earlier run goes."""
-    final = Path(f"{prefix}.rejected.jsonl")
+def _publish_list(prefix: str, written: Written, name: str) -> str | None:
+    """A list of all lanes in order as `<prefix>.<name>.jsonl`, None where it is empty; that of an earlier run goes."""
+    final = Path(f"{prefix}.{name}.jsonl")
     final.unlink(missing_ok=True)
-    lists = [written.workspace.path(f"{lane}.rejected") for lane in range(len(written.shared.lines))]
+    lists = [written.workspace.path(f"{lane}.{name}") for lane in range(len(written.shared.lines))]
     lists = [path for path in lists if os.path.exists(path)]
     if not lists:
-        return 0, None
-    with open(written.workspace.path("rejected"), "wb") as file:
+        return None
+    with open(written.workspace.path(name), "wb") as file:
         for path in lists:
             append_file(file.fileno(), path)
         os.fsync(file.fileno())
-    os.replace(written.workspace.path("rejected"), final)
-    return int(written.shared.progress[:, 4].sum()), str(final)
+    os.replace(written.workspace.path(name), final)
+    return str(final)
 
 
 def first_reason(rejected_path: str | None) -> str:

@@ -20,15 +20,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.json_input import Source, read_blocks, read_range
+from megatron.data.json_input import Source, read_blocks, read_lines
 from megatron.data.preprocess_encode import BlockEncoder, Encoded
+from megatron.data.preprocess_screen import Screening
 from megatron.data.workspace import Workspace, write_at
 from megatron.errors import DataError
 
 BLOCK = 1 << 20  # bytes of text: about 10 ms of work
 WAITING = 4  # encoded blocks that a worker keeps while it waits for their turn
-FRAME = struct.Struct("<qqqq")  # header of a block in the pipe: number, source, bytes, position in the file
-KINDS = (".bin", ".lengths", ".counts")  # files of a target: tokens, tokens of a sequence, sequences of a document
+FRAME = struct.Struct("<qqqqq")  # header of a block in the pipe: number, source, bytes, position in the file, start
+KINDS = (
+    ".bin",
+    ".lengths",
+    ".counts",
+    ".origins",
+)  # of a target: tokens, tokens of a sequence, sequences of a document
 
 
 class Shared:
@@ -36,14 +42,18 @@ class Shared:
 
     totals int64 [lanes, targets, 3]: tokens, sequences, documents reserved so far. lines int64 [lanes].
     progress int64 [workers, 5]: documents, bytes of text, tokens, bytes of input, rejected lines.
+    ngrams int64 [keys, n-grams]: how often each of an index was found. screened int64 [keys, 2]: texts with any, documents
+    that are left of them.
     """
 
-    def __init__(self, context, lanes: int, targets: int, workers: int):
+    def __init__(self, context, lanes: int, targets: int, workers: int, keys: int = 1, ngrams: int = 0):
         sizes = [4, lanes, lanes * targets * 3, workers * 5]
         memory = np.frombuffer(mmap.mmap(-1, 8 * sum(sizes)), np.int64)
         head, self.lines, totals, progress = np.split(memory, np.cumsum(sizes)[:-1])
         self.totals = totals.reshape(lanes, targets, 3)
         self.progress = progress.reshape(workers, 5)
+        found = np.frombuffer(mmap.mmap(-1, 8 * keys * (ngrams + 2)), np.int64).reshape(keys, ngrams + 2)
+        self.screened, self.ngrams = found[:, :2], found[:, 2:]
         self._task, self.turn, self.source, self.source_lines = (head[i : i + 1] for i in range(4))
         self.lock, self.read_lock = context.Lock(), context.Lock()
         self.parent = os.getpid()
@@ -57,13 +67,14 @@ class Shared:
 
 @dataclass
 class TextBlock:
-    """Whole lines: block `number` of its lane, from file `source` of the list of sources."""
+    """Whole lines: block `number` of its lane, from byte `start` of file `source` of the list of sources."""
 
     lane: int
     number: int
     source: int
     data: bytes
     input_bytes: int
+    start: int = 0
 
 
 class Ranges:
@@ -85,7 +96,8 @@ class Ranges:
                 opened, file = index, open(source.path, "rb", buffering=0)
             start = (number - int(self.ends[index - 1] if index else 0)) * self.block_size
             stop = min(start + self.block_size, source.size)
-            yield TextBlock(0, number, index, read_range(file, start, stop), stop - start)
+            place, data = read_lines(file, start, stop)
+            yield TextBlock(0, number, index, data, stop - start, place)
 
 
 class Files:
@@ -98,10 +110,10 @@ class Files:
 
     def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         while (task := shared.take()) < len(self.order):
-            lane, before = self.order[task], 0
+            lane, before, at = self.order[task], 0, 0
             for number, (data, position) in enumerate(read_blocks(self.sources[lane], self.block_size)):
-                yield TextBlock(lane, number, lane, data, position - before)
-                before = position
+                yield TextBlock(lane, number, lane, data, position - before, at)
+                before, at = position, at + len(data)
 
 
 class Feed:
@@ -126,10 +138,10 @@ class Feed:
     def _read(self) -> Iterator[TextBlock]:
         number = 0
         for index, source in enumerate(self.sources):
-            before = 0
+            before = at = 0
             for data, position in read_blocks(source, self.block_size):
-                yield TextBlock(0, number, index, data, position - before)
-                number, before = number + 1, position
+                yield TextBlock(0, number, index, data, position - before, at)
+                number, before, at = number + 1, position, at + len(data)
 
     def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         os.close(self.send)
@@ -138,9 +150,9 @@ class Feed:
                 header = self._receive(FRAME.size)
                 if not header:
                     return
-                number, source, size, input_bytes = FRAME.unpack(header)
+                number, source, size, input_bytes, start = FRAME.unpack(header)
                 data = self._receive(size)
-            yield TextBlock(0, number, source, data, input_bytes)
+            yield TextBlock(0, number, source, data, input_bytes, start)
 
     def _receive(self, size: int) -> bytes:
         buffer = bytearray(size)
@@ -207,12 +219,18 @@ class Worker:
             self.shared.totals[block.lane, targets] += sizes
             if encoded.rejected:
                 self._reject(block, encoded, first_line)
+            if encoded.screening and encoded.screening.found:
+                self._note_contaminated(block, encoded.screening, first_line)
             self.shared.turn[0] = block.number + 1
         for documents, target, (token, sequence, document) in zip(encoded.targets, targets, places.tolist()):
-            tokens, lengths, counts = self.numbers[target]
+            tokens, lengths, counts, *origins = self.numbers[target]
             write_at(tokens, documents.tokens, self.head + token * documents.tokens.itemsize)
             write_at(lengths, documents.lengths, sequence * documents.lengths.itemsize)
             write_at(counts, documents.counts, document * documents.counts.itemsize)
+            if origins:
+                documents.origins["file"] = block.source
+                documents.origins["place"] += np.uint64(block.start)
+                write_at(origins[0], documents.origins.view(np.uint8), document * documents.origins.itemsize)
         documents = int(sizes[: self.partitions, 2].sum())
         self.progress += [documents, encoded.text_bytes, sizes[:, 0].sum(), block.input_bytes, len(encoded.rejected)]
 
@@ -243,12 +261,26 @@ class Worker:
         with open(self.workspace.path(f"{block.lane}.rejected"), "a", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
+    def _note_contaminated(self, block: TextBlock, screening: Screening, first_line: int) -> None:
+        """Add what was found of evaluation sets to the sums and to the lane's list."""
+        for key, (ngrams, counts) in screening.ngrams.items():
+            self.shared.ngrams[key, ngrams] += counts
+        path = self.blocks.sources[block.source].path
+        rows = []
+        for row in screening.found:
+            self.shared.screened[row["key"]] += [1, row.get("pieces", 1)]
+            row = dict(row, line=first_line + row["line"] + 1)
+            rows.append(json.dumps(dict(file="stdin" if path == "-" else path, **row), ensure_ascii=False) + "\n")
+        with open(self.workspace.path(f"{block.lane}.contaminated"), "a", encoding="utf-8", errors="replace") as file:
+            file.writelines(rows)
+
     def _open(self, lane: int) -> None:
         """Open the files of a lane; all workers of a shared lane open the same ones."""
         self.files.close()
         self.lane, self.numbers = lane, []
         for target in range(self.shared.totals.shape[1]):
-            paths = [self.workspace.path(f"{lane}-{target}{kind}") for kind in KINDS]
+            kinds = KINDS if self.encode.origins else KINDS[:-1]
+            paths = [self.workspace.path(f"{lane}-{target}{kind}") for kind in kinds]
             numbers = [os.open(path, os.O_CREAT | os.O_WRONLY, 0o644) for path in paths]
             self.numbers.append(numbers)
             for number in numbers:

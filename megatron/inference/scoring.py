@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -34,10 +34,11 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the cross-entropies of `tokens` predicted tokens, in nats."""
+    """Sum of the cross-entropies of `tokens` predicted tokens, in nats. part: of some of them, where that was asked for."""
 
     loss_sum: float
     tokens: int
+    part: Optional["Score"] = None
 
     @property
     def loss(self) -> float:
@@ -77,24 +78,40 @@ def score(
     batch_size: int,
     axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    part: Optional[np.ndarray] = None,
 ) -> Score:
     """Score a text of token ids [n]. Every rank of `axis` has the whole model and the whole text, and returns all of it.
-    `progress` hears (predicted so far, all) after every batch of this rank.
+    `progress` hears (predicted so far, all) after every batch of this rank. part: bool [n], tokens to be scored once more
+    by themselves, with all others as their context.
     """
     device = next(model.parameters()).device
     todo = list(windows(len(tokens), length, stride))
     predicted = list(accumulate((window.counted for window in todo), initial=0))  # before each window
-    sums = torch.zeros(-(-len(todo) // batch_size), dtype=torch.float64)  # of each batch
+    sums = torch.zeros(2, -(-len(todo) // batch_size), dtype=torch.float64)  # of each batch: all tokens, and the part
     for at in range(axis.rank * batch_size, len(todo), axis.size * batch_size):
-        part = todo[at : at + batch_size]
-        inputs, labels, counted = window_batch(tokens, part)
-        batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(part)))
-        losses = model.token_losses(None, batch)  # [s, b]
-        sums[at // batch_size] = (losses.double() * counted.to(device)).sum().item()
+        some = todo[at : at + batch_size]
+        inputs, labels, counted = window_batch(tokens, some)
+        batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(some)))
+        losses = model.token_losses(None, batch).double()  # [s, b]
+        sums[0, at // batch_size] = (losses * counted.to(device)).sum().item()
+        if part is not None:
+            own = counted * torch.from_numpy(of_windows(part, some, len(counted)))
+            sums[1, at // batch_size] = (losses * own.to(device)).sum().item()
         reached = min(len(todo), at + (axis.size - axis.rank) * batch_size)  # once the other ranks are as far
         progress(predicted[reached], predicted[-1])
     sums = collectives.all_reduce(sums.to(device), axis)  # the others' are 0 here
-    return Score(math.fsum(sums.tolist()), predicted[-1])
+    all_of_it, of_part = (math.fsum(row) for row in sums.tolist())
+    return Score(
+        all_of_it, predicted[-1], Score(of_part, int(part[1:].sum())) if part is not None and part[1:].any() else None
+    )
+
+
+def of_windows(values: np.ndarray, part: Sequence[Window], s: int) -> np.ndarray:
+    """The values [n] of the tokens that some windows predict: float64 [s, b], 0 behind their ends."""
+    found = np.zeros((s, len(part)), np.float64)
+    for column, (start, length, _) in enumerate(part):
+        found[:length, column] = values[start + 1 : start + length + 1]
+    return found
 
 
 def window_batch(tokens: np.ndarray, part: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

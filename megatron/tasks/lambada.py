@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron.errors import DataError
@@ -72,23 +73,38 @@ def count_correct(
     axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """How many examples the model gets right. Passages that are too long lose their beginning.
+    """How many examples the model gets right: see `find_correct`."""
+    options = dict(longest=longest, batch_size=batch_size, axis=axis, progress=progress)
+    return int(find_correct(model, examples, **options).sum())
 
-    The ranks of `axis` take turns at the batches; each returns the number of all. `progress` hears (done so far, all).
+
+@torch.no_grad()
+def find_correct(
+    model,
+    examples: Sequence[Example],
+    *,
+    longest: int,
+    batch_size: int,
+    axis: Axis = ALONE,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> np.ndarray:
+    """Whether the model gets each example right, bool. Passages that are too long lose their beginning.
+
+    The ranks of `axis` take turns at the batches; each returns all of them. `progress` hears (done so far, all).
     """
     examples = [Example(tokens[-longest - 1 :], answer) for tokens, answer in examples]
-    examples.sort(
-        key=lambda example: len(example.tokens)
-    )  # so that little is padded, and ranks have equally much to do
-    correct = 0
+    # The shortest first, so that little is padded, and ranks have equally much to do.
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number].tokens))
+    correct = torch.zeros(len(examples), dtype=torch.long, device=next(model.parameters()).device)
     for at in range(axis.rank * batch_size, len(examples), axis.size * batch_size):
-        correct += _correct(model, examples[at : at + batch_size])
+        part = order[at : at + batch_size]
+        correct[part] = _correct(model, [examples[number] for number in part]).long()
         progress(min(len(examples), at + (axis.size - axis.rank) * batch_size), len(examples))
-    total = torch.tensor(correct, device=next(model.parameters()).device)
-    return collectives.all_reduce(total, axis).item()
+    return collectives.all_reduce(correct, axis).bool().cpu().numpy()
 
 
-def _correct(model, part: list[Example]) -> int:
+def _correct(model, part: list[Example]) -> torch.Tensor:
+    """Whether the model gets each of these right, bool."""
     width = max(len(example.tokens) for example in part) - 1
     rows = [example.tokens + [0] * (width + 1 - len(example.tokens)) for example in part]  # padded at the end
     tokens = torch.tensor(rows, device=next(model.parameters()).device).t()  # [s + 1, b]
@@ -98,4 +114,4 @@ def _correct(model, part: list[Example]) -> int:
     wanted = ((places >= lasts - answers) & (places < lasts)).to(tokens.device)  # [s, b]
     misses = model.logits(tokens[:-1], wanted=wanted).argmax(dim=-1) != tokens[1:][wanted]
     columns = wanted.nonzero()[:, 1]
-    return (torch.zeros(len(part), device=tokens.device).index_add_(0, columns, misses.float()) == 0).sum().item()
+    return torch.zeros(len(part), device=tokens.device).index_add_(0, columns, misses.float()) == 0

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -46,6 +47,10 @@ class EvaluateOptions:
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
     output: Optional[str] = setting("file for the results, JSON lines", None)
+    train_data: Optional[list[str]] = setting(
+        "prefixes of the token files of training, where they have moved: their .contamination says which items they hold",
+        None,
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -87,19 +92,41 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
     length = settings.seq_length or loaded.longest
     if length > loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
-    work = Evaluation(settings, loaded, length, context.mesh.dp)
+    contained, notices = training_data(settings, loaded, tokenizer)
+    for notice in notices:
+        say(f"note: {notice}", sys.stderr)
+    work = Evaluation(settings, loaded, length, context.mesh.dp, contained, partial(open_tokenizer, loaded, tokenizer))
     if settings.data_path:
         from megatron.data.formats import datasets_of
 
         results = [held_out(work, prefix) for word in settings.data_path for prefix in datasets_of(word)]
     else:
-        results = (wikitext if settings.task == "WIKITEXT103" else lambada)(work, open_tokenizer(loaded, tokenizer))
+        results = (wikitext if settings.task == "WIKITEXT103" else lambada)(work, work.tokenizer())
     for result in results:
-        say(f" validation results on {result.pop('name')} | {result.pop('line')}")
+        name = result.pop("name")
+        say(f" validation results on {name} | {result.pop('line')}")
+        if "without" in result.get("contamination", {}):
+            say(f" validation results on {name}, {result.pop('judged')} | {result.pop('clean_line')}")
+        elif "judged" in result:
+            say(f"note: {name}: {result.pop('judged')}", sys.stderr)
     if settings.output and context.is_rank_zero:
         path = Path(settings.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
+
+
+def training_data(settings: EvaluateOptions, loaded, given: TokenizerSettings) -> tuple[Any, list[str]]:
+    """(what the training data holds of registered sets, or None; what the user should hear)."""
+    from megatron.inference.load import open_tokenizer
+    from megatron.tasks.contaminated import training_contents
+
+    contained, notices = training_contents(loaded.config.data, settings.train_data)
+    if contained and settings.data_path:  # whose items are tokens: their words are needed
+        try:
+            open_tokenizer(loaded, given)
+        except (DataError, SettingsError) as error:
+            return None, [f"scores are told with all items alone: {error.what}"]
+    return contained, notices
 
 
 def load(settings: EvaluateOptions, context):
@@ -121,6 +148,8 @@ class Evaluation:
     loaded: Any  # inference.load.Loaded
     length: int
     axis: Any  # mpu.mesh.Axis
+    contained: Any  # data.contamination.Contained: what the training data holds; None where it is not known
+    tokenizer: Any  # () -> the tokenizer of the run
 
     def progress(self, unit: str):
         """The first rank's line on the terminal."""
@@ -160,11 +189,49 @@ def held_out(work: Evaluation, prefix: str) -> dict:
             f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
             do="preprocess the text with the tokenizer that the model was trained with",
         )
-    result = run_score(work, tokens, settings.overlapping_eval or work.length)
-    line = f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | tokens: {result.tokens} |"
-    return dict(
-        name=prefix, line=line, data=prefix, loss=result.loss, perplexity=result.perplexity(), tokens=result.tokens
+    judged, clean = judged_documents(work, dataset, len(tokens)) if work.contained else (None, None)
+    result = run_score(work, tokens, settings.overlapping_eval or work.length, clean)
+
+    def told(score) -> tuple[str, dict]:
+        line = f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | tokens: {score.tokens} |"
+        return line, dict(loss=score.loss, perplexity=score.perplexity(), tokens=score.tokens)
+
+    line, numbers = told(result)
+    return dict(name=prefix, line=line, data=prefix, **numbers) | without(
+        judged, told(result.part) if result.part else None
     )
+
+
+def judged_documents(work: Evaluation, dataset, count: int):
+    """(judgement of the documents, whether each of the first `count` tokens is of a clean one)."""
+    import numpy as np
+
+    from megatron.tasks.contaminated import judge
+
+    decode, eod = work.tokenizer().decode, work.tokenizer().eod
+    starts = np.zeros(len(dataset) + 1, np.int64)
+    np.cumsum(dataset.sequence_lengths, out=starts[1:])
+    bounds = starts[dataset.document_indices]
+    bounds = bounds[: int(np.searchsorted(bounds, count, "left")) + 1]
+    texts = []
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        ids = dataset.tokens[start:stop]
+        texts.append([decode(ids[:-1] if len(ids) and ids[-1] == eod else ids)])
+    judged = judge(work.contained, texts)
+    return judged, np.repeat(judged.clean, np.diff(bounds))[:count]
+
+
+def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
+    """What is told of the items that the training data does not hold. clean: line and figures of their score."""
+    if judged is None:
+        return {}
+    record = judged.record()
+    if record["not_registered"] == record["items"]:
+        return dict(judged="its items were not looked for in the training data", contamination=record)
+    if clean is None:
+        return dict(judged="there is no score without what the training data holds", contamination=record)
+    line, numbers = clean
+    return dict(judged=str(judged), clean_line=line, contamination=record | dict(without=numbers))
 
 
 def wikitext(work: Evaluation, tokenizer) -> list[dict]:
@@ -180,29 +247,49 @@ def wikitext(work: Evaluation, tokenizer) -> list[dict]:
     if len(tokens) < 2 or words < 2:
         raise DataError(f"{settings.valid_data} holds {words} words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
-    result = run_score(work, tokens, settings.overlapping_eval or 32)
-    line = (
-        f"avg loss: {result.loss:.4E} | ppl: {result.perplexity():.4E} | "
-        f"adjusted ppl: {result.perplexity(ratio):.4E} | token ratio: {ratio} |"
-    )
-    numbers = dict(
-        loss=result.loss,
-        tokens=result.tokens,
-        token_ratio=ratio,
-        perplexity=result.perplexity(),
-        adjusted_perplexity=result.perplexity(ratio),
-    )
-    return [dict(name=settings.task, line=line, data=settings.valid_data, **numbers)]
+    judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
+    result = run_score(work, tokens, settings.overlapping_eval or 32, clean)
+
+    def told(score) -> tuple[str, dict]:
+        line = (
+            f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | "
+            f"adjusted ppl: {score.perplexity(ratio):.4E} | token ratio: {ratio} |"
+        )
+        numbers = dict(
+            loss=score.loss,
+            tokens=score.tokens,
+            token_ratio=ratio,
+            perplexity=score.perplexity(),
+            adjusted_perplexity=score.perplexity(ratio),
+        )
+        return line, numbers
+
+    line, numbers = told(result)
+    found = dict(name=settings.task, line=line, data=settings.valid_data, **numbers)
+    return [found | without(judged, told(result.part) if result.part else None)]
+
+
+def judged_tokens(work: Evaluation, original: str, tokens, tokenizer):
+    """(judgement of the lines of WikiText, whether each token is of a clean one)."""
+    from megatron.tasks.contaminated import judge_lines, lines_of_tokens
+    from megatron.tasks.wikitext import detokenize
+
+    text = detokenize(original)
+    judged, clean = judge_lines(work.contained, original, text)
+    lines = lines_of_tokens(tokens, tokenizer.decode, text.count("\n"))
+    return judged, None if lines is None else clean[lines]
 
 
 def lambada(work: Evaluation, tokenizer) -> list[dict]:
     """Accuracy of the last word: strict (all of its tokens) and non-strict (the passage's last token)."""
-    from megatron.tasks.lambada import count_correct, read_examples
+    from megatron.tasks.contaminated import judge_file
+    from megatron.tasks.lambada import find_correct, read_examples
 
     results, settings = [], work.settings
+    judged = judge_file(work.contained, settings.valid_data) if work.contained else None
     for strict in [True] if settings.strict_lambada else [True, False]:
         examples = read_examples(settings.valid_data, tokenizer, strict=strict)
-        correct = count_correct(
+        right = find_correct(
             work.loaded.model,
             examples,
             longest=work.length,
@@ -210,23 +297,23 @@ def lambada(work: Evaluation, tokenizer) -> list[dict]:
             axis=work.axis,
             progress=work.progress("passages"),
         )
-        accuracy, mode = correct / len(examples), "strict" if strict else "non-strict"
-        line = f"number correct: {correct:.4E} | total examples: {len(examples):.4E} | avg accuracy: {accuracy:.4E}"
-        results.append(
-            dict(
-                name=f"LAMBADA ({mode})",
-                line=line,
-                data=settings.valid_data,
-                mode=mode,
-                correct=correct,
-                examples=len(examples),
-                accuracy=accuracy,
-            )
-        )
+        mode = "strict" if strict else "non-strict"
+        line, numbers = told_of_answers(right)
+        found = dict(name=f"LAMBADA ({mode})", line=line, data=settings.valid_data, mode=mode, **numbers)
+        clean = right[judged.clean] if judged else ()
+        results.append(found | without(judged, told_of_answers(clean) if len(clean) else None))
     return results
 
 
-def run_score(work: Evaluation, tokens, stride: int):
+def told_of_answers(right) -> tuple[str, dict]:
+    """(line, figures) of whether each passage was answered right."""
+    correct, examples = int(right.sum()), len(right)
+    accuracy = correct / examples
+    line = f"number correct: {correct:.4E} | total examples: {examples:.4E} | avg accuracy: {accuracy:.4E}"
+    return line, dict(correct=correct, examples=examples, accuracy=accuracy)
+
+
+def run_score(work: Evaluation, tokens, stride: int, part=None):
     from megatron.inference.scoring import score
 
     return score(
@@ -237,6 +324,7 @@ def run_score(work: Evaluation, tokens, stride: int):
         batch_size=work.settings.micro_batch_size,
         axis=work.axis,
         progress=work.progress("tokens"),
+        part=part,
     )
 
 

@@ -69,13 +69,33 @@ def examine(prefix: str, write: bool) -> tuple[list[str], int]:
 
     problems = [] if write else manifest.verify(prefix)
     try:
-        problems += contradictions(prefix)
+        problems += contradictions(prefix) + companion_problems(prefix)
     except DataError as problem:
         problems.append(problem.what)
     if write and not problems:
         manifest.write_manifest(prefix)
         print(f"{prefix}: wrote {manifest.manifest_path(prefix)}", file=sys.stderr)
     return problems, sum(os.path.getsize(prefix + s) for s in endings_of(prefix) if os.path.exists(prefix + s))
+
+
+def companion_problems(prefix: str) -> list[str]:
+    """What is wrong with `<prefix>.origin` and `<prefix>.contamination`, where they are."""
+    import os
+
+    from megatron.data import contamination, origin
+    from megatron.data.formats import open_tokens
+
+    data, problems = open_tokens(prefix), []
+    problems += origin.problems_of(prefix, data.num_documents, data.num_tokens)
+    path = prefix + contamination.ENDING
+    if os.path.exists(path):
+        try:
+            documents = contamination.Contained.open(path).about.get("documents")
+            if documents != data.num_documents:
+                problems.append(f"{path} is of {documents} documents, {prefix} has {data.num_documents}")
+        except DataError as error:
+            problems.append(f"{error.what}: {error.why}")
+    return problems
 
 
 def contradictions(prefix: str) -> list[str]:

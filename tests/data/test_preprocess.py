@@ -106,9 +106,8 @@ def test_equals_the_slow_definition(vocab, corpus, tmp_path, append_eod):
     for key in ("text", "title"):
         assert written(tmp_path / f"out_{key}_document") == slow_definition(vocab, DOCUMENTS, key, append_eod)
     leftovers = {path.name for path in tmp_path.iterdir()} - {"corpus.jsonl"}
-    assert leftovers == {
-        f"out_{key}_document{end}" for key in ("text", "title") for end in (".bin", ".idx", ".stats.json", ".sums.json")
-    }
+    endings = (".bin", ".idx", ".origin", ".stats.json", ".sums.json")
+    assert leftovers == {f"out_{key}_document{end}" for key in ("text", "title") for end in endings}
 
 
 @pytest.mark.parametrize("workers, block_size", [(1, 1 << 20), (1, 1000), (2, 700), (3, 37), (5, 4096)])

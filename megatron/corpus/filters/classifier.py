@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents by what a fastText classifier says of them: educational, toxic, of a topic ... The model is the user's own.
 
-    classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
+classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
 """
 
 from collections.abc import Mapping

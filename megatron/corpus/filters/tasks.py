@@ -31,7 +31,9 @@ class CleaningTasks:
     ):
         for name in tasks:
             if name not in TASKS:
-                raise SettingsError(f"--tasks {name}: unknown{did_you_mean(name, TASKS)}", do=f"known: {', '.join(TASKS)}")
+                raise SettingsError(
+                    f"--tasks {name}: unknown{did_you_mean(name, TASKS)}", do=f"known: {', '.join(TASKS)}"
+                )
             if list(tasks).count(name) > 1:
                 raise SettingsError(f"--tasks names {name} twice")
         if not tasks:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each document of a token file comes from: `<prefix>.origin`, 20 bytes a document and a table of source files.
+
+    file     uint32  number of the source in the table
+    place    uint64  byte where its line starts there, of what a compressed file unpacks to (without a byte order mark); in
+                     the highest 8 bits the number of the piece, from 1, where parts of the text were cut out, else 0
+    hash     uint64  xxh3 of the text as UTF-8, or of its sentences joined by newlines
+
+Documents are in the order of the token file. Preprocessing writes it, merge_datasets.py joins it, verify_data checks it.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+import xxhash
+
+from megatron.errors import DataError
+from megatron.storage.array_file import Pieces, read_arrays, write_arrays
+
+ENDING = ".origin"
+ROW = np.dtype([("file", "<u4"), ("place", "<u8"), ("hash", "<u8")])
+NO_ORIGINS = np.empty(0, ROW)
+PIECE_SHIFT = 56
+_KIND, _VERSION = "origin of documents", 1
+_BLOCK = 1 << 20
+
+
+def text_hash(text: "str | Sequence[str]") -> int:
+    """The hash of a text, or of a list of sentences."""
+    if type(text) is not str:
+        text = "\n".join(text)
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def origins_of(places: np.ndarray, parts: Sequence[int], hashes: Sequence[int]) -> np.ndarray:
+    """Rows of documents of a file that is not known yet. places: of their lines."""
+    rows = np.zeros(len(hashes), ROW)
+    rows["place"] = places.astype(np.uint64) | (np.array(parts, np.uint64) << np.uint64(PIECE_SHIFT))
+    rows["hash"] = np.array(hashes, np.uint64)
+    return rows
+
+
+class DocumentOrigin(NamedTuple):
+    """Where a document comes from. piece: from 1 where it is a part of its text, else 0; hash: 16 hexadecimal digits."""
+
+    file: str
+    offset: int
+    piece: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The origins of all documents of a token file."""
+
+    path: Path
+    files: list[dict]  # path and bytes of each source
+    rows: np.ndarray
+    about: dict
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, document: int) -> DocumentOrigin:
+        file, place, digest = self.rows[document].tolist()
+        if file >= len(self.files):
+            raise DataError(f"{self.path}: document {document} comes from file {file} of {len(self.files)}")
+        offset = place & ((1 << PIECE_SHIFT) - 1)
+        return DocumentOrigin(self.files[file]["path"], offset, place >> PIECE_SHIFT, f"{digest:016x}")
+
+
+def write_origins(path, files: Sequence[dict], count: int, pieces: Iterable[np.ndarray], tokens: int) -> None:
+    """Write the origins of `count` documents, which come in pieces, of a token file of so many tokens."""
+    write_arrays(
+        path, _KIND, _VERSION, dict(files=list(files), tokens=tokens), dict(documents=Pieces(ROW, count, pieces))
+    )
+
+
+def open_origins(prefix: str, documents: Optional[int] = None, verify: bool = False) -> Optional[Origins]:
+    """The origins beside a token file; None where there are none. documents: that it has; verify: the checksum, too.
+
+    Raises DataError for a file that is damaged, or of other token files.
+    """
+    path = Path(f"{prefix}{ENDING}")
+    if not path.exists():
+        return None
+    file = read_arrays(path, _KIND, _VERSION, verify=verify)
+    rows, files = file.arrays.get("documents"), file.about.get("files")
+    sound = isinstance(files, list) and all(isinstance(one, dict) and "path" in one for one in files)
+    if rows is None or rows.dtype != ROW or not sound:
+        raise DataError(f"{path}: it does not hold what it should", do="preprocess again")
+    if documents is not None and len(rows) != documents:
+        raise DataError(
+            f"{path} tells of {len(rows):,} documents, {prefix} has {documents:,}",
+            "it is from another run",
+            "remove it, or preprocess again",
+        )
+    return Origins(path, files, rows, file.about)
+
+
+def problems_of(prefix: str, documents: int, tokens: int) -> list[str]:
+    """What is wrong with the origins beside a token file, in words; reads all of them."""
+    try:
+        origins = open_origins(prefix, documents, verify=True)
+    except DataError as error:
+        return [error.what + (f": {error.why}" if error.why else "")]
+    if origins is None:
+        return []
+    if origins.about.get("tokens") != tokens:
+        return [f"{origins.path} is of a token file of {origins.about.get('tokens'):,} tokens, not of {tokens:,}"]
+    for at in range(0, len(origins), _BLOCK):
+        if origins.rows["file"][at : at + _BLOCK].max() >= len(origins.files):
+            return [f"{origins.path}: documents come from files that are not in its table"]
+    return []
+
+
+def joined_files(all_origins: Sequence[Origins]) -> tuple[list[dict], list[np.ndarray]]:
+    """(one table of files for several origins, the number in it of each file of each of them)."""
+    table, numbers = {}, []
+    for origins in all_origins:
+        keys = [(one["path"], one.get("bytes")) for one in origins.files]
+        for key, one in zip(keys, origins.files, strict=True):
+            table.setdefault(key, one)
+        order = {key: number for number, key in enumerate(table)}
+        numbers.append(np.array([order[key] for key in keys], np.uint32))
+    return list(table.values()), numbers
+
+
+def renumbered(origins: Origins, numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows with other numbers of files, in pieces."""
+    for at in range(0, len(origins), _BLOCK):
+        rows = np.array(origins.rows[at : at + _BLOCK])
+        rows["file"] = numbers[rows["file"]]
+        yield rows
+
+
+def find_file(path: str, folders: Sequence[str] = ()) -> Optional[str]:
+    """Where a source is now: in one of the folders under its own name, or where it was; None where it is not found."""
+    for folder in folders:
+        parts = Path(path).parts
+        for start in range(len(parts)):  # the longest part of the path first
+            place = os.path.join(folder, *parts[max(start, 1) :])
+            if os.path.isfile(place):
+                return place
+    return path if os.path.isfile(path) else None
+
+
+def lines_at(path: str, offsets: Sequence[int]) -> dict[int, bytes]:
+    """The lines of a source that start at these offsets. Compressed files are read from their start.
+
+    Raises DataError for a file that has become shorter.
+    """
+    from megatron.data.json_input import find_sources, read_blocks
+
+    source = find_sources([path])[0]
+    wanted, found = sorted(set(offsets)), {}
+    if not source.whole:
+        with open(path, "rb") as file:
+            for offset in wanted:
+                file.seek(offset)
+                found[offset] = file.readline().rstrip(b"\r\n")
+        return found
+    at = number = 0
+    for block, _ in read_blocks(source, _BLOCK):
+        while number < len(wanted) and wanted[number] < at + len(block):
+            start = wanted[number] - at
+            stop = block.find(b"\n", start)
+            found[wanted[number]] = block[start : len(block) if stop < 0 else stop]
+            number += 1
+        at += len(block)
+        if number == len(wanted):
+            break
+    if number < len(wanted):
+        raise DataError(f"{path} ends at byte {at:,}, before a document at {wanted[number]:,}", "it has changed")
+    return found
