@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.rules import IDLE, RULES
+from megatron.model.gpt.rules import IDLE, NO_RELATIVE, RULES
 from megatron.model.recipe import Recipe
 from megatron.tools.pretrain import start
 
@@ -25,7 +25,9 @@ def main(argv: list[str]) -> None:
 
 def recipe() -> Recipe:
     """What is trained."""
-    return Recipe("GPT", facts, build_model, build_datasets, rules=RULES, idle=IDLE, shares_sequences=True)
+    return Recipe(
+        "GPT", facts, build_model, build_datasets, rules=(*RULES, NO_RELATIVE), idle=IDLE, shares_sequences=True
+    )
 
 
 def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:

@@ -28,12 +28,14 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "training",
     "planner tasks",
     "tools",
-    "pretrain_gpt preprocess_data merge_datasets setup",
+    "pretrain_gpt pretrain_t5 preprocess_data merge_datasets setup",
 )
 PURE = (  # what settings are checked and launches are planned with: no torch
     "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics telemetry.own_code "
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
-    "model.gpt.facts model.gpt.rules pipeline.rules data.rules optimizer.rules optimizer.kinds training.rules "
+    "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance "
+    "model.sample_arrays pipeline.encoder_decoder data.mock_masked pipeline.rules data.rules optimizer.rules "
+    "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "

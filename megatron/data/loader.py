@@ -6,7 +6,7 @@ batches = MicroBatchLoader(train, config.data, micro_batch_size=4, eod=eod, dp_r
 for micro_batch in batches.step(consumed, num_microbatches=8): ...
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -19,6 +19,8 @@ from megatron.data import masks
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_position, micro_batch_samples
 from megatron.errors import DataError, SettingsError
+from megatron.model import sample_arrays
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
 
@@ -38,6 +40,8 @@ class MicroBatch:
                     memory, where kernels are told what to leave out. None: to be found from `document_ids`
     whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
     hash            of samples and tokens, for the ledger (data/ledger.py)
+    arrays          of a recipe that names those of its samples (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are
+                    the first of them then; labels and loss mask those of that name
     """
 
     tokens: torch.Tensor
@@ -49,6 +53,7 @@ class MicroBatch:
     document_starts: Optional[np.ndarray] = None
     whole_tokens: Optional[torch.Tensor] = None
     hash: tuple[int, int] = (0, 0)
+    arrays: Optional[Mapping[str, torch.Tensor]] = None
 
     @property
     def num_tokens(self) -> torch.Tensor:
@@ -75,11 +80,21 @@ class MicroBatch:
 
     def _map(self, function) -> "MicroBatch":
         """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
-        names = [field.name for field in fields(self) if field.name not in ("samples", "document_starts", "hash")]
+        if self.arrays is not None:
+            arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
+            return _named(arrays, self.samples, self.hash)
+        others = ("samples", "document_starts", "hash", "arrays")
+        names = [field.name for field in fields(self) if field.name not in others]
         tensors = {name: getattr(self, name) for name in names}
         return replace(
             self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
         )
+
+
+def _named(arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int]) -> MicroBatch:
+    """The micro-batch of named arrays."""
+    tokens = next(iter(arrays.values()))
+    return MicroBatch(tokens, arrays[LABELS], samples, arrays[LOSS_MASK], hash=hashes, arrays=arrays)
 
 
 class MicroBatchLoader:
@@ -107,6 +122,7 @@ class MicroBatchLoader:
         pin_memory: bool = False,
         whole: bool = False,
         collate: Optional[Callable[[list], Sequence]] = None,
+        arrays: Optional[Mapping[str, SampleArray]] = None,
     ):
         """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
         rows of its samples the rank has.
@@ -114,6 +130,7 @@ class MicroBatchLoader:
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
         collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`)
+        arrays: what samples consist of, if they are dicts (`Recipe.arrays`)
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -126,6 +143,7 @@ class MicroBatchLoader:
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
+        self.arrays = arrays
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -151,6 +169,8 @@ class MicroBatchLoader:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
         samples = self.samples(positions)
+        if self.arrays is not None:
+            return self._of_arrays(positions, samples)
         rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
@@ -181,6 +201,16 @@ class MicroBatchLoader:
         )
         return batch.pinned() if self.pin_memory else batch
 
+    def _of_arrays(self, positions: range, samples: list[dict[str, np.ndarray]]) -> MicroBatch:
+        """The micro-batch of these samples, dicts of arrays."""
+        rows = {name: np.stack([sample[name] for sample in samples]) for name in self.arrays}
+        hashes = batch_hash(positions, map(sample_arrays.hashed, samples))
+        if self.whole and positions.stop > len(self.dataset):
+            rows[LOSS_MASK][np.asarray(positions) >= len(self.dataset)] = 0.0
+        arrays = {name: torch.from_numpy(np.ascontiguousarray(row.T)) for name, row in rows.items()}
+        batch = _named(arrays, torch.arange(positions.start, positions.stop), hashes)
+        return batch.pinned() if self.pin_memory else batch
+
     def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
         """[b, s] float32: what each token's loss counts, as the samples and --eod-mask-loss say; None: all count alike.
         own: of each sample None, or a mask [s + 1] beside its ids.
@@ -194,11 +224,12 @@ class MicroBatchLoader:
 
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a place of the order of training."""
-        return sample_hash(place, hashed(*self.sample(place)))
+        sample = self.sample(place)
+        return sample_hash(place, hashed(*sample) if self.arrays is None else sample_arrays.hashed(sample))
 
     def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
         """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
-        float32 if it has one.
+        float32 if it has one; or a dict of arrays, where the recipe names some.
 
         Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
         where the embedding's padding has a row for it.
@@ -227,8 +258,10 @@ class MicroBatchLoader:
                 error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
             raise
 
-    def _checked(self, given, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    def _checked(self, given, place: int):
         where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
+        if self.arrays is not None:
+            return sample_arrays.checked(given, self.arrays, where)
         ids, mask = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":

@@ -34,6 +34,8 @@ class Case:
     window:  keys before its own that a query sees; None: all
     unfused: by torch's ops one after the other, as a --no-*-fusion asks
     head_dim: channels of a head; 0: no more than any kernel takes
+    biased:  something learned is added to scores, as relative positions are
+    padded:  some keys are no tokens, the same ones for all queries of a sample
     """
 
     device: str
@@ -50,6 +52,8 @@ class Case:
     unfused: bool = False
     documents: bool = False
     head_dim: int = 0
+    biased: bool = False
+    padded: bool = False
 
     @property
     def reach(self) -> int:
@@ -63,20 +67,15 @@ class Case:
             order = "causal" if self.queries == self.keys > 1 else "cached"
         else:
             order = "bidirectional" if self.queries == self.keys else "cross"
-        extras = [
-            extra
-            for extra in ("masked", "documents", "dropout", "grouped", "scaled_softmax", "softcap", "unfused")
-            if getattr(self, extra)
-        ]
+        extras = [extra for extra in EXTRAS if getattr(self, extra)]
         return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
 
 
 # Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them (new
 # tokens over a cache, a chunk of a sequence under context parallelism),
 # or no order, with as many queries as keys or not. Then what a case may have besides.
-EVERYTHING = frozenset(
-    "causal cached bidirectional cross masked documents dropout grouped scaled_softmax softcap window unfused".split()
-)
+EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded".split())
+EVERYTHING = frozenset({*"causal cached bidirectional cross window".split(), *EXTRAS})
 FUSED = EVERYTHING - {"unfused"}
 
 
@@ -261,6 +260,17 @@ TABLE: dict[str, list[Implementation]] = {
             "",
             "explicit",
             EVERYTHING - {"bidirectional", "cross", "scaled_softmax", "unfused"},
+        ),
+        Implementation(
+            "block-full",
+            attention.block_full,
+            "attention without order, of one sequence or over another: on CPUs as block-causal is; covers dropout and caps",
+            lambda case: (
+                _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.keys <= EXPLICIT_KEYS)
+            ),
+            "",
+            "explicit",
+            EVERYTHING - {"causal", "cached", "documents", "window", "scaled_softmax", "unfused"},
         ),
         Implementation(
             "sdpa (CPU)",

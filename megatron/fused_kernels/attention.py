@@ -32,6 +32,8 @@ def block_causal(
     dropout=None,
     softcap=None,
     window=None,
+    bias=None,
+    padding=None,
     **_,
 ) -> torch.Tensor:
     """Explicit attention: blocks of queries against the keys up to them, in the window of one of them and in a document of
@@ -40,11 +42,38 @@ def block_causal(
     assert causal and query.shape[0] <= key.shape[0], "keys after a block of queries are never looked at"
     blocks = _blocks(query, key, window, documents)
     starts = None if documents is None else documents.starts
+    more = (bias, padding)
     if allowed is None:
-        return _BlockCausal.apply(query, key, value, None, starts, blocks, dropout, scale, softcap, window)
+        return _BlockAttention.apply(query, key, value, None, starts, blocks, dropout, scale, softcap, window, *more)
     visible, blind = visible_keys(allowed, causal, window)
-    attended = _BlockCausal.apply(query, key, value, visible, None, blocks, dropout, scale, softcap, window)
+    attended = _BlockAttention.apply(query, key, value, visible, None, blocks, dropout, scale, softcap, window, *more)
     return attended.masked_fill(blind, 0.0)
+
+
+def block_full(
+    query,
+    key,
+    value,
+    *,
+    scale: float,
+    causal: bool,
+    allowed=None,
+    dropout=None,
+    softcap=None,
+    bias=None,
+    padding=None,
+    **_,
+) -> torch.Tensor:
+    """Explicit attention without order: blocks of queries, each against all keys, which may be another sequence's."""
+    assert not causal, "every query looks at all keys"
+    s, _, _, q, _ = query.shape
+    blocks = [QueryBlock(start, stop, 0, len(key), False) for start, stop in causal_blocks(s, q)]
+    visible = blind = None
+    if allowed is not None:
+        visible, blind = visible_keys(allowed, causal)
+    more = (dropout, scale, softcap, None, bias, padding, True)
+    attended = _BlockAttention.apply(query, key, value, visible, None, blocks, *more)
+    return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
 class QueryBlock(NamedTuple):
@@ -78,15 +107,31 @@ def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -
     return found
 
 
-class _BlockCausal(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     """Operands are first copied to [b g, s (q), d]: batched products of contiguous matrices are 1.4 x as fast.
 
     Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows. A block sees a slice
-    of the keys: from the first one in the window and in the document of its first query to its own last one.
+    of the keys: from the first one in the window and in the document of its first query to its own last one; without
+    order (`full`) all of them.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window):
+    def forward(
+        ctx,
+        query,
+        key,
+        value,
+        visible,
+        starts,
+        blocks,
+        dropout,
+        scale,
+        softcap,
+        window,
+        bias=None,
+        padding=None,
+        full=False,
+    ):
         (s, b, g, q, d), t = query.shape, key.shape[0]
         past = t - s  # keys before the first query
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
@@ -104,8 +149,12 @@ class _BlockCausal(torch.autograd.Function):
                 block.view(b, g, -1, q, end - first).add_(_bias(seen, block))
             elif window is not None:
                 block += _window_bias(stop - start, end - first, window, q, block)
-            else:
+            elif not full:
                 block[:, :, past + start - first :] += _causal_bias(stop - start, q, block)
+            if bias is not None:
+                block.view(b, g, -1, q, end - first).add_(_by_position(bias[:, start:stop, first:end], q))
+            if padding is not None:
+                block.view(b, -1, end - first).add_(_padding_bias(padding[:, first:end], block))
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
                 masks.append(_mask(dropout, query.shape, slice(start, stop), slice(first, end)))
@@ -113,7 +162,7 @@ class _BlockCausal(torch.autograd.Function):
             attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:end])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
-        ctx.softcap, ctx.blocks = softcap, blocks
+        ctx.softcap, ctx.blocks, ctx.bias_shape = softcap, blocks, None if bias is None else bias.shape
         if dropout is not None:  # of the weights, here applied to what they add up to
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
@@ -128,6 +177,7 @@ class _BlockCausal(torch.autograd.Function):
         # Where the last block touches every key, it comes first, and so writes where the others add.
         empty = torch.empty_like if blocks[-1].first == 0 else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
+        d_bias = rows.new_zeros(ctx.bias_shape) if ctx.needs_input_grad[10] else None
         for block, weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
             mine, dropped, seen = slice(block.start * q, block.stop * q), weight, slice(block.first, block.end)
             d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
@@ -135,6 +185,9 @@ class _BlockCausal(torch.autograd.Function):
                 kept = numbers(mask, weight.dtype)
                 d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
             d_scores = torch._softmax_backward_data(d_scores, weight, -1, weight.dtype)
+            if d_bias is not None:
+                own = d_scores.view(b, g, -1, q, block.end - block.first).sum(0)  # [g, n, q, keys]
+                d_bias[:, block.start : block.stop, seen] = own.transpose(1, 2).flatten(0, 1)
             if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
                 tanh = _scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
                 d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
@@ -145,7 +198,7 @@ class _BlockCausal(torch.autograd.Function):
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
         d_key, d_value = (x.view(b, g, t, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
-        return d_query, d_key, d_value, *[None] * 7
+        return d_query, d_key, d_value, *[None] * 7, d_bias, None, None
 
 
 def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
@@ -184,6 +237,16 @@ def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
+def _by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
+    """[g q, n, t] -> [g, n, q, t], the order in which a block has its rows."""
+    return bias.unflatten(0, (-1, q)).transpose(1, 2)
+
+
+def _padding_bias(padding: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[b, t] bool -> [b, 1, t]: 0 where the key is a token, else -inf."""
+    return like.new_zeros(len(padding), 1, padding.shape[1]).masked_fill_(~padding.unsqueeze(1), float("-inf"))
+
+
 def _mask(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:
     """Which weights [b g, n q, keys] of these n positions stay, bool, for these keys."""
     _, b, g, q, _ = shape
@@ -197,7 +260,18 @@ def _to_sequence_first(x: torch.Tensor, shape) -> torch.Tensor:
 
 
 def sdpa(
-    query, key, value, *, scale: float, causal: bool, allowed=None, documents=None, window=None, **_
+    query,
+    key,
+    value,
+    *,
+    scale: float,
+    causal: bool,
+    allowed=None,
+    documents=None,
+    window=None,
+    bias=None,
+    padding=None,
+    **_,
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. It knows no
     windows: they are masks. Nor documents: each has a call of its own; for torch.compile, to which every sample would be
@@ -211,7 +285,9 @@ def sdpa(
         allowed = documents.allowed(t)
     mask = blind = None
     lower = False  # the kernel knows this order by itself
-    if allowed is not None:
+    if bias is not None or padding is not None:
+        mask, blind = _joined_masks(query, t, causal, allowed, window, bias, padding)
+    elif allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
         mask = visible.unsqueeze(1)
     elif window is not None:
@@ -228,6 +304,23 @@ def sdpa(
     attended = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=q > 1, **order)
     attended = attended.permute(2, 0, 1, 3).reshape(s, b, heads * d)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
+
+
+def _joined_masks(query, t: int, causal: bool, allowed, window, bias, padding):
+    """(what is added to scores [b or 1, heads or 1, s, t], queries whose results become zeros or None)."""
+    s, added, blind = query.shape[0], None if bias is None else bias.unsqueeze(0).to(query.dtype), None
+    if allowed is not None:
+        visible, blind = visible_keys(allowed, causal, window)
+        visible = visible.unsqueeze(1)
+        visible = visible if padding is None else visible & padding[:, None, None, :]
+    else:
+        visible = None if padding is None else padding[:, None, None, :]
+        if causal and s > 1 or window is not None:
+            order = in_window(s, t, t if window is None else window, query.device)
+            visible = order if visible is None else visible & order
+    if added is None:
+        return visible, blind
+    return (added if visible is None else added.masked_fill(~visible, float("-inf"))), blind
 
 
 def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, window: Optional[int]) -> torch.Tensor:

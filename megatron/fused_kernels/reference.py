@@ -28,6 +28,8 @@ def attention(
     dropout: DropoutMask | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    bias: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
@@ -40,6 +42,8 @@ def attention(
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     softcap:   scores become softcap x tanh(score / softcap)
     window:    of a causal case: a query sees its own key and at most this many before it
+    bias:      [g q, s, t], added to scaled scores, behind a cap
+    padding:   [b, t] bool: which keys are tokens; at least one of each sample, and before each of its queries where causal
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
@@ -50,6 +54,10 @@ def attention(
         scores = scores.float() * score_divisor
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if padding is not None:
+        scores = scores.masked_fill(~padding[:, None, None, :], float("-inf"))
     blind = None
     if documents is not None:
         allowed = documents.allowed(t)

@@ -52,6 +52,8 @@ class ForwardContext:
     allowed   [b, s, t] bool: query may see key. In inference, where prompts are padded
     cache     keys and values of earlier tokens, or None
     region    makes the context that recomputation happens in
+    bias      [heads/tp, s, t], added to scores: relative positions; or None
+    padding   [b, t] bool: which keys are tokens, at least one of each sample; None: all
     """
 
     samples: Optional[torch.Tensor] = None
@@ -62,6 +64,8 @@ class ForwardContext:
     cache: Optional[Cache] = None
     region: Callable = nullcontext
     batch: Any = None
+    bias: Optional[torch.Tensor] = None
+    padding: Optional[torch.Tensor] = None
 
     @property
     def loss_mask(self) -> Optional[torch.Tensor]:
@@ -116,6 +120,8 @@ class Attention(nn.Module):
     gather_again: these are gathered in the backward pass, too, instead of kept.
     """
 
+    causal = True  # no query sees a key after it
+
     def __init__(
         self,
         model: Model,
@@ -133,6 +139,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
+        self.scale = self.head_dim**-0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
         self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **common)
@@ -270,7 +277,7 @@ def scaled_dot_product_attention(
         query.dtype,
         query.shape[0],
         key.shape[0],
-        causal=True,
+        causal=layer.causal,
         masked=allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
         grouped=layer.queries > 1,
@@ -280,6 +287,8 @@ def scaled_dot_product_attention(
         unfused=layer.plain_softmax,
         documents=context.documents is not None,
         head_dim=layer.head_dim,
+        biased=context.bias is not None,
+        padded=context.padding is not None,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
@@ -287,7 +296,7 @@ def scaled_dot_product_attention(
         query,
         key,
         value,
-        scale=layer.head_dim**-0.5,
+        scale=layer.scale,
         causal=case.causal,
         allowed=allowed,
         documents=context.documents,
@@ -296,4 +305,6 @@ def scaled_dot_product_attention(
         dropout=dropout,
         softcap=layer.softcap,
         window=window,
+        bias=context.bias,
+        padding=context.padding,
     )

@@ -15,10 +15,10 @@ parallelism what lies between layers is cut by tp.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.model.weights import Table, Unit, add_prefix, elements, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import Placement
@@ -102,6 +102,8 @@ class Branch(NamedTuple):
     kept:      bytes that what lies between keeps, but for attention
     workspace: bytes that the backward pass needs beside what is kept
     exchange:  what ranks that share sequences send
+    tokens:    of the micro-batch that go through it; None: as many as the model's `_tokens`
+    memory:    of a branch that looks at another sequence: (tokens of it, columns of its product)
     """
 
     name: str
@@ -112,6 +114,8 @@ class Branch(NamedTuple):
     workspace: int
     core: Optional[CoreAttention] = None
     exchange: Optional[Exchange] = None
+    tokens: Optional[int] = None
+    memory: Optional[tuple[int, int]] = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,10 @@ class Facts:
             make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
             model_name_or_path=None,
         )
+
+    def shrunk_groups(self, extra: Mapping[str, Any], small: Model) -> dict[str, Any]:
+        """The recipe's own groups of settings, `Config.extra`, for the `shrunk` model."""
+        return dict(extra)
 
     def describe(self, count: str) -> str:
         """The model in a line, for the log; count: its parameters in words."""
@@ -254,14 +262,15 @@ class Facts:
 
     def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
         """Bytes that the forward pass of a layer keeps for the backward pass, with `granularity` of it recomputed."""
+        branches = self.branches(share, kind)
         if granularity == "full":  # its input, nothing else
-            return Bytes({"inputs of recomputed layers": self.message_bytes(share)})
+            return Bytes({"inputs of recomputed layers": self._input_bytes(share, branches[0])})
         kept = Bytes()
-        for branch in self.branches(share, kind):
+        for branch in branches:
             attention = branch.core is not None
             if attention and granularity == "full_attn":
-                kept["inputs of recomputed layers"] += self.message_bytes(share)
-                kept["dropout masks"] += self._mask(share)
+                kept["inputs of recomputed layers"] += self._input_bytes(share, branch)
+                kept["dropout masks"] += self._mask(share, branch)
                 continue
             kept.update(self.branch_saved_bytes(share, branch))
             if attention and granularity == "core_attn":
@@ -270,9 +279,9 @@ class Facts:
 
     def branch_saved_bytes(self, share: RankSetup, branch: Branch) -> Bytes:
         """Bytes that a branch keeps with nothing recomputed."""
-        n, rest = self._tokens(share), self._between(share, self._tokens(share))
-        h, e = self.settings.hidden_size, share.element
-        kept = Bytes({"norms": self.norm_saved_bytes(share, rest * h, h), "dropout masks": self._mask(share)})
+        n = self._tokens_of(share, branch)
+        rest, h, e = self._between(share, n), self.settings.hidden_size, share.element
+        kept = Bytes({"norms": self.norm_saved_bytes(share, rest * h, h), "dropout masks": self._mask(share, branch)})
         kept[branch.name] += (rest * h + n * branch.inputs) * e + branch.kept  # inputs of both products
         if branch.core:
             kept["attention core"] += branch.core.kept
@@ -315,9 +324,11 @@ class Facts:
         """Bytes of a layer whose products for weights' gradients are deferred (zero-bubble W): the inputs of its linear
         layers, and the gradients of their outputs.
         """
-        n, h = self._tokens(share), self.settings.hidden_size
-        between = (n + self._between(share, n)) * h
-        return sum(between + n * (sum(b.outputs) + b.inputs) for b in self.branches(share, kind)) * share.element
+        h, kept = self.settings.hidden_size, 0
+        for branch in self.branches(share, kind):
+            n, (other, columns) = self._tokens_of(share, branch), branch.memory or (0, 0)
+            kept += (n + self._between(share, n)) * h + n * (sum(branch.outputs) + branch.inputs) + other * columns
+        return kept * share.element
 
     def message_bytes(self, share: RankSetup) -> int:
         """Bytes of what goes from stage to stage."""
@@ -372,9 +383,19 @@ class Facts:
         """Of these tokens, those that a rank holds between layers."""
         return tokens // (share.tp if share.sp else 1)
 
-    def _mask(self, share: RankSetup) -> int:
+    def _tokens_of(self, share: RankSetup, branch: Optional[Branch]) -> int:
+        """Tokens of a micro-batch that go through a branch."""
+        return self._tokens(share) if branch is None or branch.tokens is None else branch.tokens
+
+    def _input_bytes(self, share: RankSetup, branch: Branch) -> int:
+        """Bytes of the hidden states that a branch is given."""
+        if branch.tokens is None:
+            return self.message_bytes(share)
+        return self._between(share, branch.tokens) * self.settings.hidden_size * share.element
+
+    def _mask(self, share: RankSetup, branch: Optional[Branch] = None) -> int:
         """Bytes of what a dropout of hidden states keeps."""
-        whole = self._between(share, self._tokens(share)) * self.settings.hidden_size
+        whole = self._between(share, self._tokens_of(share, branch)) * self.settings.hidden_size
         return whole if self.settings.hidden_dropout > 0 else 0
 
 

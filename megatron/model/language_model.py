@@ -101,7 +101,7 @@ class LanguageModel(nn.Module):
         self.units = facts.units(layers, first, last, self.sequence_parallel)
         tables = {unit.name: unit.weights for unit in self.units}
         if "embedding.word" in tables:
-            self.embedding = Embedding(model, mesh, tables, seed, self.sequence_parallel, **self.factory_kwargs)
+            self.embedding = self.build_embedding(mesh, tables)
         self.recompute_groups = recompute_groups(layers, recompute or Recompute())
         granularity = {n: group.granularity for group in self.recompute_groups for n in group.layers}
         self.blocks = nn.ModuleDict(
@@ -139,6 +139,11 @@ class LanguageModel(nn.Module):
         shape of x. granularity: of recomputation.
         """
         raise NotImplementedError
+
+    def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
+        """What turns tokens into hidden states. Its `word` may be the output layer's, too, on a last stage alone."""
+        settings = self.facts.settings
+        return Embedding(settings, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
     def context(self, batch) -> Any:
         """What all layers of a pass share, from its micro-batch."""

@@ -14,13 +14,14 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
+from megatron.model.sample_arrays import SampleArray
 from megatron.settings.effects import Needs
 from megatron.settings.own_choices import optimizer_group
 from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
-MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
+MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5"}  # model type -> module with `recipe()`
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 
@@ -49,6 +50,10 @@ class Recipe:
                     named places of the loop, those of --hooks behind them
     collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
                     or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
+    arrays:         (config, vocab_size) -> name -> `SampleArray`: its datasets give dicts of these, "labels" and
+                    "loss_mask" among them, and so does collate; micro-batches have them by name
+    settled:        settings as they were given -> those that all of the suite can read: a model whose flags say its layers
+                    or stages in another way says here how many there are. What it returns it gives back unchanged
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -70,6 +75,8 @@ class Recipe:
     perplexities: tuple[str, ...] = ("lm loss",)
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None
+    arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
+    settled: Callable[[Config], Config] = lambda config: config
 
     @property
     def setting_groups(self) -> dict[str, type]:
@@ -123,7 +130,7 @@ def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({})
     model_type = given(argv, "model_type")
     recipe = named_recipe("GPT" if model_type is None else model_type)
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
+    return recipe.settled(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:

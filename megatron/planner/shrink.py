@@ -142,10 +142,12 @@ def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[Shru
 def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = None, steps: int = 10) -> Config:
     """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
     batch = _batch(config.batch, sizes, num_microbatches or max(2, sizes.pp), steps)
-    guard = config.guard
+    guard, facts = config.guard, facts_of(config, VOCABULARY)
+    model = facts.shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp)
     return replace(
         config,
-        model=facts_of(config, VOCABULARY).shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp),
+        model=model,
+        extra=facts.shrunk_groups(config.extra, model),
         batch=batch,
         parallel=replace(
             config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, sizes.stages * sizes.layers)

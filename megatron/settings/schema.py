@@ -67,8 +67,8 @@ class Model:
     num_query_groups: Optional[int] = setting(
         "key-value heads (default: one per query head)", None, "--num-key-value-heads", on_resume="another model"
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting(
-        "how positions enter",
+    position_embedding_type: Literal["learned_absolute", "rope", "none", "relative"] = setting(
+        "how positions enter (relative: of encoder-decoders alone)",
         "learned_absolute",
         "--use-rotary-position-embeddings=rope",
         "--no-position-embedding~=none",

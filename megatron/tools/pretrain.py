@@ -47,6 +47,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
     config = parse_pretrain(argv, recipe.setting_groups, f"Pretrain a model of type {recipe.model_type}.", defaults)
+    config = recipe.settled(config)
     if config.model.model_type != recipe.model_type:
         raise UsageError(
             f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",

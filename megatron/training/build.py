@@ -237,7 +237,7 @@ def build_metrics(
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         total_iterations(config.batch, context.mesh.dp.size),
-        config.model.seq_length,
+        facts.seq_length,
         ranks=context.mesh.world_size,
         data_ranks=context.mesh.dp.size,
         flops_per_token=facts.flops(),

@@ -30,6 +30,13 @@ def _bad_window(s: SimpleNamespace) -> bool:
     return left < -1 or right not in (-1, 0)
 
 
+NO_RELATIVE = Rule(
+    lambda s: s.position_embedding_type == "relative",
+    lambda s: (
+        f"--position-embedding-type relative belongs to encoder-decoders; --model-type {s.model_type} has "
+        "learned_absolute, rope and none"
+    ),
+)
 RULES = (
     Rule(
         _bad_window,

@@ -281,8 +281,9 @@ a model of your own is a module with a function recipe(): --model-type MODULE, d
     --spec
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
     --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size
-encoder-decoder models are not part of this suite yet
+encoder-decoders are trained by pretrain_t5.py
     --encoder-num-layers --decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank
+    --encoder-pipeline-model-parallel-size
 
 # Other recipes.
 masked language models are trained by pretrain_bert.py and pretrain_t5.py, which have this flag where it is a setting

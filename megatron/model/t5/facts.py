@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an encoder-decoder says of itself: encoder layers have attention that looks both ways, then an MLP; decoder layers
+have causal attention, attention over what the encoder found, then an MLP.
+
+Layers are counted through: those of the encoder come first. What goes from stage to stage is source and target in one
+tensor, [source + target, b, h], on every hop; behind them lie the tables of relative positions, where there are some.
+
+    >>> facts = T5Facts(Model(num_layers=24, hidden_size=768, num_attention_heads=12, seq_length=512), 30592)
+    >>> f"{facts.parameters / 1e6:.0f} M parameters, {facts.layer_flops(12) / facts.layer_flops(0):.2f} of an encoder layer"
+    '223 M parameters, 0.44 of an encoder layer'
+
+Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes of an element.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Optional
+
+from megatron.model.facts import Branch, Bytes, CoreAttention, RankSetup
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
+from megatron.model.weights import (
+    Table,
+    Unit,
+    add_prefix,
+    attention,
+    column,
+    mlp,
+    norm,
+    output_std,
+    positions,
+    row,
+    vocab_embedding,
+)
+from megatron.mpu.placement import Normal, Placement
+from megatron.settings.kernel_sizes import causal_blocks
+from megatron.settings.schema import Config, Model
+
+ENCODER, ENCODER_END, DECODER = "encoder layer", "last encoder layer", "decoder layer"
+WIDE = "relative"  # of --position-embedding-type
+
+
+@dataclass(frozen=True)
+class T5Facts(GPTFacts):
+    """See `Facts`. own: settings that only encoder-decoders have."""
+
+    own: T5Settings = T5Settings()
+
+    name = "encoder-decoder"
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int) -> "T5Facts":
+        return cls(config.model, vocab_size, own_settings(config))
+
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def encoder_layers(self) -> int:
+        """Of all `num_layers`; in a shrunk model the share that the settings say, at least one of each half."""
+        total, encoder, decoder = self.num_layers, self.own.encoder_num_layers, self.own.decoder_num_layers
+        encoder = encoder or total // 2
+        decoder = decoder or total - encoder
+        if encoder + decoder == total or total < 2:
+            return encoder
+        return min(max(1, round(total * encoder / (encoder + decoder))), total - 1)
+
+    @property
+    def source(self) -> int:
+        """Tokens of a source."""
+        return self.settings.seq_length
+
+    @property
+    def target(self) -> int:
+        """Tokens of a target."""
+        return self.own.decoder_seq_length or min(SHORT, self.source)
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sample: those of its source and its target."""
+        return self.source + self.target
+
+    def layer_kind(self, layer: int) -> str:
+        if layer >= self.encoder_layers:
+            return DECODER
+        return ENCODER_END if layer == self.encoder_layers - 1 else ENCODER
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.settings.swiglu or self.own.feed_forward_proj == "gated-gelu"
+
+    @property
+    def relative(self) -> bool:
+        """Whether positions enter as what is added to scores."""
+        return self.settings.position_embedding_type == WIDE
+
+    def describe(self, count: str) -> str:
+        m, encoder = self.settings, self.encoder_layers
+        return (
+            f"{self.name} of {count} parameters: {encoder} encoder and {self.num_layers - encoder} decoder layers, hidden "
+            f"{m.hidden_size}, {m.num_attention_heads} heads, {self.source} + {self.target} tokens, vocabulary "
+            f"{self.vocab_size}"
+        )
+
+    def shrunk(self, num_layers: int, tp: int) -> Model:
+        return super().shrunk(max(num_layers, 2), tp)
+
+    def shrunk_groups(self, extra: Mapping[str, Any], small: Model) -> dict[str, Any]:
+        """The target stays shorter than its source, as long, or longer."""
+        s, t = self.source, self.target
+        short = small.seq_length * 2 if t > s else small.seq_length if t == s else small.seq_length // 2
+        return {**extra, GROUP: replace(self.own, decoder_seq_length=short)}
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+        return _layer_weights(self.settings, kind, self.gated, sequence_parallel)
+
+    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
+        m, sp = self.settings, sequence_parallel
+        table = vocab_embedding(m, self.vocab_size)
+        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
+        if m.position_embedding_type == "learned_absolute":
+            of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
+            tables = add_prefix("position", positions(m, sp)) | add_prefix("decoder_position", positions(of_target, sp))
+            front.append(Unit("embedding", tables, ends=("first",)))
+        if self.relative:
+            shape = (self.own.relative_attention_num_buckets, m.num_attention_heads)
+            one = {"weight": Placement(shape, Normal(m.init_method_std), cut={"tp": 1})}
+            front.append(Unit("relative", add_prefix("encoder", one) | add_prefix("decoder", one), ends=("first",)))
+        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
+        if not self.tied:
+            back.append(Unit("output", table, ends=("last",)))
+        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
+        return held(front) + middle + held(back)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def message(self, share: RankSetup) -> tuple[int, ...]:
+        """Source, target, and the rows that hold the tables of relative positions."""
+        pieces = share.tp if share.sp else 1
+        rows = self.source // pieces + self.target // pieces + self.table_rows(share.tp, share.micro_batch_size)
+        return rows, share.micro_batch_size, self.settings.hidden_size
+
+    def table_rows(self, tp: int, micro_batch_size: int) -> int:
+        """Rows [b, h] that a rank's part of both tables of relative positions takes."""
+        if not self.relative:
+            return 0
+        numbers = 2 * self.own.relative_attention_num_buckets * self.settings.num_attention_heads // tp
+        return -(-numbers // (micro_batch_size * self.settings.hidden_size))
+
+    # ---- arithmetic -------------------------------------------------------------------------------------------------
+
+    def layer_flops(self, layer: int) -> float:
+        """FLOPs of a layer's forward pass for one sample."""
+        m, (s, t) = self.settings, (self.source, self.target)
+        each = 2 * m.hidden_size  # of a column for a token
+        queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
+        of_mlp = (3 if self.gated else 2) * m.ffn_size
+        pairs = 4 * m.num_attention_heads * m.head_dim
+        own = each * (2 * queries + 2 * keys + of_mlp)
+        if layer < self.encoder_layers:
+            return s * own + s * s * pairs
+        cross = each * (t * 2 * queries + s * 2 * keys) + t * s * pairs
+        return t * own + t * t * pairs + cross
+
+    def flops(self, context: Optional[int] = None) -> float:
+        """Of one of a sample's tokens, as a mean over those of source and target."""
+        output = 2.0 * self.target * self.settings.hidden_size * self.vocab_size
+        layers = sum(map(self.layer_flops, range(self.num_layers)))
+        return 3.0 * (layers + output) / self.seq_length
+
+    def attention_kernel(self, share: RankSetup, window: Optional[int] = None, causal: bool = True) -> str:
+        """The kernel that `fused_kernels.choose_kernel` will take; relative positions are a reason for explicit ones."""
+        if (
+            share.device == "cuda"
+            and self.settings.attention_dropout == 0
+            and share.backend not in ("stored", "explicit")
+        ):
+            return "flash"
+        if causal:
+            return super().attention_kernel(share, window)
+        if share.backend == "stored" or share.plain_softmax:
+            return "reference"
+        return "flash" if share.backend == "sdpa" and not self.settings.attention_dropout else "block-full"
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
+        return _branches(self, share, kind)
+
+    def _tokens(self, share: RankSetup) -> int:
+        """Tokens of a micro-batch that the output layer and the loss see: those of targets."""
+        return self.target * share.micro_batch_size
+
+    def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
+        kept = super().layer_saved_bytes(share, kind, granularity)
+        if kind == ENCODER_END and not granularity:
+            h = self.settings.hidden_size
+            kept["norms"] += self.norm_saved_bytes(
+                share, self._between(share, self.source * share.micro_batch_size) * h, h
+            )
+        return kept
+
+    def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
+        kept = super().ends_saved_bytes(share, False, last)
+        if first:
+            n = self.seq_length * share.micro_batch_size
+            kept["token numbers"] += 8 * n + (n if share.tp > 1 else 0)
+            if self.settings.hidden_dropout > 0:
+                kept["dropout masks"] += self._between(share, n) * self.settings.hidden_size
+        return kept
+
+
+@lru_cache(maxsize=1024)
+def _layer_weights(model: Model, kind: str, gated: bool, sequence_parallel: bool) -> Table:
+    before = norm(model, model.hidden_size, sequence_parallel)
+    table = {
+        **add_prefix("attention_norm", before),
+        **add_prefix("attention", attention(model, sequence_parallel)),
+        **add_prefix("mlp_norm", before),
+        **add_prefix("mlp", mlp(replace(model, ffn_hidden_size=model.ffn_size, swiglu=gated), sequence_parallel)),
+    }
+    if kind == ENCODER_END:
+        table |= add_prefix("encoder_norm", before)
+    if kind == DECODER:
+        table |= add_prefix("cross_norm", before)
+        table |= add_prefix("cross", cross_attention(model, sequence_parallel))
+    return table
+
+
+def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
+    """Of attention over another sequence: queries [g, q, d, h] of this one, keys and values [g, 2, d, h] of the other."""
+    m, bias = model, not model.disable_bias_linear
+    queries, width = m.num_attention_heads // m.query_groups, m.num_attention_heads * m.head_dim
+    of_query, of_memory = ((m.query_groups, number, m.head_dim) for number in (queries, 2))
+    return {
+        **add_prefix("q", column(m.hidden_size, of_query, m.init_method_std, bias=bias, matrices=(1, (queries,)))),
+        **add_prefix("kv", column(m.hidden_size, of_memory, m.init_method_std, bias=bias, matrices=(1, (1, 1)))),
+        **add_prefix(
+            "output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
+        ),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _branches(facts: T5Facts, share: RankSetup, kind: str) -> tuple[Branch, ...]:
+    m, e, h, b = facts.settings, share.element, facts.settings.hidden_size, share.micro_batch_size
+    s, t = facts.source, facts.target
+    rows = t if kind == DECODER else s
+    n, memory = rows * b, s * b
+    width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
+    keys = m.query_groups * m.head_dim // share.tp
+    core = _core(facts, share, rows, rows, kind == DECODER, fused=True)
+    found = [
+        Branch(
+            "attention", (width + 2 * keys,), width, n * 4 * width, 0, _scores(facts, share, rows, rows), core, tokens=n
+        )
+    ]
+    if kind == DECODER:
+        cross = _core(facts, share, t, s, False, fused=False)
+        work = _scores(facts, share, t, s)
+        found.append(
+            Branch("attention", (width,), width, n * 4 * width, 0, work, cross, tokens=n, memory=(memory, 2 * keys))
+        )
+    up = (ffn, ffn) if facts.gated else (ffn,)
+    workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e
+    kept = n * ffn * (3 if facts.gated else 1) * e
+    moved = n * ffn * (5 if facts.gated else 2)
+    found.append(Branch("mlp", up, ffn, moved, kept, workspace, tokens=n))
+    return tuple(found)
+
+
+def _scores(facts: T5Facts, share: RankSetup, s: int, t: int) -> int:
+    """Bytes that the backward pass of attention of s queries over t keys needs beside what is kept."""
+    heads = facts.settings.num_attention_heads // share.tp
+    return 2 * share.micro_batch_size * heads * s * t * share.element
+
+
+def _core(facts: T5Facts, share: RankSetup, s: int, t: int, causal: bool, fused: bool) -> CoreAttention:
+    """Attention of s queries over t keys. fused: queries, keys and values come as one tensor."""
+    m, e, b, d = facts.settings, share.element, share.micro_batch_size, facts.settings.head_dim
+    heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
+    kernel = facts.attention_kernel(share, causal=causal)
+    q, kv = s * b * heads * d * e, t * b * groups * d * e
+    inputs = q + 2 * kv
+    if fused and m.position_embedding_type == "rope":
+        inputs += q + kv
+    shared = m.num_attention_heads // m.query_groups
+    if kernel == "flash":
+        kept = inputs + 4 * s * b * heads + q
+    elif kernel == "reference":
+        kept = inputs + 2 * b * heads * s * t * e
+    else:
+        pairs = _pairs(s, t, shared, causal)
+        kept = inputs + q + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))
+    work = 4.0 * b * s * t * heads * d * (2 if kernel != "flash" and not causal else 1)
+    scores = b * s * t * heads * (1 if causal else 2)
+    return CoreAttention(
+        "block-causal" if kernel == "block-full" else kernel, work, scores, d, m.attention_dropout > 0, kept, inputs
+    )
+
+
+def _pairs(s: int, t: int, shared: int, causal: bool) -> int:
+    """Pairs of query and key whose weights explicit attention keeps, of one head."""
+    if not causal:
+        return s * t
+    return sum((stop - start) * stop for start, stop in causal_blocks(s, shared))
+
+
+def even(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as even as can be.
+
+    >>> even(5, 2)
+    [3, 2]
+    """
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An encoder-decoder out of the parts that GPT is made of, whole or the part of it that a pipeline stage holds.
+
+The first stage embeds source and target; every stage takes both, runs its layers on the half that they belong to, and
+hands both on, one tensor [source + target, b, h]. So a decoder layer anywhere has what the encoder found beside it,
+autograd sums the gradients of that over all of them, and schedules need not know that there are two kinds of layer.
+
+Tables of relative positions belong to the first stage and travel along in the same tensor, with their gradients.
+
+Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-value groups, q queries of a group, d channels
+of a head, tp ranks that divide the groups. Under sequence parallelism a rank has s/tp and t/tp rows between layers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.fused_kernels.autocast import autocast_of
+from megatron.model.attention import Attention, ForwardContext, attention_core
+from megatron.model.block import Block
+from megatron.model.cache import Cache
+from megatron.model.language_model import LanguageModel, Sums
+from megatron.model.mlp import MLP
+from megatron.model.norms import NORMS
+from megatron.model.positions import LearnedPositions, Rotary
+from megatron.model.recompute import recompute as recomputed
+from megatron.model.t5.facts import DECODER, ENCODER_END, T5Facts
+from megatron.model.t5.positions import RelativeTables, relative_bias
+from megatron.model.weights import Table, take_prefix
+from megatron.mpu import mappings
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.random import Dropout
+from megatron.settings.schema import Config, Kernels
+
+
+class Halves(NamedTuple):
+    """What goes through the layers: of the source [s, b, h], of the target [t, b, h]."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class T5Context:
+    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source."""
+
+    encoder: ForwardContext
+    decoder: ForwardContext
+    cross: ForwardContext
+
+
+class EncodedSource(NamedTuple):
+    """What the encoder found in sources, [s, b, h], and which of its places are tokens, [b, s] bool, or None for all."""
+
+    memory: torch.Tensor
+    padding: Optional[torch.Tensor]
+
+
+class DecoderCache(Cache):
+    """Keys and values of the target's tokens so far; and of the source, which all of them look at, by layer."""
+
+    def __init__(self, capacity: int, batch: int):
+        super().__init__(capacity, batch)
+        self.cross: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+class EncoderAttention(Attention):
+    """Every query sees every key that is a token."""
+
+    causal = False
+
+
+class FeedForward(MLP):
+    """The MLP with T5's activations beside GPT's. proj: --feed-forward-proj."""
+
+    proj = "gelu"
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gated or self.proj == "gelu":
+            return super()._activated(x)
+        if self.proj == "relu":
+            return F.relu(self.up(x))
+        gate, value = self.up(x).chunk(2, -1)
+        return F.gelu(gate, approximate=self.approximate) * value
+
+
+class EncoderBlock(Block):
+    """A layer of the encoder; the last one has the encoder's final norm with it. facts: of the model."""
+
+    attention_class, mlp_class = EncoderAttention, FeedForward
+
+    def __init__(self, facts: T5Facts, layer: int, tp: Axis, weights: Table, **keywords):
+        super().__init__(facts.settings, layer, tp, weights, **keywords)
+        self.mlp.proj = facts.own.feed_forward_proj
+        if facts.own.unscaled_attention:
+            self.attention.scale = 1.0
+        self.encoder_norm = None
+        if facts.layer_kind(layer) == ENCODER_END:
+            kind, model = NORMS[facts.settings.normalization], facts.settings
+            factory_kwargs = dict(dtype=keywords["dtype"], device=keywords["device"])
+            self.encoder_norm = kind(take_prefix(weights, "encoder_norm"), model.norm_epsilon, **factory_kwargs)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = super().forward(x, context)
+        return x if self.encoder_norm is None else self.encoder_norm(x)
+
+
+class CrossAttention(nn.Module):
+    """[t, b, h] over what the encoder found, [s, b, h] -> [t, b, h]. weights: `t5.facts.cross_attention(...)`."""
+
+    causal = False
+
+    def __init__(self, facts: T5Facts, layer: int, tp: Axis, weights: Table, *, seed: int, kernels: Kernels, **common):
+        super().__init__()
+        model = facts.settings
+        self.layer, self.head_dim, self.groups = layer, model.head_dim, model.query_groups // tp.size
+        self.scale = 1.0 if facts.own.unscaled_attention else self.head_dim**-0.5
+        self.queries = model.num_attention_heads // model.query_groups
+        self.q = ColumnParallelLinear(take_prefix(weights, "q"), tp, **common)
+        self.kv = ColumnParallelLinear(take_prefix(weights, "kv"), tp, **common)
+        self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
+        self.dropout = Dropout(model.attention_dropout, "cross attention", layer, seed, batch_dim=0, cut=0, axis=tp)
+        # Of scores, as in `Attention`: nothing here bends, divides or windows them.
+        self.score_divisor, self.softmax_in_fp32 = 1.0, model.attention_softmax_in_fp32
+        self.softcap = self.window = None
+        self.cp, self.by_heads = Axis("cp", (0,)), False
+        self.backend, self.plain_softmax = kernels.attention_backend, not kernels.masked_softmax_fusion
+        self.recompute_core = False
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        query = self.q(x)
+        query = query.view(*query.shape[:2], self.groups, self.queries, self.head_dim)
+        key, value = self.keys_and_values(memory, context)
+        if self.recompute_core:
+            attended = recomputed(attention_core, query, key, value, self, context, inside=context.region)
+        else:
+            attended = attention_core(query, key, value, self, context)
+        return self.output(attended)
+
+    def keys_and_values(self, memory: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """[s, b, g/tp, d] each. In generation they are made once, and kept in the cache."""
+        cache = context.cache
+        if cache is not None and self.layer in cache.cross:
+            return cache.cross[self.layer]
+        both = self.kv(memory)
+        both = both.view(*both.shape[:2], self.groups, 2, self.head_dim)
+        found = both.unbind(3)
+        if cache is not None:
+            cache.cross[self.layer] = found
+        return found
+
+
+class DecoderBlock(Block):
+    """A layer of the decoder: causal attention, attention over the source, MLP, each behind a norm. facts: of the model."""
+
+    mlp_class = FeedForward
+
+    def __init__(self, facts: T5Facts, layer: int, tp: Axis, weights: Table, **keywords):
+        model = facts.settings
+        super().__init__(model, layer, tp, weights, **keywords)
+        self.mlp.proj = facts.own.feed_forward_proj
+        if facts.own.unscaled_attention:
+            self.attention.scale = 1.0
+        factory_kwargs = dict(dtype=keywords["dtype"], device=keywords["device"])
+        kind, sp = NORMS[model.normalization], keywords["sequence_parallel"]
+        self.cross_norm = kind(take_prefix(weights, "cross_norm"), model.norm_epsilon, **factory_kwargs)
+        more = dict(seed=keywords["seed"], kernels=keywords["kernels"], sequence_parallel=sp)
+        self.cross = CrossAttention(facts, layer, tp, take_prefix(weights, "cross"), **more, **factory_kwargs)
+        self.cross.recompute_core = keywords.get("recompute") == "core_attn"
+        axis = tp if sp else None
+        self.cross_dropout = Dropout(model.hidden_dropout, "after cross attention", layer, keywords["seed"], axis=axis)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, context: T5Context) -> torch.Tensor:
+        own = context.decoder
+        x = self.attention_dropout.add(x, self._attended(x, own), own.samples)
+        if self.recompute_attention:
+            attended = recomputed(self._cross_half, x, memory, context.cross, inside=own.region)
+        else:
+            attended = self._cross_half(x, memory, context.cross)
+        if self.cross_dropout.idle:
+            x, normal = self.mlp_norm(x, attended)
+        else:
+            x = self.cross_dropout.add(x, attended, own.samples)
+            normal = self.mlp_norm(x)
+        return self.mlp_dropout.add(x, self.mlp(normal), own.samples)
+
+    def _cross_half(self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.cross(self.cross_norm(x), memory, context)
+
+
+class PairEmbedding(nn.Module):
+    """Tokens of source and target -> `Halves`. A last stage with a tied output has the word table alone."""
+
+    def __init__(
+        self, facts: T5Facts, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory
+    ):
+        super().__init__()
+        weights, settings = tables["embedding.word"], facts.settings
+        self.word = VocabParallelEmbedding(weights, mesh.tp, sequence_parallel=sequence_parallel, **factory)
+        self.position = self.decoder_position = None
+        if "embedding" in tables:
+            self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory)
+            self.decoder_position = LearnedPositions(take_prefix(tables["embedding"], "decoder_position"), **factory)
+        self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        axis = mesh.tp if sequence_parallel else None
+        self.dropout = Dropout(settings.hidden_dropout, "embedding", -1, seed, axis=axis)
+        self.decoder_dropout = Dropout(settings.hidden_dropout, "decoder embedding", -1, seed, axis=axis)
+
+    def source(self, tokens: torch.Tensor, samples) -> torch.Tensor:
+        """tokens [s, b] -> [s, b, h]."""
+        return self.dropout(self._placed(tokens, self.position, 0), samples)
+
+    def target(self, tokens: torch.Tensor, samples, first: int = 0) -> torch.Tensor:
+        """tokens [t, b], from place `first` on -> [t, b, h]."""
+        return self.decoder_dropout(self._placed(tokens, self.decoder_position, first), samples)
+
+    def _placed(self, tokens: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
+        x = self.word(tokens)
+        if table is None:
+            return x
+        places = torch.arange(first, first + len(tokens), device=tokens.device).unsqueeze(1)
+        if self.sequence_parallel:
+            places = places.chunk(self.tp.size)[self.tp.rank]
+        return x + table(places)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor, samples) -> Halves:
+        return Halves(self.source(source, samples), self.target(target, samples))
+
+
+class T5(LanguageModel):
+    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first."""
+
+    facts: T5Facts
+
+    def __init__(self, facts: T5Facts, mesh: Mesh, **keywords):
+        super().__init__(facts, mesh, **keywords)
+        settings, tables = facts.settings, {unit.name: unit.weights for unit in self.units}
+        self.rotary = Rotary(settings) if settings.position_embedding_type == "rope" else None
+        self.relative = None
+        if "relative" in tables:
+            self.relative = RelativeTables(tables["relative"], mesh.tp, **self.factory_kwargs)
+        self.output_scale = settings.hidden_size**-0.5 if facts.own.scale_tied_output and facts.tied else 1.0
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: T5Facts, **stage) -> "T5":
+        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        return cls(
+            facts,
+            mesh,
+            sequence_parallel=config.parallel.sequence_parallel,
+            kernels=config.kernels,
+            recompute=config.recompute,
+            autocast=autocast_of(config.precision),
+            seed=config.logging.seed,
+            **stage,
+        )
+
+    # ---- what it says of itself --------------------------------------------------------------------------------------
+
+    def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
+        return PairEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
+
+    def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
+        kind = DecoderBlock if self.facts.layer_kind(layer) == DECODER else EncoderBlock
+        return kind(
+            self.facts,
+            layer,
+            self.tp,
+            weights,
+            seed=self.seed,
+            kernels=self.kernels,
+            sequence_parallel=self.sequence_parallel,
+            recompute=granularity,
+            **self.factory_kwargs,
+        )
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+        tables = None
+        if self.first:
+            halves = self.embedding(batch.arrays["text_enc"], batch.arrays["text_dec"], batch.samples)
+            tables = None if self.relative is None else self.relative()
+        else:
+            halves, tables = self._unpacked(x)
+        halves = self._through(halves, self.shared(batch, tables))
+        if not self.last:
+            return self._packed(halves, tables), {}
+        return self._normed(halves.target, gather), {}
+
+    def _normed(self, x: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        """What the output layer multiplies, [t, b, h]."""
+        x = self.final_norm(x)
+        x = x if self.output_scale == 1.0 else x * self.output_scale
+        return self.gather_input(x, self.tp) if gather else x
+
+    def shared(self, batch, tables: Optional[torch.Tensor]) -> T5Context:
+        """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
+        padding = attended(batch.arrays["enc_mask"])
+        s, t, common = len(batch.arrays["text_enc"]), len(batch.arrays["text_dec"]), self._common(batch)
+        return T5Context(
+            ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
+            ForwardContext(angles=self._angles(t), bias=self._bias(tables, 1, t), **common),
+            ForwardContext(padding=padding, **common),
+        )
+
+    def _common(self, batch) -> dict:
+        return dict(samples=batch.samples, region=self.region, batch=batch)
+
+    def _angles(self, s: int, first: int = 0):
+        if self.rotary is None:
+            return None
+        device = next(self.parameters()).device
+        return self.rotary.angles(torch.arange(first, first + s, device=device).unsqueeze(1), self.dtype)
+
+    def _bias(self, tables: Optional[torch.Tensor], half: int, s: int) -> Optional[torch.Tensor]:
+        """Of all pairs of s tokens, where layers of that half are here."""
+        if tables is None or not any((self.facts.layer_kind(int(n)) == DECODER) == (half == 1) for n in self.blocks):
+            return None
+        return relative_bias(tables[half], self.facts.own, s, s, both_ways=half == 0)
+
+    def _through(self, halves: Halves, context: T5Context) -> Halves:
+        for group in self.recompute_groups:
+            if group.granularity == "full":
+                halves = Halves(*recomputed(self._some_layers, group.layers, *halves, context, inside=self.region))
+            else:
+                halves = self._some_layers(group.layers, *halves, context)
+        return halves
+
+    def _some_layers(self, layers, source: torch.Tensor, target: torch.Tensor, context: T5Context) -> Halves:
+        for n in layers:
+            if self.facts.layer_kind(n) == DECODER:
+                target = self.blocks[str(n)](target, source, context)
+            else:
+                source = self.blocks[str(n)](source, context.encoder)
+        return Halves(source, target)
+
+    # ---- inference ---------------------------------------------------------------------------------------------------
+
+    def encode(self, tokens: torch.Tensor, mask: Optional[torch.Tensor] = None) -> "EncodedSource":
+        """What the encoder finds in sources [s, b], whose mask [s, b] is 0 where they are filled up (default: nowhere)."""
+        self._whole()
+        with self.region():
+            padding = None if mask is None else attended(mask)
+            bias = self._bias(None if self.relative is None else self.relative(), 0, len(tokens))
+            context = ForwardContext(angles=self._angles(len(tokens)), bias=bias, padding=padding, region=self.region)
+            x = self.embedding.source(tokens, None)
+            for n in range(self.facts.encoder_layers):
+                x = self.blocks[str(n)](x, context)
+            return EncodedSource(x, padding)
+
+    def decode(
+        self,
+        tokens: torch.Tensor,
+        encoded: "EncodedSource",
+        cache: Optional[DecoderCache] = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Scores of the next token: tokens [t, b] of targets -> [t, b, vocabulary] fp32 ([1, b, vocabulary] `last_only`).
+
+        With a cache, `tokens` follow those that it holds and are added to it; keys and values of the source are made by
+        the first call alone.
+        """
+        self._whole()
+        first = 0 if cache is None else cache.length
+        t, end = len(tokens), first + len(tokens)
+        with self.region():
+            bias = None
+            if self.relative is not None:
+                bias = relative_bias(self.relative()[1], self.facts.own, t, end, both_ways=False, first=first)
+            common = dict(cache=cache, region=self.region)
+            context = T5Context(
+                ForwardContext(),
+                ForwardContext(angles=self._angles(t, first), bias=bias, **common),
+                ForwardContext(padding=encoded.padding, **common),
+            )
+            x = self.embedding.target(tokens, None, first)
+            for n in range(self.facts.encoder_layers, self.facts.num_layers):
+                x = self.blocks[str(n)](x, encoded.memory, context)
+            if cache is not None:
+                cache.length = end
+            x = self._normed(x[-1:] if last_only else x)
+            scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)
+            scores = scores[..., : self.vocab_size].float()
+            return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
+
+    def logits(self, source: torch.Tensor, target: torch.Tensor, mask: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """Scores of each target's next token, [t, b, vocabulary] fp32. Call `eval()` first: there is no sample to draw
+        dropout for.
+        """
+        return self.decode(target, self.encode(source, mask))
+
+    def _whole(self) -> None:
+        assert self.first and self.last and not self.sequence_parallel, "inference needs a whole model"
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _packed(self, halves: Halves, tables: Optional[torch.Tensor]) -> torch.Tensor:
+        """The message to the next stage, as `T5Facts.message` says."""
+        parts = [half.to(self.dtype) for half in halves]
+        if tables is not None:
+            b, h = halves.source.shape[1:]
+            rows = self.facts.table_rows(self.tp.size, b)
+            parts.append(F.pad(tables.flatten(), (0, rows * b * h - tables.numel())).view(rows, b, h).to(self.dtype))
+        return torch.cat(parts)
+
+    def _unpacked(self, x: torch.Tensor) -> tuple[Halves, Optional[torch.Tensor]]:
+        pieces = self.tp.size if self.sequence_parallel else 1
+        s, t = self.facts.source // pieces, self.facts.target // pieces
+        source, target, rows = x.split((s, t, len(x) - s - t))
+        tables = None
+        if len(rows):
+            buckets = self.facts.own.relative_attention_num_buckets
+            heads = self.facts.settings.num_attention_heads // self.tp.size
+            tables = rows.flatten()[: 2 * buckets * heads].view(2, buckets, heads)
+        return Halves(source, target), tables
+
+
+def attended(mask: torch.Tensor) -> Optional[torch.Tensor]:
+    """Which keys are tokens, [b, s] bool, from [s, b] of 0 and 1; None where all are, as far as that is known without
+    waiting for a device. Of a sample that has no token at all every place is attended to: a softmax over none is NaN.
+    """
+    found = mask.t() > 0
+    if found.device.type == "cpu" and found.all():
+        return None
+    return found | ~found.any(1, keepdim=True)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Relative positions as T5 has them (arXiv:1910.10683, section 2.1): what is added to a score depends on how far the key
+lies from the query, one learned number a head for each bucket of distances.
+
+Half of the buckets are distances by themselves, the others grow with the logarithm up to the largest one. Where queries
+look both ways, keys behind the query have buckets of their own.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.t5.settings import T5Settings
+from megatron.model.weights import Table, take_prefix
+from megatron.mpu.layers import create_parameters
+from megatron.mpu.mesh import Axis
+
+
+class RelativeTable(nn.Module):
+    """The numbers of one half of the model, [buckets, heads/tp]."""
+
+    def __init__(self, weights: Table, tp: Axis, *, dtype=None, device=None):
+        super().__init__()
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class RelativeTables(nn.Module):
+    """Those of encoder and decoder. Called, so that parameters which are gathered around each use are there."""
+
+    def __init__(self, weights: Table, tp: Axis, **factory_kwargs):
+        super().__init__()
+        self.encoder = RelativeTable(take_prefix(weights, "encoder"), tp, **factory_kwargs)
+        self.decoder = RelativeTable(take_prefix(weights, "decoder"), tp, **factory_kwargs)
+
+    def forward(self) -> torch.Tensor:
+        """[2, buckets, heads/tp]: the encoder's, then the decoder's."""
+        return torch.stack((self.encoder(), self.decoder()))
+
+
+def relative_buckets(distance: torch.Tensor, own: T5Settings, both_ways: bool) -> torch.Tensor:
+    """The bucket of each distance, place of the key less that of the query; int64 of its shape."""
+    number, behind = own.relative_attention_num_buckets, 0
+    if both_ways:
+        number //= 2
+        behind, distance = (distance > 0) * number, distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = number // 2
+    grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(own.relative_attention_max_distance / exact)
+    far = (exact + (grown * (number - exact)).long()).clamp(max=number - 1)
+    return behind + torch.where(distance < exact, distance, far)
+
+
+def relative_bias(
+    table: torch.Tensor, own: T5Settings, queries: int, keys: int, both_ways: bool, first: int = 0
+) -> torch.Tensor:
+    """[heads/tp, queries, keys] from a table [buckets, heads/tp]. first: place of the first query among the keys.
+
+    It depends on the distance alone: a row for each distance is looked up, and queries see slices of that.
+    """
+    distances = torch.arange(-(first + queries - 1), keys - first, device=table.device)  # ascending
+    rows = F.embedding(relative_buckets(distances, own, both_ways), table)  # [queries + keys - 1, heads/tp]
+    windows = rows.t().contiguous().unfold(1, keys, 1)  # [heads/tp, queries, keys], of the last query first
+    return windows.flip(1)

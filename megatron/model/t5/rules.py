@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings of an encoder-decoder work together (`settings.rules`)."""
+
+from types import SimpleNamespace
+
+from megatron.model.gpt.rules import IDLE as OF_GPT
+from megatron.model.gpt.rules import RULES as GPT_RULES
+from megatron.model.t5.settings import own_settings
+from megatron.settings.effects import Needs
+from megatron.settings.rules import Rule, either, multiples
+
+
+def _own(s: SimpleNamespace):
+    return own_settings(s.settings)
+
+
+def _target(s: SimpleNamespace) -> int:
+    return _own(s).decoder_seq_length or 0
+
+
+def refused(names: str, why: str) -> tuple[Rule, ...]:
+    """A rule for each switch of these settings that a model does not have."""
+    return tuple(
+        Rule(
+            lambda s, name=name: getattr(s, name),
+            lambda s, name=name: f"--{name.replace('_', '-')}: {why}; leave it out",
+        )
+        for name in names.split()
+    )
+
+
+RULES = (
+    *GPT_RULES,
+    Rule(lambda s: _target(s) < 1, lambda s: f"--decoder-seq-length {_target(s)} must be at least 1"),
+    Rule(
+        lambda s: s.sequence_parallel and _target(s) % s.tp,
+        lambda s: (
+            f"--decoder-seq-length {_target(s)} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
+            f"--sequence-parallel needs; nearest: {either(multiples(_target(s), s.tp))}"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.position_embedding_type == "learned_absolute"
+            and s.max_position_embeddings
+            and _target(s) > s.max_position_embeddings
+        ),
+        lambda s: (
+            f"--decoder-seq-length {_target(s)} is longer than --max-position-embeddings {s.max_position_embeddings}; "
+            f"lower the one, or raise the other to {_target(s)}"
+        ),
+    ),
+    Rule(
+        lambda s: s.position_embedding_type == "relative" and _own(s).relative_attention_num_buckets < 4,
+        lambda s: (
+            f"--relative-attention-num-buckets {_own(s).relative_attention_num_buckets} must be at least 4: half of them "
+            "for either side, half of these for single distances"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.position_embedding_type == "relative"
+            and _own(s).relative_attention_max_distance <= _own(s).relative_attention_num_buckets // 2
+        ),
+        lambda s: (
+            f"--relative-attention-max-distance {_own(s).relative_attention_max_distance} must be above half of "
+            f"--relative-attention-num-buckets {_own(s).relative_attention_num_buckets}: these are single distances"
+        ),
+    ),
+    Rule(
+        lambda s: _own(s).feed_forward_proj != "gelu" and (s.swiglu or s.squared_relu),
+        lambda s: (
+            f"--feed-forward-proj {_own(s).feed_forward_proj} and {'--swiglu' if s.swiglu else '--squared-relu'} are two "
+            "activations of the MLP; give one of them"
+        ),
+    ),
+    Rule(
+        lambda s: _own(s).scale_tied_output and s.untie_embeddings_and_output_weights,
+        lambda s: (
+            "--scale-tied-output is for an output layer that is the embedding's table; leave it out, or "
+            "--untie-embeddings-and-output-weights"
+        ),
+    ),
+    *refused(
+        "reset_position_ids reset_attention_mask eod_mask_loss", "samples of an encoder-decoder hold one text each"
+    ),
+    *refused("window_size qk_layernorm apply_query_key_layer_scaling", "this model's attention does not have it"),
+)
+
+_RELATIVE = Needs("--position-embedding-type relative", lambda s: s.position_embedding_type == "relative")
+IDLE = {**OF_GPT, "relative_attention_num_buckets": _RELATIVE, "relative_attention_max_distance": _RELATIVE}

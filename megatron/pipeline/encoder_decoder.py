@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the layers of an encoder-decoder are counted and cut into stages: from its own flags to those of the suite. Pure.
+
+`--num-layers`, where only the encoder's layers are meant by it, becomes the number of both halves together, and
+`--pipeline-model-parallel-split-rank` and `--encoder-pipeline-model-parallel-size` become `--pipeline-stage-layers`. Where
+nobody says how layers are cut, stages get them by their work, as the model's facts have it: a decoder layer at 512 and 114
+tokens is 0.4 of an encoder layer.
+"""
+
+from dataclasses import replace
+from typing import Optional
+
+from megatron.errors import SettingsError
+from megatron.model.balance import balanced
+from megatron.model.t5.facts import T5Facts, even
+from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
+from megatron.pipeline.own_schedule import is_file
+from megatron.pipeline.schedule import TRAINING
+from megatron.pipeline.stages import LAYERS_EACH, chunks_of
+from megatron.settings.schema import Config, Parallel
+
+SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-model-parallel-size"
+
+
+def settled(config: Config) -> Config:
+    """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
+    own, model = own_settings(config), config.model
+    encoder, decoder = _layers(own, model.num_layers)
+    short = own.decoder_seq_length or min(SHORT, model.seq_length)
+    own = replace(own, encoder_num_layers=encoder, decoder_num_layers=decoder, decoder_seq_length=short)
+    config = replace(config, model=replace(model, num_layers=encoder + decoder), extra={**config.extra, GROUP: own})
+    if own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size:
+        return _split(config, own)
+    counts = _by_work(config)
+    if counts is None:
+        return config
+    told = ",".join(map(str, counts))
+    return replace(config, parallel=replace(config.parallel, pipeline_stage_layers=told))
+
+
+def _layers(own: T5Settings, given: int) -> tuple[int, int]:
+    """(encoder layers, decoder layers). given: --num-layers; 0: it was not given."""
+    encoder = given if own.encoder_num_layers is None else own.encoder_num_layers
+    decoder = encoder if own.decoder_num_layers is None else own.decoder_num_layers
+    if given == 0 and own.encoder_num_layers is None:
+        raise SettingsError(
+            "--encoder-num-layers is missing: how many layers the encoder has",
+            do="give it, and --decoder-num-layers where the decoder has another number (default: as many)",
+        )
+    for name, number, other in (("encoder", encoder, "pretrain_gpt.py"), ("decoder", decoder, "pretrain_bert.py")):
+        if number < 1:
+            raise SettingsError(
+                f"--{name}-num-layers {number}: an encoder-decoder has layers of both kinds",
+                do=f"give at least 1; a model without {name} is trained by {other}",
+            )
+    if given not in (0, encoder, encoder + decoder):
+        raise SettingsError(
+            f"--num-layers {given} and --encoder-num-layers {encoder} are two numbers of encoder layers",
+            do="give one of them",
+        )
+    return encoder, decoder
+
+
+def _split(config: Config, own: T5Settings) -> Config:
+    """Stages of one kind of layer each, as the flags ask for them."""
+    p, rank, more = config.parallel, own.pipeline_model_parallel_split_rank, own.encoder_pipeline_model_parallel_size
+    encoder, decoder = own.encoder_num_layers, own.decoder_num_layers
+    if rank is not None and more:
+        raise SettingsError(f"{SPLIT} and {OF_ENCODER} say the same thing in two ways", do="give one of them")
+    flag, pp = (OF_ENCODER, p.pipeline_model_parallel_size + more) if more else (SPLIT, p.pipeline_model_parallel_size)
+    first = more or rank
+    if more < 0 or not 0 < first < pp:
+        told = f"{flag} {more or rank}"
+        raise SettingsError(
+            f"{told}: there are {pp} pipeline ranks" if not more else f"{told} is no number of ranks",
+            "the first ranks have the encoder, the others the decoder",
+            f"give 1 to {pp - 1}" if pp > 1 else "leave it out, or raise --pipeline-model-parallel-size",
+        )
+    if others := _said(p):
+        raise SettingsError(f"{flag} and {', '.join(others)} both say which layers a stage has", do="give one of them")
+    if is_file(p.pipeline_schedule) or chunks_of(p, encoder + decoder) > 1:
+        raise SettingsError(
+            f"{flag}: with several model chunks a rank, a rank may have both kinds of layer",
+            do=f"say the layers of each chunk by {LAYERS_EACH}, or leave them to the suite",
+        )
+    for name, layers, ranks in (("encoder", encoder, first), ("decoder", decoder, pp - first)):
+        if layers < ranks:
+            raise SettingsError(
+                f"{flag} gives {ranks} ranks to {layers} {name} layers", do=f"give the {name} {layers} ranks or fewer"
+            )
+    told = ",".join(map(str, [*even(encoder, first), *even(decoder, pp - first)]))
+    own = replace(own, pipeline_model_parallel_split_rank=None, encoder_pipeline_model_parallel_size=0)
+    parallel = replace(p, pipeline_model_parallel_size=pp, pipeline_stage_layers=told)
+    return replace(config, parallel=parallel, extra={**config.extra, GROUP: own})
+
+
+def _said(p: Parallel) -> list[str]:
+    """Flags that say which layers lie where."""
+    names = "pipeline_stage_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    names += "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    names += "num_layers_per_virtual_pipeline_stage"
+    return [f"--{name.replace('_', '-')}" for name in names.split() if getattr(p, name)]
+
+
+def _by_work(config: Config) -> Optional[list[int]]:
+    """Layers of each stage, so that the one with most work has as little as can be; None: somebody else says."""
+    p, layers = config.parallel, config.model.num_layers
+    if p.pipeline_model_parallel_size < 2 or _said(p) or p.pipeline_schedule not in TRAINING:
+        return None
+    stages = p.pipeline_model_parallel_size * max(1, chunks_of(p, layers))
+    facts = T5Facts.of(config, config.tokenizer.vocab_size or 32000)
+    if layers < stages or not facts.has_shape or min(facts.source, facts.target, config.model.hidden_size) < 1:
+        return None
+    output = 2.0 * facts.target * config.model.hidden_size * facts.vocab_size
+    return balanced([facts.layer_flops(n) for n in range(layers)], stages, last=output)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout trains the same encoder-decoder: each is compared with one process in loss, gradient norm and every weight.
+
+One process is compared with Hugging Face's models in test_t5_oracle.py.
+"""
+
+from functools import cache
+
+import pytest
+
+from megatron.model.recipe import parse_any, recipe_of
+from megatron.planner.parity import compare, laid_out, parse_layout, trace
+
+STEPS = 2
+SIZES = """--model-type T5 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --decoder-seq-length 8
+    --encoder-num-layers 4 --decoder-num-layers 4 --mock-data --vocab-size 90 --make-vocab-size-divisible-by 8 --lr 1e-3
+    --global-batch-size 8 --train-iters 10 --eval-iters 0 --precision fp32"""
+T5 = """--position-embedding-type relative --normalization RMSNorm --disable-bias-linear --unscaled-attention
+    --feed-forward-proj gated-gelu --untie-embeddings-and-output-weights"""
+ROPE = "--position-embedding-type rope --num-query-groups 2 --swiglu --normalization RMSNorm"
+RECOMPUTE = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective": "--recompute-granularity selective",
+    "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,5",
+}
+# layout, then features: t5 (relative positions, an output layer of its own), rope (grouped queries, gated SiLU), dropout,
+# micro2, a granularity of recomputation
+CASES = """
+    tp2sp-pp2 t5 dropout
+    pp2-dp2-zero3-zbh1 full
+    pp2vp2 rope dropout selective
+    pp2-zbv t5 full_attn
+""".strip().splitlines()
+FULL = """
+    tp2 dropout
+    tp4sp t5
+    tp2sp rope full dropout
+    pp2 t5 dropout
+    pp4 dropout micro2
+    pp4-zbh1 t5
+    pp8
+    pp2-gpipe dropout
+    pp2-zbv dropout
+    pp2-vhalf t5 dropout
+    pp4-zbv
+    pp2vp4 t5
+    pp4vp2 full
+    dp2-zero1 dropout
+    dp2-zero2 t5
+    dp2-zero3 dropout t5
+    dp4-zero3 selective rope
+    tp2-pp2-dp2-zero1 t5 full_attn
+    tp2sp-pp2-zbh1 t5 selective
+    tp2sp-pp2vp2-dp2-zero2 dropout
+    pp2-dp2-zero2-zbv full rope
+    pp4-dp2-zero3-gpipe t5 micro2
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [" ".join(case.split()) for case in CASES]
+    + [pytest.param(" ".join(case.split()), marks=pytest.mark.full) for case in FULL],
+)
+def test_layout_trains_the_same_model(case):
+    layout, *features = case.split()
+    layout, flags = parse_layout(layout), flags_of(features)
+    config = parse_any(flags.split())
+    found = trace(laid_out(config, layout), recipe_of(config), layout.world_size, STEPS)
+    difference = compare(one_process(flags), found)
+    assert difference.passes("fp32"), difference
+
+
+@cache
+def one_process(flags):
+    config = parse_any(flags.split())
+    return trace(laid_out(config, parse_layout("")), recipe_of(config), 1, STEPS)
+
+
+def flags_of(features):
+    words = [SIZES, "--micro-batch-size", "2" if "micro2" in features else "1"]
+    words += ["" if "dropout" in features else "--hidden-dropout 0 --attention-dropout 0"]
+    words += [T5] * ("t5" in features) + [ROPE] * ("rope" in features)
+    return " ".join([*words, *(flags for name, flags in RECOMPUTE.items() if name in features)])
