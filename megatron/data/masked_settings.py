@@ -72,6 +72,14 @@ MASKED_RULES = (
         lambda s: s.dataset_type == "webtext",
         lambda s: f"--dataset-type {s.dataset_type} is of models that predict the next token; leave it out",
     ),
+    Rule(
+        lambda s: _own(s).task_mixture and s.dataloader_type == "cyclic",
+        lambda s: "--dataloader-type cyclic shuffles what --task-mixture keeps in its ratio; leave it out",
+    ),
+    Rule(
+        lambda s: _own(s).task_mixture and s.full_validation,
+        lambda s: "--full-validation: a mixture of tasks (--task-mixture) has no end; give --eval-iters instead",
+    ),
     *(
         Rule(
             lambda s, name=name: getattr(s, name),
