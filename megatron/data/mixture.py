@@ -21,7 +21,6 @@ from zlib import crc32
 
 import numpy as np
 
-from megatron.data.gpt_dataset import SPLITS
 from megatron.data.index_maps import parse_split, sequences_of
 from megatron.data.labelled import ENDINGS, Labelled, labels_of, read_labelled
 from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
@@ -226,8 +225,8 @@ def build_mixture(
         own = config.data if task.path is None else _only(config.data, task.path)
         by_task.append(build_masked_datasets(config, vocab_size, wanted, log, samples, text, own))
     return tuple(
-        _mixed(tasks, [built[split] for built in by_task], order, size, counts[split], split, log)
-        for split, size in enumerate(sizes)
+        _mixed(tasks, [built[split] for built in by_task], order, size, counts[split], name, log)
+        for split, (size, name) in enumerate(zip(sizes, ("train", "valid", "test")))
     )
 
 
@@ -260,17 +259,17 @@ def _build_labelled(config: Config, task: Task, tokenizer, wanted: Sequence[int]
     return built
 
 
-def _mixed(tasks, datasets, order: MixtureOrder, size: int, counts: Sequence[int], split: int, log):
+def _mixed(tasks, datasets, order: MixtureOrder, size: int, counts: Sequence[int], split: str, log):
     """The dataset of one split. Raises DataError where a task has nothing for training or validation."""
     if not size or all(dataset is None for dataset in datasets):
         return None
     lacking = [task.name for task, dataset, count in zip(tasks, datasets, counts) if dataset is None and count]
-    if lacking and SPLITS[split] == "test":
+    if lacking and split == "test":
         log(f"note: --split leaves nothing of {', '.join(lacking)} for test: there is no evaluation on test data")
         return None
     if lacking:
         raise DataError(
-            f"--task-mixture: --split leaves nothing of {', '.join(lacking)} for {SPLITS[split]}",
+            f"--task-mixture: --split leaves nothing of {', '.join(lacking)} for {split}",
             do="--split 90,5,5 gives each a larger part; or --eval-iters 0 for no evaluation",
         )
     return MixtureDataset(tasks, datasets, order, size)
