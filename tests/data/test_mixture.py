@@ -23,7 +23,7 @@ from tests.data import masked_corpus as corpus
 
 FLAGS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 48 --train-iters 1 --micro-batch-size 1
     --lr 1e-3 --tokenizer-type BertWordPieceCase --vocab-extra-ids 40 --split 80,20,0""".split()
-ROWS = [(f"w{i % 90 + 6} w7 w{i % 50 + 8}", "w10 w11" if i % 2 else "w13", f"w{14 + 2 * (i % 3)}") for i in range(60)]
+ROWS = [(f"w{i % 90 + 6} w7 w{i % 50 + 8}", "w10 w11" if i % 2 else "w13", f"w{14 + 2 * (-i % 3)}") for i in range(60)]
 
 
 @pytest.fixture(scope="module")
