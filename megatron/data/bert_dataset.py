@@ -36,16 +36,25 @@ def build_datasets(
     log: Callable[[str], None] = lambda text: None,
     *,
     binary_head: Optional[bool] = None,
+    heads: bool = False,
 ) -> tuple:
     """(train, valid, test), each None or with at least `sizes` samples.
 
     binary_head: with next-sentence prediction (default: the recipe's setting `bert_binary_head`, else with it)
+
+    heads: the model has a head for each task of --task-mixture with labelled texts (`mixture.tasks_of`): samples have
+    `task`, the number of theirs, and `class_label`, too
+
 
     Raises SettingsError for a vocabulary without [CLS], [SEP] or [MASK], DataError where data is missing or too little.
     """
     if binary_head is None:
         binary_head = model_setting(config, "bert_binary_head", True)
     samples, text = bert_samples(config, tokenizer, vocab_size, binary_head)
+    if masked_settings(config).task_mixture:
+        from megatron.data.mixture import build_mixture
+
+        return build_mixture(config, tokenizer, vocab_size, sizes, log, samples, text, heads)
     return build_masked_datasets(config, vocab_size, sizes, log, samples, text)
 
 
@@ -102,6 +111,21 @@ class BertSamples(MaskedSamples):
         flags = dict(is_random=np.array(int(is_random)), truncated=np.array(int(truncated)))
         return dict(zip(names, filled)) | flags
 
+    def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
+        """As `make`, with nothing masked: [CLS] first [SEP], or [CLS] first [SEP] second [SEP]. The label is not in it."""
+        pieces = fitted(first, second, self.longest)
+        tokens, types = join_pair(*pieces, self.cls, self.sep)
+        filled = [padded(array, self.seq_length) for array in (tokens, types, np.ones_like(tokens))]
+        nothing = np.zeros(self.seq_length, np.int64)
+        truncated = sum(map(len, pieces)) < len(first) + len(pieces[1] if second is None else second)
+        return dict(
+            zip(("text", "types", "padding_mask"), filled),
+            labels=nothing,
+            loss_mask=nothing.astype(np.float32),
+            is_random=np.array(0),
+            truncated=np.array(int(truncated)),
+        )
+
     def _pieces(self, sentences: list[np.ndarray], state) -> tuple[np.ndarray, np.ndarray, bool]:
         """(first piece, second, whether they were exchanged): cut before a random sentence."""
         pivot, exchanged = len(sentences), False
@@ -133,6 +157,17 @@ def join_pair(first: np.ndarray, second: np.ndarray, cls: int, sep: int) -> tupl
     tokens = np.concatenate(tokens).astype(np.int64)
     types = (np.arange(len(tokens)) >= count).astype(np.int64)
     return tokens, types
+
+
+def fitted(first: np.ndarray, second: Optional[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two texts of at most `most` tokens together: the longer one loses its end first. No second is one without tokens."""
+    second = first[:0] if second is None else second
+    over = max(0, len(first) + len(second) - most)
+    longer, shorter = max(len(first), len(second)), min(len(first), len(second))
+    alone = min(over, longer - shorter)
+    cut, rest = alone + (over - alone + 1) // 2, (over - alone) // 2
+    of_first, of_second = (cut, rest) if len(first) >= len(second) else (rest, cut)
+    return first[: len(first) - of_first], second[: len(second) - of_second]
 
 
 def padded(array: np.ndarray, length: int) -> np.ndarray:

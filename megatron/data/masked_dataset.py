@@ -20,7 +20,7 @@ from megatron.data.masking import Masking
 from megatron.data.sentence_samples import build_sentence_samples, kept_documents
 from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
 from megatron.errors import DataError, SettingsError
-from megatron.settings.schema import Config
+from megatron.settings.schema import Config, Data
 
 SENTINELS = 100  # that messages propose, and that made-up vocabularies have: enough for samples of 512 tokens
 SPLIT_FIRST = "preprocess the text with preprocess_data.py --split-sentences"
@@ -40,6 +40,10 @@ class MaskedSamples:
 
     def make(self, sentences: list[np.ndarray], target: int, state: np.random.RandomState) -> dict[str, np.ndarray]:
         """The sample that some sentences are, as arrays by name. state: where its random numbers come from."""
+        raise NotImplementedError
+
+    def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
+        """The sample that a labelled text is, or a pair: the same arrays, with nothing masked (mixture.py). Ids: int64."""
         raise NotImplementedError
 
 
@@ -142,21 +146,27 @@ class MockSentences:
 
 
 def build_masked_datasets(
-    config: Config, vocab_size: int, sizes: Sequence[int], log: Callable[[str], None], samples: MaskedSamples, text: int
+    config: Config,
+    vocab_size: int,
+    sizes: Sequence[int],
+    log: Callable[[str], None],
+    samples: MaskedSamples,
+    text: int,
+    data: Optional[Data] = None,
 ) -> tuple:
     """(train, valid, test) with at least `sizes` samples each, as `gpt_dataset.build_datasets`.
 
-    text: ids below this one are those of text; --mock-data makes samples of them.
+    text: ids below this one are those of text; --mock-data makes samples of them. data: other files than the run's.
     """
-    seed = config.logging.seed
-    if config.data.mock_data:
+    seed, data = config.logging.seed, data or config.data
+    if data.mock_data:
         mocks = [MockSentences(size, seed, split, text, samples) for split, size in enumerate(sizes)]
         return tuple(mock if len(mock) else None for mock in mocks)
 
     def build(tokens, documents, num_samples, split, own):
         return MaskedDataset(tokens, documents, num_samples, split, own, samples)
 
-    return build_splits(config.data, config.model.seq_length, sizes, seed, vocab_size, log, samples=build)
+    return build_splits(data, config.model.seq_length, sizes, seed, vocab_size, log, samples=build)
 
 
 def masked_settings(config: Config) -> MaskedSettings:

@@ -72,6 +72,21 @@ MASKED_RULES = (
         lambda s: s.dataset_type == "webtext",
         lambda s: f"--dataset-type {s.dataset_type} is of models that predict the next token; leave it out",
     ),
+    Rule(
+        lambda s: s.train_epochs,
+        lambda s: (
+            f"--train-epochs {s.train_epochs}: an epoch of masked samples has no number of samples of its own, the lengths "
+            "of some are drawn; give --train-samples N or --train-iters N"
+        ),
+    ),
+    Rule(
+        lambda s: _own(s).task_mixture and s.dataloader_type == "cyclic",
+        lambda s: "--dataloader-type cyclic shuffles what --task-mixture keeps in its ratio; leave it out",
+    ),
+    Rule(
+        lambda s: _own(s).task_mixture and s.full_validation,
+        lambda s: "--full-validation: a mixture of tasks (--task-mixture) has no end; give --eval-iters instead",
+    ),
     *(
         Rule(
             lambda s, name=name: getattr(s, name),

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megatron.data.bert_dataset import padded
+from megatron.data.bert_dataset import fitted, padded
 from megatron.data.masked_dataset import (
     MaskedSamples,
     build_masked_datasets,
@@ -56,6 +56,10 @@ def build_datasets(
     if decoder_seq_length is None:
         decoder_seq_length = model_setting(config, "decoder_seq_length", min(DECODER, config.model.seq_length))
     samples, text = t5_samples(config, tokenizer, vocab_size, decoder_seq_length, log)
+    if masked_settings(config).task_mixture:
+        from megatron.data.mixture import build_mixture
+
+        return build_mixture(config, tokenizer, vocab_size, sizes, log, samples, text, True)
     return build_masked_datasets(config, vocab_size, sizes, log, samples, text)
 
 
@@ -118,7 +122,16 @@ class T5Samples(MaskedSamples):
         truncated = len(tokens) > target
         tokens = tokens[:target]
         spans = self.fitting(self.masking.choose(tokens, target, state)[0])
-        read, written = self.with_sentinels(tokens.tolist(), spans)
+        return self._arrays(*self.with_sentinels(tokens.tolist(), spans), truncated)
+
+    def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
+        """As `make`: the encoder reads the text, or a pair end to end, and the decoder writes the label, as text."""
+        pieces = fitted(first, second, self.longest)
+        read, written = np.concatenate(pieces).tolist(), label[: self.decoder - 1].tolist()
+        return self._arrays(read, written, len(read) < len(first) + len(first[:0] if second is None else second))
+
+    def _arrays(self, read: list[int], written: list[int], truncated: bool) -> dict[str, np.ndarray]:
+        """The sample of what the encoder reads and the decoder writes."""
         text_enc = np.array(read, np.int64)
         text_dec, labels = np.array([self.bos, *written], np.int64), np.array([*written, self.eos], np.int64)
         return dict(

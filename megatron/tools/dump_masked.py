@@ -20,8 +20,6 @@ def build_masked(dump, data: Data, masked: MaskedSettings, tokenizer: Any, vocab
     )
     if dump.model_type == "T5":
         from megatron.data.t5_dataset import build_datasets
-    elif masked.task_mixture:
-        from megatron.data.mixture import build_datasets
     else:
         from megatron.data.bert_dataset import build_datasets
     return build_datasets(config, tokenizer, vocab_size, sizes, log)

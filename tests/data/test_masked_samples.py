@@ -98,7 +98,7 @@ def plain_samples(bounds, lengths, epochs, longest, least, targets):
 @given(
     st.lists(st.lists(st.integers(0, 30) | st.just(600), max_size=9), min_size=1, max_size=12),
     st.sampled_from((1, 2)),
-    st.sampled_from((0.0, 0.1, 0.5, 1.0)),
+    st.sampled_from((0.0, 0.1, 0.15, 0.5, 1.0)),
     st.integers(1, 40),
 )
 def test_the_walk_is_the_plain_one(documents, least, short, count):
@@ -342,6 +342,14 @@ def test_room_for_spans(folder):
         sample = train[place]
         assert (sample["text_enc"] >= corpus.WORDS + 2).sum() <= 4
         assert sample["dec_mask"].sum() == sample["loss_mask"].sum() <= 64
+    config = config_of(folder, "--mask-prob", "0.5", seq=128)
+    short, long = (datasets(config, "t5", decoder=size)[0] for size in (20, 200))
+    for place in range(20):
+        written, whole = (one[place]["labels"][one[place]["loss_mask"] > 0].tolist() for one in (short, long))
+        assert len(written) <= 20 and written[:-1] == whole[: len(written) - 1]
+        assert (
+            written == whole or whole[len(written) - 1] >= corpus.WORDS + 2
+        )  # what is left out begins with a sentinel
 
 
 @pytest.mark.parametrize(
@@ -355,6 +363,7 @@ def test_room_for_spans(folder):
         ("--seq-length 4", "--seq-length 4 is too short for a masked sample"),
         ("--dataset-type webtext", "--dataset-type webtext is of models that predict the next token"),
         ("--reset-attention-mask", "--reset-attention-mask is of samples with several documents"),
+        ("--train-epochs 3", "--train-epochs 3: an epoch of masked samples has no number"),
         ("--vocab-extra-ids -1", "--vocab-extra-ids -1 must be at least 0"),
     ],
 )

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of tasks: masked words of several sets of text, and classification of labelled texts, in a fixed ratio.
+
+    --data-path wiki_text_sentence --task-mixture masked=8 clue=4:clue_text_sentence tnews=4:tnews.jsonl
+
+Which task a sample is of depends on its place in the training and on the weights alone: 16 samples have 8, 4 and 4 of the
+tasks above, spread evenly. After any number of samples n, a task of weight w out of W has had n x w / W of them, rounded up
+or down; exactly so after any number of steps whose --global-batch-size is a multiple of W. So nothing of it is stored, and
+it is the same after a resume and in every layout.
+"""
+
+import heapq
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd, lcm
+from typing import Any, Optional
+from zlib import crc32
+
+import numpy as np
+
+from megatron.data.index_maps import parse_split, sequences_of
+from megatron.data.labelled import ENDINGS, Labelled, labels_of, read_labelled
+from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
+from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.settings.schema import Config, Data
+
+OWN = "masked"  # the task whose data are those of --data-path
+LONGEST_PERIOD = 100_000  # samples after which the order of tasks begins anew
+FORM = "--task-mixture NAME=WEIGHT:PATH ..., and masked=WEIGHT for --data-path"
+TASK, CLASS_LABEL = "task", "class_label"  # what a sample of a mixture has besides
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a mixture. weight: samples of a period; path: None for --data-path; labels: of its classes, in the order
+    of their numbers; none for masked words.
+    """
+
+    name: str
+    weight: int
+    path: Optional[str] = None
+    labels: tuple[str, ...] = ()
+
+
+def tasks_of(words: Sequence[str]) -> list[Task]:
+    """The tasks that --task-mixture says; their number in this list is `task` of a sample.
+
+    Raises SettingsError for words that are none, DataError for a file of labelled texts that is none.
+    """
+    parsed = [_parsed(word) for word in words]
+    names = [name for name, _, _ in parsed]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SettingsError(f"--task-mixture names {twice!r} twice", do="give each task a name of its own")
+    for name, _, path in parsed:
+        if name != OWN and not path:
+            near = did_you_mean(name, [OWN])
+            raise SettingsError(f"--task-mixture: task {name!r} has no path{near}", do=f"{name}=WEIGHT:PATH; {FORM}")
+        if name == OWN and path:
+            raise SettingsError(f"--task-mixture: {OWN!r} is the task of --data-path, it has no path", do=FORM)
+    if OWN not in names:
+        raise SettingsError(
+            f"--task-mixture has no task {OWN!r}", "that of --data-path", f"{OWN}=WEIGHT, beside the others"
+        )
+    weights = whole_weights([weight for _, weight, _ in parsed])
+    return [Task(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
+
+
+def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
+    """(name, weight, path) of a word of --task-mixture."""
+    found = re.fullmatch(r"([^=:]+)=([^:]*)(?::(.*))?", word)
+    if not found:
+        raise SettingsError(f"--task-mixture {word!r} is no task", do=FORM)
+    name, number, path = found.groups()
+    try:
+        weight = Fraction(number)
+    except (ValueError, ZeroDivisionError):
+        weight = None
+    if weight is None or weight <= 0:
+        raise SettingsError(
+            f"--task-mixture: the weight {number!r} of {name!r} is no number above 0",
+            do="give the samples that it has out of a round, as 4, or leave the task out",
+        )
+    return name, weight, path or None
+
+
+def whole_weights(weights: Sequence[Fraction]) -> list[int]:
+    """The smallest whole numbers in the same ratio. Raises SettingsError for weights that take very large ones.
+
+    >>> whole_weights([Fraction("0.5"), Fraction("1.5"), Fraction(1)])
+    [1, 3, 2]
+    """
+    scale = lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    whole = [weight // gcd(*whole) for weight in whole]
+    if sum(whole) > LONGEST_PERIOD:
+        raise SettingsError(
+            f"--task-mixture: weights in the ratio {':'.join(map(str, whole))} come round after {sum(whole):,} samples",
+            do=f"round them: the sum of their smallest whole numbers may be {LONGEST_PERIOD:,}",
+        )
+    return whole
+
+
+def _labels(path: Optional[str]) -> tuple[str, ...]:
+    return tuple(labels_of(read_labelled(path))) if path and path.endswith(ENDINGS) else ()
+
+
+class MixtureOrder:
+    """Which sample of which task comes at each place."""
+
+    def __init__(self, weights: Sequence[int]):
+        """weights: samples of each task in a period."""
+        self.weights, self.period = list(weights), sum(weights)
+        self.tasks = spread(self.weights)
+        before = np.zeros((len(weights), self.period + 1), np.int64)
+        for task in range(len(weights)):
+            np.cumsum(self.tasks == task, out=before[task, 1:])
+        self.before = before  # [tasks, period + 1]: samples of a task before each place of a period
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(task, which of its samples) of place `index`."""
+        rounds, at = divmod(index, self.period)
+        task = int(self.tasks[at])
+        return task, rounds * self.weights[task] + int(self.before[task, at])
+
+    def counts(self, size: int) -> list[int]:
+        """How many of the first `size` samples each task has."""
+        rounds, at = divmod(size, self.period)
+        return [rounds * weight + int(before) for weight, before in zip(self.weights, self.before[:, at])]
+
+
+def spread(weights: Sequence[int]) -> np.ndarray:
+    """Tasks of one period, int64 [sum of weights]: after n places each has had n x weight / sum, rounded up or down.
+
+    The k-th sample of a task may come from place floor(k x sum / weight) on and must come before
+    ceil((k + 1) x sum / weight); of those that may, the one that must first is next (earliest deadline first, which keeps
+    all such bounds where they can be kept: Baruah et al., "Proportionate progress", 1996).
+
+    >>> spread([2, 1, 1]).tolist()
+    [0, 1, 0, 2]
+    """
+    total, ready = sum(weights), []
+    waiting = [(0, task, 0) for task in range(len(weights))]  # (first place, task, k)
+    heapq.heapify(waiting)
+    order = np.empty(total, np.int64)
+    for place in range(total):
+        while waiting and waiting[0][0] <= place:
+            _, task, k = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(k + 1) * total // weights[task]), task, k))
+        _, task, k = heapq.heappop(ready)
+        order[place] = task
+        heapq.heappush(waiting, ((k + 1) * total // weights[task], task, k + 1))
+    return order
+
+
+class MixtureDataset:
+    """`size` samples of several tasks' datasets, each with the number of its task (`task`)."""
+
+    def __init__(self, tasks: Sequence[Task], datasets: Sequence[Any], order: MixtureOrder, size: int):
+        self.tasks, self.datasets, self.order, self.size = tasks, datasets, order, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """The task's sample; `class_label` is 0 where it has none."""
+        task, number = self.order.place(index)
+        return {CLASS_LABEL: np.array(0), **self.datasets[task][number], TASK: np.array(task)}
+
+
+class LabelledDataset:
+    """Samples of labelled texts without end: all of them in an order of each epoch's own, or in theirs (not shuffled)."""
+
+    def __init__(self, task: Task, rows: Sequence[Labelled], make: Callable, seed: int, shuffled: bool):
+        """make: (row, number of its class) -> sample."""
+        self.rows, self.make = rows, make
+        self.classes = {label: number for number, label in enumerate(task.labels)}
+        self.entropy, self.shuffled = [seed % 2**32, crc32(task.name.encode())], shuffled
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        epoch, at = divmod(index, len(self.rows))
+        row = self.rows[int(self.order(epoch)[at]) if self.shuffled else at]
+        return self.make(row, self.classes[row.label])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.RandomState([*self.entropy, epoch]).permutation(len(self.rows))
+
+
+def build_mixture(
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    sizes: Sequence[int],
+    log: Callable[[str], None],
+    samples: MaskedSamples,
+    text: int,
+    heads: bool,
+) -> tuple:
+    """(train, valid, test) of --task-mixture, each None or with `sizes` samples.
+
+    samples: what those of masked words are like; those of labelled texts have the same arrays (`MaskedSamples.labelled`).
+    heads: whether the model learns from labels
+    """
+    tasks = tasks_of(masked_settings(config).task_mixture)
+    if not heads and (named := [task.name for task in tasks if task.labels]):
+        raise SettingsError(
+            f"--task-mixture: this model has no heads for labelled texts ({', '.join(named)})",
+            do="give token files, or train an encoder-decoder (pretrain_t5.py), which writes labels as text",
+        )
+    if tokenizer is None and any(task.labels for task in tasks):
+        raise SettingsError("--task-mixture: labelled texts need a tokenizer", do="--tokenizer-type with its files")
+    order = MixtureOrder([task.weight for task in tasks])
+    shares = ", ".join(f"{task.name} {task.weight}" for task in tasks)
+    log(f" > mixture of tasks: of {order.period:,} samples {shares}")
+    counts = [order.counts(size) for size in sizes]  # [split][task]
+    by_task = []
+    for number, task in enumerate(tasks):
+        wanted = [count[number] for count in counts]
+        if task.labels:
+            by_task.append(_build_labelled(config, task, tokenizer, wanted, log, samples))
+            continue
+        own = config.data if task.path is None else _only(config.data, task.path)
+        by_task.append(build_masked_datasets(config, vocab_size, wanted, log, samples, text, own))
+    return tuple(
+        _mixed(tasks, [built[split] for built in by_task], order, size, counts[split], name, log)
+        for split, (size, name) in enumerate(zip(sizes, ("train", "valid", "test")))
+    )
+
+
+def _only(data: Data, path: str) -> Data:
+    """The settings of data, of a task with token files of its own."""
+    files = dict(data_path=[path], train_data_path=None, valid_data_path=None, test_data_path=None)
+    return replace(data, mock_data=False, **files)
+
+
+def _build_labelled(config: Config, task: Task, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples) -> list:
+    """The datasets of a task of labelled texts, None where nothing is wanted or there is none: --split divides its rows."""
+    rows, built = read_labelled(task.path), []
+
+    @lru_cache(maxsize=1 << 16)
+    def encoded(text: str) -> np.ndarray:
+        return np.asarray(tokenizer.encode(text), np.int64)
+
+    def make(row: Labelled, number: int) -> dict[str, np.ndarray]:
+        second = None if row.second is None else encoded(row.second)
+        return {**samples.labelled(encoded(row.first), second, encoded(row.label)), CLASS_LABEL: np.array(number)}
+
+    log(f" > {task.name}: {len(rows):,} labelled texts, {len(task.labels)} classes")
+    for split, (share, count) in enumerate(zip(parse_split(config.data.split), wanted)):
+        part = sequences_of(share, len(rows)) if share else range(0)
+        if not (count and len(part)):
+            built.append(None)
+            continue
+        mine = rows[part.start : part.stop]
+        built.append(LabelledDataset(task, mine, make, config.logging.seed, shuffled=split == 0))
+    return built
+
+
+def _mixed(tasks, datasets, order: MixtureOrder, size: int, counts: Sequence[int], split: str, log):
+    """The dataset of one split. Raises DataError where a task has nothing for training or validation."""
+    if not size or all(dataset is None for dataset in datasets):
+        return None
+    lacking = [task.name for task, dataset, count in zip(tasks, datasets, counts) if dataset is None and count]
+    if lacking and split == "test":
+        log(f"note: --split leaves nothing of {', '.join(lacking)} for test: there is no evaluation on test data")
+        return None
+    if lacking:
+        raise DataError(
+            f"--task-mixture: --split leaves nothing of {', '.join(lacking)} for {split}",
+            do="--split 90,5,5 gives each a larger part; or --eval-iters 0 for no evaluation",
+        )
+    return MixtureDataset(tasks, datasets, order, size)

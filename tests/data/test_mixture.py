@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of tasks: exact ratios at every place, in every layout, and labelled texts beside masked words."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data import bert_dataset, t5_dataset
+from megatron.data.labelled import Labelled, read_labelled
+from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
+from megatron.data.mixture import MixtureOrder, spread, tasks_of, whole_weights
+from megatron.data.sampler import micro_batch_samples
+from megatron.errors import DataError, SettingsError
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import violations
+from megatron.tokenizer import build_tokenizer
+from tests.data import masked_corpus as corpus
+
+FLAGS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 48 --train-iters 1 --micro-batch-size 1
+    --lr 1e-3 --tokenizer-type BertWordPieceCase --vocab-extra-ids 40 --split 80,20,0""".split()
+ROWS = [(f"w{i % 90 + 6} w7 w{i % 50 + 8}", "w10 w11" if i % 2 else "w13", f"w{14 + 2 * (-i % 3)}") for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("mixture")
+    corpus.write_sentences(place / "corpus")
+    corpus.write_sentences(place / "more")
+    (place / "vocab.txt").write_text("\n".join(name.removeprefix("##") for name in corpus.TOKENS) + "\n")
+    lines = [json.dumps(dict(sentence1=a, sentence2=b, label=c)) for a, b, c in ROWS]
+    (place / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    (place / "texts.tsv").write_text(
+        "id\ttext\tlabel\n" + "".join(f'{i}\tw{i % 20 + 6} "x\t{i % 2}\n' for i in range(31))
+    )
+    return place
+
+
+def config_of(folder, *tasks, flags=()):
+    words = [*FLAGS, "--vocab-file", f"{folder}/vocab.txt", "--data-path", f"{folder}/corpus", *flags]
+    return parse_pretrain([*words, "--task-mixture", *tasks], {"masked": MaskedSettings})
+
+
+def build(folder, *tasks, kind=bert_dataset, sizes=(200, 40, 0), flags=(), log=lambda line: None, **more):
+    config = config_of(folder, *tasks, flags=flags)
+    tokenizer = build_tokenizer(config.tokenizer)
+    more = more or (dict(heads=True) if kind is bert_dataset else {})
+    return kind.build_datasets(config, tokenizer, tokenizer.vocab_size, sizes, log, **more)
+
+
+WEIGHTS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+@given(WEIGHTS, st.integers(0, 500))
+def test_each_task_has_its_share_after_any_number_of_samples(weights, count):
+    order, total = MixtureOrder(weights), sum(weights)
+    places = [order.place(index) for index in range(count)]
+    taken = Counter(task for task, _ in places)
+    for task, weight in enumerate(weights):
+        assert abs(taken[task] * total - count * weight) < total  # by less than one sample
+        assert [number for mine, number in places if mine == task] == list(range(taken[task]))
+    assert order.counts(count) == [taken[task] for task in range(len(weights))]
+
+
+def test_steps_have_the_exact_ratio_in_every_layout():
+    order, batch = MixtureOrder([8, 4, 4]), 32
+    for consumed in range(0, 320, batch):  # of a run that goes on from any of them, too
+        for dp, micro in ((1, 32), (2, 4), (4, 2), (8, 1)):
+            places = [
+                place
+                for rank in range(dp)
+                for step in range(batch // dp // micro)
+                for place in micro_batch_samples(consumed, micro, rank, dp, step)
+            ]
+            assert Counter(order.place(place)[0] for place in places) == {0: 16, 1: 8, 2: 8}
+
+
+def test_tasks_are_spread():
+    assert spread([2, 1, 1]).tolist() == [0, 1, 0, 2]
+    assert spread([1, 1]).tolist() == [0, 1]
+    assert sum(np.diff(np.flatnonzero(spread([7, 1]) == 0)) > 2) == 0
+    assert whole_weights([Fraction("0.5"), Fraction("1.25")]) == [2, 5]
+
+
+def test_samples_are_those_of_the_tasks(folder):
+    tasks = "masked=2", f"more=1:{folder}/more", f"pairs=1:{folder}/pairs.jsonl"
+    train, valid, test = build(folder, *tasks)
+    assert len(train) == 200 and len(valid) == 40 and test is None
+    numbers = [int(train[place]["task"]) for place in range(200)]
+    assert Counter(numbers) == {0: 100, 1: 50, 2: 50}
+    alone = bert_dataset.build_datasets(
+        config := config_of(folder, "masked=1"), build_tokenizer(config.tokenizer), 400, (100, 0, 0)
+    )[0]
+    own = [place for place in range(200) if numbers[place] == 0]
+    for k in (0, 1, 57, 99):
+        one, two = train[own[k]], alone[k]
+        assert all(np.array_equal(one[name], two[name]) for name in ("text", "labels", "types", "is_random"))
+        assert one["class_label"] == 0 and one.keys() == train[numbers.index(2)].keys()
+
+
+def test_labelled_texts_are_read_in_epochs_and_whole(folder):
+    tasks = "masked=1", f"pairs=1:{folder}/pairs.jsonl"
+    train, valid, _ = build(folder, *tasks, sizes=(192, 60, 0))
+    labels = sorted({label for _, _, label in ROWS})
+
+    def row_of(sample):
+        real = sample["text"][sample["padding_mask"] > 0].tolist()
+        end = real.index(3)
+        assert [real[0], real[-1]] == [2, 3] and sample["loss_mask"].sum() == 0
+        assert sample["types"][: len(real)].tolist() == [0] * (end + 1) + [1] * (len(real) - end - 1)
+        words = lambda ids: " ".join(f"w{id}" for id in ids)
+        return words(real[1:end]), words(real[end + 1 : -1]), labels[int(sample["class_label"])]
+
+    rows = [row_of(train[place]) for place in range(192) if train[place]["task"] == 1]
+    assert sorted(rows[:48]) == sorted(rows[48:]) == sorted(ROWS[:48]) and rows[:48] != rows[48:]
+    assert [row_of(valid[place]) for place in range(60) if valid[place]["task"] == 1] == (ROWS[48:] * 3)[:30]
+
+
+def test_encoder_decoders_write_labels(folder):
+    tasks = "masked=1", f"pairs=3:{folder}/pairs.jsonl"
+    train, _, _ = build(folder, *tasks, kind=t5_dataset, sizes=(64, 0, 0), decoder_seq_length=32)
+    bos = corpus.WORDS
+    for place in range(64):
+        sample = train[place]
+        if sample["task"] == 0:
+            assert sample["text_dec"][1] >= corpus.WORDS + 2
+            continue
+        read = " ".join(f"w{id}" for id in sample["text_enc"][sample["enc_mask"] > 0])
+        label = int(sample["text_dec"][1])
+        assert (read, f"w{label}") in {(f"{a} {b}", c) for a, b, c in ROWS}
+        assert sample["text_dec"][:2].tolist() == [bos, label] and sample["labels"][:2].tolist() == [label, bos + 1]
+        assert sample["loss_mask"].sum() == 2
+
+
+def test_long_texts_lose_their_ends():
+    first, second = np.arange(10), np.arange(100, 106)
+    assert [len(piece) for piece in bert_dataset.fitted(first, second, 20)] == [10, 6]
+    assert [len(piece) for piece in bert_dataset.fitted(first, second, 13)] == [7, 6]
+    assert [len(piece) for piece in bert_dataset.fitted(first, second, 9)] == [4, 5]
+    assert [piece.tolist() for piece in bert_dataset.fitted(first, None, 4)] == [[0, 1, 2, 3], []]
+    for most in range(1, 17):
+        one, two = bert_dataset.fitted(second, first, most)
+        assert len(one) + len(two) == most and one.tolist() == second[: len(one)].tolist()
+
+
+def test_a_sample_is_a_function_of_its_place(folder):
+    train = build(folder, "masked=2", f"texts=1:{folder}/texts.tsv")[0]
+    again = build(folder, "masked=2", f"texts=1:{folder}/texts.tsv")[0]
+    for place in (120, 121, 122):
+        assert all(np.array_equal(train[place][name], again[place][name]) for name in train[place])
+
+
+def test_files_of_labelled_texts(folder, tmp_path):
+    assert read_labelled(f"{folder}/pairs.jsonl")[1] == Labelled(*ROWS[1])
+    assert read_labelled(f"{folder}/texts.tsv")[30] == Labelled('w16 "x', None, "0")  # quotes are text in GLUE's files
+    (tmp_path / "a.csv").write_text('label,text\n1,"a, b"\n0,c\n')
+    assert read_labelled(str(tmp_path / "a.csv")) == (Labelled("a, b", None, "1"), Labelled("c", None, "0"))
+    for name, text, words in (
+        ("none.jsonl", "", "has no rows"),
+        ("one.jsonl", '{"text": "a", "label": 1}\n' * 3, "all 3 rows have the label '1'"),
+        ("json.jsonl", '{"text": "a", "label": 1}\n{oops\n', "line 2: not JSON"),
+        ("label.jsonl", '{"text": "a"}\n', "line 1 lacks a label"),
+        ("text.tsv", "content\tlabel\na\t1\n", "line 2 lacks a text"),
+        ("kind.jsonl", '{"text": "a", "label": [1]}\n', "line 1: a text is a string"),
+        ("list.jsonl", "[1, 2]\n", "line 1 lacks a text"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=words):
+            read_labelled(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ("masked=0", "the weight '0' of 'masked' is no number above 0"),
+        ("masked=-1", "the weight '-1' of 'masked' is no number above 0"),
+        ("masked=many", "the weight 'many' of 'masked'"),
+        ("masked=1 a=1/0:x", "the weight '1/0' of 'a'"),
+        ("masked", "'masked' is no task"),
+        ("masked=1 maskd=2", "task 'maskd' has no path"),
+        ("masked=1 masked=2", "names 'masked' twice"),
+        ("masked=1:x", "it has no path"),
+        ("a=1:x.tsv", "has no task 'masked'"),
+        ("masked=1 a=0.333333333:b", "come round after"),
+        ("masked=1 a=1:none.tsv", "none.tsv: no such file"),
+    ],
+)
+def test_mixtures_that_cannot_be(tasks, words):
+    with pytest.raises((SettingsError, DataError), match=words):
+        tasks_of(tasks.split())
+
+
+def test_mixtures_that_do_not_fit_the_run(folder):
+    with pytest.raises(SettingsError, match=r"no heads for labelled texts \(texts\)"):
+        build(folder, "masked=1", f"texts=1:{folder}/texts.tsv", heads=False)
+    (folder / "two.tsv").write_text("text\tlabel\nw6\t0\nw7\t1\n")
+    with pytest.raises(DataError, match="(?s)leaves nothing of two for valid.*--split 90,5,5"):
+        build(folder, "masked=1", f"two=1:{folder}/two.tsv")
+    told = []
+    flags = ("--split", "60,35,5")
+    test = build(folder, "masked=1", f"two=1:{folder}/two.tsv", flags=flags, sizes=(9, 9, 9), log=told.append)[2]
+    assert test is None and any("no evaluation on test data" in line for line in told)
+    for flag in ("--full-validation", "--dataloader-type cyclic"):
+        config = config_of(folder, "masked=1", flags=flag.split())
+        assert any("--task-mixture" in line for line in violations(config, 1, MASKED_RULES)[0])
