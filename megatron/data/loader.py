@@ -6,11 +6,12 @@ batches = MicroBatchLoader(train, config.data, micro_batch_size=4, eod=eod, dp_r
 for micro_batch in batches.step(consumed, num_microbatches=8): ...
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Optional
+from types import MappingProxyType
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class MicroBatch:
     document_starts [b, s] int32: place of the first token of each one's document, of all rows too; always in the host's
                     memory, where kernels are told what to leave out. None: to be found from `document_ids`
     whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
+    extra           name -> [b, ...] of what samples have beside their tokens (`Recipe.sample_fields`)
     hash            of samples and tokens, for the ledger (data/ledger.py)
     """
 
@@ -48,6 +50,7 @@ class MicroBatch:
     document_ids: Optional[torch.Tensor] = None
     document_starts: Optional[np.ndarray] = None
     whole_tokens: Optional[torch.Tensor] = None
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     hash: tuple[int, int] = (0, 0)
 
     @property
@@ -75,10 +78,14 @@ class MicroBatch:
 
     def _map(self, function) -> "MicroBatch":
         """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
-        names = [field.name for field in fields(self) if field.name not in ("samples", "document_starts", "hash")]
+        names = [
+            field.name for field in fields(self) if field.name not in ("samples", "document_starts", "extra", "hash")
+        ]
         tensors = {name: getattr(self, name) for name in names}
         return replace(
-            self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
+            self,
+            extra={name: function(tensor) for name, tensor in self.extra.items()},
+            **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()},
         )
 
 
@@ -107,6 +114,7 @@ class MicroBatchLoader:
         pin_memory: bool = False,
         whole: bool = False,
         collate: Optional[Callable[[list], Sequence]] = None,
+        sample_fields: Sequence[str] = (),
     ):
         """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
         rows of its samples the rank has.
@@ -114,6 +122,7 @@ class MicroBatchLoader:
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
         collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`)
+        sample_fields: what samples may have beside ids and mask (`Recipe.sample_fields`)
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -126,6 +135,7 @@ class MicroBatchLoader:
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
+        self.sample_fields = tuple(sample_fields)
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -151,10 +161,10 @@ class MicroBatchLoader:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
         samples = self.samples(positions)
-        rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
+        rows = np.stack([sample.ids for sample in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
-        loss_mask = self._loss_mask(tokens, [mask for _, mask in samples])
+        loss_mask = self._loss_mask(tokens, [sample.mask for sample in samples])
 
         def column_major(array):
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
@@ -178,6 +188,7 @@ class MicroBatchLoader:
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
             document_starts=masks.document_starts(tokens, self.eod) if data.reset_attention_mask else None,
             whole_tokens=whole_tokens,
+            extra=stacked([sample.extra for sample in samples]),
         )
         return batch.pinned() if self.pin_memory else batch
 
@@ -196,16 +207,15 @@ class MicroBatchLoader:
         """The ledger's hash of the sample at a place of the order of training."""
         return sample_hash(place, hashed(*self.sample(place)))
 
-    def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
-        """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
-        float32 if it has one.
+    def sample(self, place: int) -> "Sample":
+        """The sample at a place of the order of training.
 
         Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
         where the embedding's padding has a row for it.
         """
         return self.samples([place])[0]
 
-    def samples(self, places: Sequence[int]) -> list[tuple[np.ndarray, Optional[np.ndarray]]]:
+    def samples(self, places: Sequence[int]) -> list["Sample"]:
         """`sample` of each of these places, put together by the recipe's own function if it has one."""
         given = [self._given(place) for place in places]
         if self.collate is not None:
@@ -227,9 +237,9 @@ class MicroBatchLoader:
                 error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
             raise
 
-    def _checked(self, given, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    def _checked(self, given, place: int) -> "Sample":
         where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
-        ids, mask = parts_of(given, where)
+        ids, mask, extra = parts_of(given, where, self.sample_fields)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
             told = f"{ids.dtype} of shape {list(ids.shape)}"
@@ -254,7 +264,7 @@ class MicroBatchLoader:
                     "mend the dataset (docs/extending.md#a-dataset)",
                 )
             mask = mask.astype(np.float32, copy=False)
-        return ids.astype(np.int64, copy=False), mask
+        return Sample(ids.astype(np.int64, copy=False), mask, extra)
 
     def describe(self, place: int) -> str:
         """Where the sample at a place of the order of training comes from, in words."""
@@ -309,29 +319,47 @@ IDS, MASK = "input_ids", "loss_mask"  # of a sample that is a dict
 MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {MASK}"
 
 
-def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """(ids, loss mask or None) of what a dataset gives. Raises DataError for a dict of other things.
+class Sample(NamedTuple):
+    """ids [seq_length + 1] int64; a loss mask [seq_length + 1] float32 if it has one; extra: what else it has, by name."""
 
-    >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")
+    ids: np.ndarray
+    mask: Optional[np.ndarray] = None
+    extra: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+def parts_of(sample, where: str, fields: Sequence[str] = ()) -> Sample:
+    """What a dataset gives, not yet checked. Raises DataError for a dict of other things than these `fields`.
+
+    >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")[:2]
     (array([5, 6]), array([0, 1]))
     """
-    mask = None
+    mask, extra = None, {}
     if isinstance(sample, dict):
-        if IDS not in sample or sample.keys() - {IDS, MASK}:
+        if IDS not in sample or sample.keys() - {IDS, MASK, *fields}:
             raise DataError(
                 f"{where} is a dict with {', '.join(map(repr, sample))}",
                 f"a sample is whole numbers{MASKED}",
                 "name its parts so, and leave others out (docs/extending.md#a-dataset)",
             )
+        extra = {name: np.asarray(sample[name]) for name in fields if name in sample}
         sample, mask = sample[IDS], sample.get(MASK)
     elif isinstance(sample, tuple) and len(sample) == 2 and np.ndim(sample[0]):
         sample, mask = sample
-    return np.asarray(sample), None if mask is None else np.asarray(mask)
+    return Sample(np.asarray(sample), None if mask is None else np.asarray(mask), extra)
 
 
-def hashed(ids: np.ndarray, mask: Optional[np.ndarray]) -> np.ndarray:
-    """What the ledger hashes of a sample: its input, and its loss mask where it has one."""
-    return ids[:-1] if mask is None else np.concatenate([ids[:-1], mask[1:].view(np.int32).astype(np.int64)])
+def stacked(extras: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """What the samples of a micro-batch have beside their tokens: name -> [b, ...]."""
+    return {name: torch.from_numpy(np.stack([extra[name] for extra in extras])) for name in extras[0]}
+
+
+def hashed(ids: np.ndarray, mask: Optional[np.ndarray], extra: Mapping[str, np.ndarray] = MappingProxyType({})):
+    """What the ledger hashes of a sample, int64: its input, its loss mask where it has one, and what it has beside them."""
+    if mask is None and not extra:
+        return ids[:-1]
+    masks = [] if mask is None else [mask[1:].view(np.int32).astype(np.int64)]
+    more = [np.frombuffer(np.ascontiguousarray(extra[name]).tobytes(), np.uint8).astype(np.int64) for name in extra]
+    return np.concatenate([ids[:-1], *masks, *more])
 
 
 @lru_cache(maxsize=2)  # an epoch and the next one, which prefetching may reach into

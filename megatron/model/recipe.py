@@ -20,7 +20,7 @@ from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
-MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
+MODEL_TYPES = {"GPT": "pretrain_gpt", "finetune": "finetune"}  # model type -> module with `recipe()`
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 
@@ -49,6 +49,14 @@ class Recipe:
                     named places of the loop, those of --hooks behind them
     collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
                     or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
+    sample_fields:  what samples of its datasets may have beside ids and loss mask: numbers of one shape under these names,
+                    which a micro-batch has as `extra`
+    epoch_samples:  (config) -> samples of an epoch, for --train-epochs; None: they are counted in --data-path
+    measures:       (config) -> `training.measures.Measures`: what evaluations find out beside mean losses, and whether
+                    the best of them is kept
+    heads:          beginnings of names of weights that begin anew in a run that takes weights alone (--finetune), of
+                    whatever model that shares the others
+    starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -70,6 +78,11 @@ class Recipe:
     perplexities: tuple[str, ...] = ("lm loss",)
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None
+    sample_fields: tuple[str, ...] = ()
+    epoch_samples: Optional[Callable[[Config], int]] = None
+    measures: Optional[Callable[[Config], Any]] = None
+    heads: tuple[str, ...] = ()
+    starts_from: tuple[str, ...] = ()
 
     @property
     def setting_groups(self) -> dict[str, type]:
