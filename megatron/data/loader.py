@@ -8,10 +8,9 @@ for micro_batch in batches.step(consumed, num_microbatches=8): ...
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from types import MappingProxyType
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 import torch
@@ -20,6 +19,8 @@ from megatron.data import masks
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_position, micro_batch_samples
 from megatron.errors import DataError, SettingsError
+from megatron.model import sample_arrays
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
 
@@ -38,8 +39,9 @@ class MicroBatch:
     document_starts [b, s] int32: place of the first token of each one's document, of all rows too; always in the host's
                     memory, where kernels are told what to leave out. None: to be found from `document_ids`
     whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
-    extra           name -> [b, ...] of what samples have beside their tokens (`Recipe.sample_fields`)
     hash            of samples and tokens, for the ledger (data/ledger.py)
+    arrays          of a recipe that names those of its samples (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are
+                    the first of them then; labels and loss mask those of that name
     """
 
     tokens: torch.Tensor
@@ -50,8 +52,8 @@ class MicroBatch:
     document_ids: Optional[torch.Tensor] = None
     document_starts: Optional[np.ndarray] = None
     whole_tokens: Optional[torch.Tensor] = None
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     hash: tuple[int, int] = (0, 0)
+    arrays: Optional[Mapping[str, torch.Tensor]] = None
 
     @property
     def num_tokens(self) -> torch.Tensor:
@@ -78,15 +80,21 @@ class MicroBatch:
 
     def _map(self, function) -> "MicroBatch":
         """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
-        names = [
-            field.name for field in fields(self) if field.name not in ("samples", "document_starts", "extra", "hash")
-        ]
+        if self.arrays is not None:
+            arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
+            return _named(arrays, self.samples, self.hash)
+        others = ("samples", "document_starts", "hash", "arrays")
+        names = [field.name for field in fields(self) if field.name not in others]
         tensors = {name: getattr(self, name) for name in names}
         return replace(
-            self,
-            extra={name: function(tensor) for name, tensor in self.extra.items()},
-            **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()},
+            self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
         )
+
+
+def _named(arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int]) -> MicroBatch:
+    """The micro-batch of named arrays."""
+    tokens = next(iter(arrays.values()))
+    return MicroBatch(tokens, arrays[LABELS], samples, arrays[LOSS_MASK], hash=hashes, arrays=arrays)
 
 
 class MicroBatchLoader:
@@ -114,7 +122,7 @@ class MicroBatchLoader:
         pin_memory: bool = False,
         whole: bool = False,
         collate: Optional[Callable[[list], Sequence]] = None,
-        sample_fields: Sequence[str] = (),
+        arrays: Optional[Mapping[str, SampleArray]] = None,
     ):
         """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
         rows of its samples the rank has.
@@ -122,7 +130,7 @@ class MicroBatchLoader:
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
         collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`)
-        sample_fields: what samples may have beside ids and mask (`Recipe.sample_fields`)
+        arrays: what samples consist of, if they are dicts (`Recipe.arrays`)
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -135,7 +143,7 @@ class MicroBatchLoader:
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
-        self.sample_fields = tuple(sample_fields)
+        self.arrays = arrays
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
 
@@ -161,10 +169,12 @@ class MicroBatchLoader:
         """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
         positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
         samples = self.samples(positions)
-        rows = np.stack([sample.ids for sample in samples])  # [b, s + 1]
+        if self.arrays is not None:
+            return self._of_arrays(positions, samples)
+        rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
-        loss_mask = self._loss_mask(tokens, [sample.mask for sample in samples])
+        loss_mask = self._loss_mask(tokens, [mask for _, mask in samples])
 
         def column_major(array):
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
@@ -188,8 +198,17 @@ class MicroBatchLoader:
             document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
             document_starts=masks.document_starts(tokens, self.eod) if data.reset_attention_mask else None,
             whole_tokens=whole_tokens,
-            extra=stacked([sample.extra for sample in samples]),
         )
+        return batch.pinned() if self.pin_memory else batch
+
+    def _of_arrays(self, positions: range, samples: list[dict[str, np.ndarray]]) -> MicroBatch:
+        """The micro-batch of these samples, dicts of arrays."""
+        rows = {name: np.stack([sample[name] for sample in samples]) for name in self.arrays}
+        hashes = batch_hash(positions, map(sample_arrays.hashed, samples))
+        if self.whole and positions.stop > len(self.dataset):
+            rows[LOSS_MASK][np.asarray(positions) >= len(self.dataset)] = 0.0
+        arrays = {name: torch.from_numpy(np.ascontiguousarray(row.T)) for name, row in rows.items()}
+        batch = _named(arrays, torch.arange(positions.start, positions.stop), hashes)
         return batch.pinned() if self.pin_memory else batch
 
     def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
@@ -205,17 +224,19 @@ class MicroBatchLoader:
 
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a place of the order of training."""
-        return sample_hash(place, hashed(*self.sample(place)))
+        sample = self.sample(place)
+        return sample_hash(place, hashed(*sample) if self.arrays is None else sample_arrays.hashed(sample))
 
-    def sample(self, place: int) -> "Sample":
-        """The sample at a place of the order of training.
+    def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
+        """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
+        float32 if it has one; or a dict of arrays, where the recipe names some.
 
         Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
         where the embedding's padding has a row for it.
         """
         return self.samples([place])[0]
 
-    def samples(self, places: Sequence[int]) -> list["Sample"]:
+    def samples(self, places: Sequence[int]) -> list[tuple[np.ndarray, Optional[np.ndarray]]]:
         """`sample` of each of these places, put together by the recipe's own function if it has one."""
         given = [self._given(place) for place in places]
         if self.collate is not None:
@@ -237,9 +258,11 @@ class MicroBatchLoader:
                 error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
             raise
 
-    def _checked(self, given, place: int) -> "Sample":
+    def _checked(self, given, place: int):
         where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
-        ids, mask, extra = parts_of(given, where, self.sample_fields)
+        if self.arrays is not None:
+            return sample_arrays.checked(given, self.arrays, where)
+        ids, mask = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
             told = f"{ids.dtype} of shape {list(ids.shape)}"
@@ -264,7 +287,7 @@ class MicroBatchLoader:
                     "mend the dataset (docs/extending.md#a-dataset)",
                 )
             mask = mask.astype(np.float32, copy=False)
-        return Sample(ids.astype(np.int64, copy=False), mask, extra)
+        return ids.astype(np.int64, copy=False), mask
 
     def describe(self, place: int) -> str:
         """Where the sample at a place of the order of training comes from, in words."""
@@ -319,47 +342,29 @@ IDS, MASK = "input_ids", "loss_mask"  # of a sample that is a dict
 MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {MASK}"
 
 
-class Sample(NamedTuple):
-    """ids [seq_length + 1] int64; a loss mask [seq_length + 1] float32 if it has one; extra: what else it has, by name."""
+def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    """(ids, loss mask or None) of what a dataset gives. Raises DataError for a dict of other things.
 
-    ids: np.ndarray
-    mask: Optional[np.ndarray] = None
-    extra: Mapping[str, np.ndarray] = MappingProxyType({})
-
-
-def parts_of(sample, where: str, fields: Sequence[str] = ()) -> Sample:
-    """What a dataset gives, not yet checked. Raises DataError for a dict of other things than these `fields`.
-
-    >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")[:2]
+    >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")
     (array([5, 6]), array([0, 1]))
     """
-    mask, extra = None, {}
+    mask = None
     if isinstance(sample, dict):
-        if IDS not in sample or sample.keys() - {IDS, MASK, *fields}:
+        if IDS not in sample or sample.keys() - {IDS, MASK}:
             raise DataError(
                 f"{where} is a dict with {', '.join(map(repr, sample))}",
                 f"a sample is whole numbers{MASKED}",
                 "name its parts so, and leave others out (docs/extending.md#a-dataset)",
             )
-        extra = {name: np.asarray(sample[name]) for name in fields if name in sample}
         sample, mask = sample[IDS], sample.get(MASK)
     elif isinstance(sample, tuple) and len(sample) == 2 and np.ndim(sample[0]):
         sample, mask = sample
-    return Sample(np.asarray(sample), None if mask is None else np.asarray(mask), extra)
+    return np.asarray(sample), None if mask is None else np.asarray(mask)
 
 
-def stacked(extras: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """What the samples of a micro-batch have beside their tokens: name -> [b, ...]."""
-    return {name: torch.from_numpy(np.stack([extra[name] for extra in extras])) for name in extras[0]}
-
-
-def hashed(ids: np.ndarray, mask: Optional[np.ndarray], extra: Mapping[str, np.ndarray] = MappingProxyType({})):
-    """What the ledger hashes of a sample, int64: its input, its loss mask where it has one, and what it has beside them."""
-    if mask is None and not extra:
-        return ids[:-1]
-    masks = [] if mask is None else [mask[1:].view(np.int32).astype(np.int64)]
-    more = [np.frombuffer(np.ascontiguousarray(extra[name]).tobytes(), np.uint8).astype(np.int64) for name in extra]
-    return np.concatenate([ids[:-1], *masks, *more])
+def hashed(ids: np.ndarray, mask: Optional[np.ndarray]) -> np.ndarray:
+    """What the ledger hashes of a sample: its input, and its loss mask where it has one."""
+    return ids[:-1] if mask is None else np.concatenate([ids[:-1], mask[1:].view(np.int32).astype(np.int64)])
 
 
 @lru_cache(maxsize=2)  # an epoch and the next one, which prefetching may reach into

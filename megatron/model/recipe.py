@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
+from megatron.model.sample_arrays import SampleArray
 from megatron.settings.effects import Needs
 from megatron.settings.own_choices import optimizer_group
 from megatron.settings.parse import given, parse_pretrain
@@ -45,18 +46,20 @@ class Recipe:
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
-    hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
-                    named places of the loop, those of --hooks behind them
-    collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
-                    or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
-    sample_fields:  what samples of its datasets may have beside ids and loss mask: numbers of one shape under these names,
-                    which a micro-batch has as `extra`
     epoch_samples:  (config) -> samples of an epoch, for --train-epochs; None: they are counted in --data-path
     measures:       (config) -> `training.measures.Measures`: what evaluations find out beside mean losses, and whether
                     the best of them is kept
     heads:          beginnings of names of weights that begin anew in a run that takes weights alone (--finetune), of
                     whatever model that shares the others
     starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
+    hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
+                    named places of the loop, those of --hooks behind them
+    collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
+                    or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
+    arrays:         (config, vocab_size) -> name -> `SampleArray`: its datasets give dicts of these, "labels" and
+                    "loss_mask" among them, and so does collate; micro-batches have them by name
+    settled:        settings as they were given -> those that all of the suite can read: a model whose flags say its layers
+                    or stages in another way says here how many there are. What it returns it gives back unchanged
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -76,13 +79,14 @@ class Recipe:
         default_factory=lambda: {"lm loss": 1.0}
     )
     perplexities: tuple[str, ...] = ("lm loss",)
-    hooks: tuple[Callable[[Config], Any], ...] = ()
-    collate: Optional[Callable[[list], Sequence]] = None
-    sample_fields: tuple[str, ...] = ()
     epoch_samples: Optional[Callable[[Config], int]] = None
     measures: Optional[Callable[[Config], Any]] = None
     heads: tuple[str, ...] = ()
     starts_from: tuple[str, ...] = ()
+    hooks: tuple[Callable[[Config], Any], ...] = ()
+    collate: Optional[Callable[[list], Sequence]] = None
+    arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
+    settled: Callable[[Config], Config] = lambda config: config
 
     @property
     def setting_groups(self) -> dict[str, type]:
@@ -136,7 +140,7 @@ def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({})
     model_type = given(argv, "model_type")
     recipe = named_recipe("GPT" if model_type is None else model_type)
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
+    return recipe.settled(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megatron.mpu import mappings
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.tasks.backbones import HEAD
-from megatron.tasks.samples import TARGETS
+from megatron.tasks.samples import ABOVE, BELOW, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
 
@@ -65,38 +65,19 @@ def classifier_of(trunk: type, pooled_token: str) -> type:
                 x, sums = self._hidden(x, batch, gather=False)
                 if not self.last:
                     return (x, sums) if sums else x
-                labels, lengths = targets_of(batch, self.facts.num_outputs)
+                lengths = batch.arrays[LENGTHS]  # [b]
                 rows = lengths - 1 if pooled_token == "last" else torch.zeros_like(lengths)
                 scores = self.head(pooled(x, rows, self.tp, self.sequence_parallel and self.tp.size > 1))  # [b, c]
             if self.collect is not None and not self.training:
                 self.collect(batch, scores)
-            known = counts_of(batch)
-            losses = losses_of(scores, labels, self.facts.num_outputs)
-            return None, {LOSS: (losses * known).sum(), TOKENS: known.sum(), **sums}
+            losses = losses_of(scores, batch, self.facts.num_outputs)
+            return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
 
     return Classifier
 
 
-def losses_of(scores: torch.Tensor, labels: torch.Tensor, outputs: int) -> torch.Tensor:
-    """[b, c], [b] fp32 -> [b]: cross-entropy of classes, square error of one number."""
+def losses_of(scores: torch.Tensor, batch, outputs: int) -> torch.Tensor:
+    """[b, c] -> [b]: cross-entropy of classes, square error of one number."""
     if outputs == 1:
-        return (scores.squeeze(-1) - labels).square()
-    return F.cross_entropy(scores, labels.long(), reduction="none")
-
-
-def targets_of(batch, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(label [b] fp32, tokens of the text [b] int64) of a micro-batch. Synthetic samples (--mock-data), which have none,
-    are whole texts whose next token says the class.
-    """
-    if TARGETS in batch.extra:
-        labels, lengths = batch.extra[TARGETS].unbind(-1)
-        return labels, lengths.long()
-    s, b = batch.tokens.shape
-    return (batch.labels[-1] % max(outputs, 2)).float(), torch.full((b,), s, device=batch.tokens.device)
-
-
-def counts_of(batch) -> torch.Tensor:
-    """[b] fp32: 1 for a sample of known label, else 0."""
-    if TARGETS in batch.extra:
-        return batch.loss_mask.sum(0)
-    return torch.ones(batch.tokens.shape[1], device=batch.tokens.device)
+        return (scores.squeeze(-1) - (batch.arrays[ABOVE] - batch.arrays[BELOW])).square()
+    return F.cross_entropy(scores, batch.labels, reduction="none")

@@ -35,7 +35,7 @@ def recipe() -> Recipe:
         idle=trunk.idle,
         sums=sums,
         perplexities=(LM_LOSS,),
-        sample_fields=("targets",),
+        arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
         heads=(f"{HEAD}.",),
@@ -108,7 +108,9 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples."""
     from megatron.tasks.samples import TaskSamples, longest_cut
 
-    settings, length = task_settings(config), config.model.seq_length
+    settings, length, task = task_settings(config), config.model.seq_length, open_task(task_settings(config)).task
+    if config.data.mock_data:
+        return mock_datasets(config, tokenizer, vocab_size, sizes, log)
     if tokenizer is None:
         raise SettingsError(
             "there is no tokenizer for the task's texts", do="--vocab-file and --merge-file, or its like"
@@ -121,13 +123,33 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
         return pet_datasets(settings, found, tokenizer, length, log)
     made = [
-        examples and TaskSamples(examples, tokenizer, length, whole=split != "train")
+        examples and TaskSamples(examples, task, tokenizer, length, whole=split != "train")
         for split, examples in found.items()
     ]
     if made[0] and (cut := longest_cut(made[0])):
         looked = min(2000, len(made[0]))
         log(f" > {cut} of {looked} training examples are longer than --seq-length {length} and lose their end")
     return tuple(made)
+
+
+def mock_datasets(config, tokenizer, vocab_size, sizes, log):
+    """Samples that are made up, of the same form."""
+    if task_settings(config).pet_pattern is not None:
+        return named_recipe(DEFAULT).build_datasets(config, tokenizer, vocab_size, sizes, log)
+    from megatron.tasks.samples import MockTaskSamples
+
+    task, seed = open_task(task_settings(config)).task, config.logging.seed
+    common = task, config.model.seq_length, vocab_size, seed
+    return tuple(MockTaskSamples(size, *common, split) if size else None for split, size in enumerate(sizes))
+
+
+def arrays(config, vocab_size):
+    """What a sample consists of; of a pattern, tokens and their loss mask, as in pretraining."""
+    from megatron.tasks.samples import sample_arrays
+
+    if task_settings(config).pet_pattern is not None:
+        return None
+    return sample_arrays(open_task(task_settings(config)).task, config.model.seq_length, vocab_size)
 
 
 def tell(log, opened, split: str, examples) -> None:

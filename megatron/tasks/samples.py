@@ -1,25 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples as samples of training: tokens, filled up behind the text, and what is to be found out of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
 
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
+from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
 
-TARGETS = "targets"  # of a sample: [label, tokens of the text] fp32
+TOKENS, LENGTHS = "tokens", "lengths"  # of a sample: ids, filled up; how many of them are the text
+ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
+
+
+def sample_arrays(task: Task, seq_length: int, vocab_size: int) -> dict[str, SampleArray]:
+    """What a sample of a task consists of. Its loss mask is one number: 1 where the label is known."""
+    numbers = {ABOVE: SampleArray(0, mask=True), BELOW: SampleArray(0, mask=True)} if task.regression else {}
+    return {
+        TOKENS: SampleArray(seq_length, below=vocab_size),
+        LABELS: SampleArray(0, below=task.outputs),
+        LOSS_MASK: SampleArray(0, mask=True),
+        LENGTHS: SampleArray(0, below=seq_length + 1),
+        **numbers,
+    }
 
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """Samples of a split, in the order of its files; each a pure function of its place.
+    """Samples of a split, in the order of its files, as dicts of `sample_arrays`; each a pure function of its place.
 
-    ids are those of the text, filled up to seq_length + 1. The loss mask has a 1 for the last token of the text, which is
-    the one that is pooled: an example of known label counts as one token. whole: an evaluation goes over all of them.
+    whole: an evaluation goes over all of them.
     """
 
     examples: Examples
+    task: Task
     tokenizer: Any
     seq_length: int
     whole: bool = False
@@ -27,15 +43,41 @@ class TaskSamples:
     def __len__(self) -> int:
         return len(self.examples.rows)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples.rows[index]
         text = token_ids(example, self.tokenizer, self.seq_length)
-        ids, mask = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length + 1, np.float32)
-        ids[: len(text)] = text
-        known = example.label is not None
-        mask[len(text)] = known  # that of a label stands beside the token before it
-        targets = np.array([example.label if known else 0, len(text)], np.float32)
-        return dict(input_ids=ids, loss_mask=mask, targets=targets)
+        return sample_of(self.task, text, example.label, self.seq_length)
+
+
+def sample_of(task: Task, text: Sequence[int], label: Optional[float], seq_length: int) -> dict[str, Any]:
+    """The sample of a text of at most seq_length tokens. label: None where nobody knows it."""
+    tokens, value = np.zeros(seq_length, np.int64), label or 0
+    tokens[: len(text)] = text
+    sample = {TOKENS: tokens, LOSS_MASK: float(label is not None), LENGTHS: len(text)}
+    if task.regression:
+        return {**sample, LABELS: 0, ABOVE: max(value, 0.0), BELOW: max(-value, 0.0)}
+    return {**sample, LABELS: int(value)}
+
+
+@dataclass(frozen=True)
+class MockTaskSamples:
+    """Samples that are made up (--mock-data): texts of any length whose first token says the label."""
+
+    size: int
+    task: Task
+    seq_length: int
+    vocab_size: int
+    seed: int
+    split: int
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draw = np.random.default_rng((self.seed, self.split, index))
+        text = draw.integers(self.vocab_size, size=draw.integers(1, self.seq_length + 1))
+        return sample_of(self.task, text.tolist(), int(text[0] % max(self.task.outputs, 2)), self.seq_length)
 
 
 def token_ids(example: TaskExample, tokenizer, length: int) -> list[int]:
@@ -72,6 +114,5 @@ def longest_cut(samples: Optional[TaskSamples], most: int = 2000) -> int:
     """Of the first `most` examples, how many are longer than the samples: the log says it."""
     if samples is None:
         return 0
-    more = TaskSamples(samples.examples, samples.tokenizer, 1 << 20)
-    lengths = (len(token_ids(example, more.tokenizer, more.seq_length)) for example in samples.examples.rows[:most])
-    return sum(length > samples.seq_length for length in lengths)
+    rows = samples.examples.rows[:most]
+    return sum(len(token_ids(example, samples.tokenizer, 1 << 20)) > samples.seq_length for example in rows)

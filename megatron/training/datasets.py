@@ -84,7 +84,7 @@ def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -
 def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
     """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own."""
     sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)
-    if recipe.own_data and config.data.mock_data:
+    if recipe.own_data and config.data.mock_data and recipe.arrays is None:
         eod = tokenizer.eod if tokenizer else None
         length, seed = config.model.seq_length, config.logging.seed
         return gpt_dataset.build_datasets(config.data, length, sizes, seed, eod=eod, vocab_size=vocab_size, log=log)
@@ -163,7 +163,7 @@ def build_batches(
             pin_memory=context.device.type == "cuda",
             whole=whole,
             collate=recipe.collate,
-            sample_fields=recipe.sample_fields,
+            arrays=recipe.arrays and recipe.arrays(config, vocab_size),
         )
         for dataset, sizes, whole in zip(
             datasets,
