@@ -415,7 +415,7 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters,
+        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters and not s.eval_epoch,
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"
