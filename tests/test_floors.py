@@ -28,7 +28,7 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "training",
     "planner tasks",
     "tools",
-    "pretrain_gpt pretrain_t5 preprocess_data merge_datasets setup",
+    "pretrain_gpt pretrain_t5 finetune preprocess_data merge_datasets setup",
 )
 PURE = (  # what settings are checked and launches are planned with: no torch
     "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics telemetry.own_code "

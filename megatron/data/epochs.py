@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many samples training has when it goes through its token files a number of times (`--train-epochs`)."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Optional
 
 import numpy as np
 
@@ -14,8 +16,11 @@ from megatron.errors import SettingsError
 from megatron.settings import schema
 
 
-def in_samples(config: schema.Config, own_data: bool, log=print) -> schema.Config:
-    """The settings with `--train-epochs` said as `--train-samples`. own_data: the recipe makes its samples itself.
+def in_samples(
+    config: schema.Config, own_data: bool, epoch_samples: Optional[Callable[[schema.Config], int]] = None, log=print
+) -> schema.Config:
+    """The settings with `--train-epochs` said as `--train-samples`. own_data: the recipe makes its samples itself;
+    epoch_samples: and says how many of them an epoch has.
 
     Raises SettingsError where an epoch has no number of samples, DataError where files are missing or damaged.
     """
@@ -24,6 +29,8 @@ def in_samples(config: schema.Config, own_data: bool, log=print) -> schema.Confi
         return config
     if batch.train_samples is not None:
         raise SettingsError(f"--train-samples {batch.train_samples} and --train-epochs {epochs}: give one of them")
+    if epoch_samples is not None and not config.data.mock_data:
+        return replace(config, batch=replace(batch, train_samples=epochs * epoch_samples(config)))
     if own_data or config.data.mock_data:
         what = "this model's samples are its own" if own_data else "--mock-data makes as many samples as are asked for"
         raise SettingsError(f"--train-epochs {epochs}: {what}", do="give --train-samples N or --train-iters N")

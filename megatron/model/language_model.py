@@ -6,7 +6,7 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide 
 or [s/tp, b, h] between layers under sequence parallelism; s is what a rank has of a sequence that ranks of cp share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Optional
 
@@ -70,6 +70,9 @@ class LanguageModel(nn.Module):
     weight_grad_store: Optional[WeightGradStore] = (
         None  # of the output layer; set by `deferred_wgrad.attach_weight_grad_store`
     )
+    # Of an evaluation that looks at each sample (`training.measures`): called on the last stage with the micro-batch and
+    # the cross-entropy of each token, [s, b] fp32, unmasked.
+    collect: Optional[Callable[[Any, torch.Tensor], None]] = None
 
     def __init__(
         self,
@@ -163,6 +166,8 @@ class LanguageModel(nn.Module):
             x, sums = self._hidden(x, batch, gather=not self.overlap)
             if not self.last:
                 return (x, sums) if sums else x
+            if self.collect is not None and not self.training:
+                return None, {**self._collected(x, batch), **sums}
             tp = self.tp if self.overlap and self.tp.size > 1 else None
             mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
             loss, z = linear_cross_entropy(
@@ -188,19 +193,28 @@ class LanguageModel(nn.Module):
         """As `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
         with self.region():
             x, _ = self._hidden(x, batch)
-            if not self.last:
-                return x
-            losses = token_losses(
-                x.flatten(0, 1),
-                self.output_weight,
-                batch.labels.reshape(-1),
-                vocab_size=self.vocab_size,
-                tp=self.tp,
-                softcap=self.softcap,
-                chunk=self.kernels.cross_entropy_chunk,
-                unfused=not self.kernels.cross_entropy_loss_fusion,
-            )
+            return self._token_losses(x, batch) if self.last else x
+
+    def _token_losses(self, x: torch.Tensor, batch) -> torch.Tensor:
+        losses = token_losses(
+            x.flatten(0, 1),
+            self.output_weight,
+            batch.labels.reshape(-1),
+            vocab_size=self.vocab_size,
+            tp=self.tp,
+            softcap=self.softcap,
+            chunk=self.kernels.cross_entropy_chunk,
+            unfused=not self.kernels.cross_entropy_loss_fusion,
+        )
         return losses.view(batch.labels.shape)
+
+    def _collected(self, x: torch.Tensor, batch) -> Sums:
+        """The sums of an evaluation in which somebody looks at each token's loss."""
+        losses = self._token_losses(self.gather_input(x, self.tp) if self.overlap else x, batch)
+        self.collect(batch, losses)
+        counted = losses if batch.loss_mask is None else losses * batch.loss_mask
+        zero = {Z_LOSS: losses.new_zeros(())} if self.z_loss else {}
+        return {LOSS: counted.sum(), TOKENS: batch.num_tokens, **zero}
 
     def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
         """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage; and sums of the layers.

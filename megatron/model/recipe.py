@@ -21,7 +21,8 @@ from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
-MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5"}  # model type -> module with `recipe()`
+# model type -> module with `recipe()`
+MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "finetune": "finetune"}
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 
@@ -46,6 +47,12 @@ class Recipe:
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
+    epoch_samples:  (config) -> samples of an epoch, for --train-epochs; None: they are counted in --data-path
+    measures:       (config) -> `training.measures.Measures`: what evaluations find out beside mean losses, and whether
+                    the best of them is kept
+    heads:          beginnings of names of weights that begin anew in a run that takes weights alone (--finetune), of
+                    whatever model that shares the others
+    starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
     hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
                     named places of the loop, those of --hooks behind them
     collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
@@ -73,6 +80,10 @@ class Recipe:
         default_factory=lambda: {"lm loss": 1.0}
     )
     perplexities: tuple[str, ...] = ("lm loss",)
+    epoch_samples: Optional[Callable[[Config], int]] = None
+    measures: Optional[Callable[[Config], Any]] = None
+    heads: tuple[str, ...] = ()
+    starts_from: tuple[str, ...] = ()
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None

@@ -161,9 +161,12 @@ def parse_with_origins(
     return made, {name: _shown(one) for name, one in chosen.items() if _asked(one)}
 
 
-def given(argv: list[str], name: str) -> object:
-    """What a command line, with its files, gives a setting of pretraining; None: nothing. Judges nothing else."""
-    reader = FlagReader(settings_of(schema.GROUPS))
+def given(argv: list[str], name: str, groups: Mapping[str, type] = MappingProxyType(schema.GROUPS)) -> object:
+    """What a command line, with its files, gives a setting of pretraining; None: nothing. Judges nothing else.
+
+    groups: those that have it, where a recipe has some of its own
+    """
+    reader = FlagReader(settings_of(dict(groups)))
     words = read_argv(argv, reader)
     reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths], [])
     for flag, values in words:

@@ -55,8 +55,8 @@ RANGES = {  # what a value must be -> test, fields
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
-        train_epochs save_epoch log_memory_interval save_retain_interval max_failed_saves keep_last check_replicas_interval
-        log_interval loss_scale_window hysteresis
+        train_epochs save_epoch eval_epoch log_memory_interval save_retain_interval max_failed_saves keep_last
+        check_replicas_interval log_interval loss_scale_window hysteresis
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top""",
@@ -286,7 +286,7 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: not s.train_epochs and (s.save_epoch or s.log_epoch or s.lr_step_unit == "epoch"),
+        lambda s: not s.train_epochs and (s.save_epoch or s.eval_epoch or s.log_epoch or s.lr_step_unit == "epoch"),
         lambda s: (
             f"{', '.join(_asks_for_epochs(s))}: an epoch is known with --train-epochs alone; give it instead of "
             "--train-iters or --train-samples"
@@ -415,7 +415,7 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters,
+        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters and not s.eval_epoch,
         lambda s: (
             f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
             "evaluation happens at the end alone"
@@ -438,7 +438,8 @@ def evaluates(s: SimpleNamespace) -> bool:
 
 
 def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
-    asked = {f"--save-epoch {s.save_epoch}": s.save_epoch, "--log-epoch": s.log_epoch}
+    asked = {f"--save-epoch {s.save_epoch}": s.save_epoch, f"--eval-epoch {s.eval_epoch}": s.eval_epoch}
+    asked["--log-epoch"] = s.log_epoch
     return [flag for flag, given in (asked | {"--lr-step-unit epoch": s.lr_step_unit == "epoch"}).items() if given]
 
 

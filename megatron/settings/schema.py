@@ -425,6 +425,7 @@ class Batch:
         "--epochs",
     )
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
+    eval_epoch: Optional[int] = setting("epochs between evaluations (--train-epochs), beside --eval-interval", None)
     eval_iters: int = setting("batches of an evaluation", 100)
     test_iters: Optional[int] = setting(
         "batches of the evaluation on test data, behind training (default: --eval-iters)", None

@@ -57,7 +57,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
         if config.batch.train_epochs:
             from megatron.data.epochs import in_samples
 
-            config = in_samples(config, recipe.own_data)
+            config = in_samples(config, recipe.own_data, recipe.epoch_samples)
         _start(config, recipe)
 
 

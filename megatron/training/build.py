@@ -43,6 +43,7 @@ from megatron.telemetry.run_record import library_versions, now, run_record, sou
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
 from megatron.training.datasets import all_paths, build_batches, build_datasets, build_vocabulary, verify_data
+from megatron.training.measures import best_manager, measures_of
 from megatron.training.rules import idle, remarks
 from megatron.training.start_log import drift_told, end_of_document, nothing_left, resumed, summary, tell
 from megatron.training.state import Run, State
@@ -99,6 +100,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     notices += end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
     tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])
+    measures = measures_of(recipe, config)
     return Run(
         config=config,
         context=context,
@@ -121,6 +123,8 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
         ),
         origin=dict(version=__version__, commit=source_commit(), code=code, libraries=library_versions()),
+        measures=measures,
+        best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),
     )
 

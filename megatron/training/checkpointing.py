@@ -13,6 +13,7 @@ from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError
 from megatron.guard import changes
+from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
@@ -55,8 +56,10 @@ def load(
         return fresh, None, []
     all_gather_object = context.all_gather_object
     weights_only = settings.finetune or settings.no_load_optim
-    compare = changes.refuse_another_model if settings.finetune else changes.refuse_another_run
-    pieces = optimizer.pieces(moments=not weights_only)
+    compare = _refuse_another_trunk if settings.finetune else changes.refuse_another_run
+    pieces, heads = optimizer.pieces(moments=not weights_only), recipe_of(config).heads if settings.finetune else ()
+    anew = sorted({piece.name for piece in pieces if piece.name.startswith(heads)}) if heads else []
+    pieces = [piece for piece in pieces if piece.name not in anew]
 
     def fits(record: dict[str, Any]) -> None:
         compare(config, record["config"])
@@ -87,10 +90,19 @@ def load(
     optimizer.copy_main_params_to_model_params()
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if settings.finetune:
-        return fresh, record, notices
+        anew = sorted({name for names in all_gather_object(anew) for name in names})
+        return fresh, record, notices + [f"new, and not out of the checkpoint: {', '.join(anew)}"] * bool(anew)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+
+
+def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
+    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own."""
+    shape = saved.get("model", {})
+    if shape.get("model_type") in recipe_of(config).starts_from:
+        saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
+    changes.refuse_another_model(config, saved)
 
 
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:

@@ -119,6 +119,8 @@ def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple
     for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
         if dataset is None or wanted == 0 or (split == "validation" and config.data.full_validation):
             continue
+        if split == "testing" and getattr(dataset, "whole", False):
+            continue
         name = type(dataset).__name__
         if not hasattr(dataset, "__len__"):
             raise DataError(f"{name}, the dataset for {split}, has no length", do="give it a __len__")
@@ -164,6 +166,9 @@ def build_batches(
             arrays=recipe.arrays and recipe.arrays(config, vocab_size),
         )
         for dataset, sizes, whole in zip(
-            datasets, (ramped, constant, constant), (False, config.data.full_validation, False), strict=True
+            datasets,
+            (ramped, constant, constant),
+            (False, config.data.full_validation, getattr(datasets[2], "whole", False)),
+            strict=True,
         )
     ]

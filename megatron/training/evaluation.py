@@ -12,15 +12,18 @@ from megatron.settings import schema
 from megatron.telemetry.phases import phase
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import evaluation_facts
+from megatron.training.measures import judge
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
 
 
-def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:
-    """Evaluate where --eval-interval asks for it. Behind the last step the run is saved before: an evaluation that fails
-    must not cost it. Returns whether it was.
+def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> bool:
+    """Evaluate where --eval-interval asks for it, or --eval-epoch behind a step that has ended this epoch (0: none). Behind
+    the last step the run is saved before: an evaluation that fails must not cost it. Returns whether it was.
     """
-    if not (run.valid_loader and due(run.config.batch.eval_interval, run.state.iteration)):
+    batch = run.config.batch
+    wanted = due(batch.eval_interval, run.state.iteration) or (epoch and due(batch.eval_epoch, epoch))
+    if not (run.valid_loader and wanted):
         return False
     last = run.state.iteration >= run.train_iters
     saves = last and run.checkpoint_manager is not None
@@ -28,7 +31,8 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection) -> bool:
         with run.metrics.paused("saving"):
             save_ahead(run)
     with run.metrics.paused("evaluating"):
-        evaluate(run, run.valid_loader, "validation", final=last and ends_with_validation(run))
+        final = last and ends_with_validation(run) and run.best_manager is None  # else the best one's is the final one
+        judge(run, evaluate(run, run.valid_loader, "validation", final=final))
         garbage.collect()
     return saves
 
@@ -58,6 +62,8 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
     goes_on = split == "validation" and not validates_same_samples(run.config)
     start = consumed = run.state.consumed_valid_samples if goes_on else 0
+    if run.measures:
+        run.measures.begin(run.stages)
     with phase("evaluate"):
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
@@ -71,6 +77,9 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     if goes_on:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
+    if run.measures:
+        means = means if tokens else {}  # of samples whose labels nobody knows
+        means |= measured(run, batches, split, final)
     run.metrics.record_eval(
         run.state.iteration,
         run.state.consumed_samples,
@@ -85,6 +94,13 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     return means
 
 
+def measured(run: Run, batches, split: str, final: bool) -> dict[str, float]:
+    """What the recipe's measures find in what was collected."""
+    run.measures.end(run.stages)
+    values = run.measures.collected.whole(run.context, len(batches.dataset))
+    return run.measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
+
+
 def num_batches(run: Run, batches, split: str) -> int:
     """Global batches of an evaluation."""
     batch = run.config.batch
@@ -95,7 +111,11 @@ def num_batches(run: Run, batches, split: str) -> int:
 
 def ends_with_validation(run: Run) -> bool:
     """Whether the validation behind the last step is over the samples that the one at the end would be over."""
-    return validates_same_samples(run.config) and due(run.config.batch.eval_interval, run.train_iters)
+    batch = run.config.batch
+    last = due(batch.eval_interval, run.train_iters) or (
+        batch.train_epochs and due(batch.eval_epoch, batch.train_epochs)
+    )
+    return bool(validates_same_samples(run.config) and last)
 
 
 def validates_same_samples(config: schema.Config) -> bool:

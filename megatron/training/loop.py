@@ -20,6 +20,7 @@ from megatron.training.build import build_run
 from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
+from megatron.training.measures import enough, restore_best
 from megatron.training.recovery import interrupted, interruptible, stop_early
 from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
@@ -53,7 +54,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     run.hooks.call("before_training", run)
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
-        while run.state.iteration < run.train_iters and not run.config.batch.skip_train:
+        while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not enough(run):
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
             run.hooks.call("before_step", run)
@@ -67,7 +68,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 continue
             epoch = run.ended_epoch(run.state.iteration, consumed, run.state.consumed_samples)
             look_behind(run, epoch, planned_memory)
-            saved = evaluate_if_due(run, garbage)
+            saved = evaluate_if_due(run, garbage, epoch)
             stop = reason_to_stop(run)
             if run.checkpoint_manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
                 with run.metrics.paused("saving"):
@@ -81,7 +82,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
     tell_end_of_training(run)
-    validated = first < run.train_iters and ends_with_validation(run)
+    restore_best(run)
+    validated = first < run.train_iters <= run.state.iteration and ends_with_validation(run) and not run.best_manager
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
@@ -108,6 +110,8 @@ def log_memory(run: Run, planned: Sequence[int]) -> None:
 
 def tell_end_of_training(run: Run) -> None:
     """Megatron-LM's line, and the mean throughput where it is wanted."""
+    if (why := enough(run)) and run.state.iteration < run.train_iters:
+        run.metrics.log(f" > training ends at iteration {run.state.iteration} of {run.train_iters}: {why}")
     if not run.config.batch.skip_train:
         run.metrics.tell_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")

@@ -48,6 +48,12 @@ class State:
     recent: Recent = Recent()  # what spikes are measured against
     left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
     rollbacks: int = 0
+    # Of a recipe with measures (`training.measures`): the best validation's figure, where it was, how many were no better
+    # since; and the loss of the last one.
+    best: Optional[float] = None
+    best_iteration: int = 0
+    evaluations_since_best: int = 0
+    valid_loss: Optional[float] = None
 
     def behind(self, samples: int) -> "State":
         """The state behind a step of this many samples; what came of it is for `judged` to say."""
@@ -114,6 +120,8 @@ class Run:
     recorder: Optional[Recorder]
     profiler: Profiler
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+    measures: Any = None  # training.measures.Measures, of a recipe that has some
+    best_manager: Optional[CheckpointManager] = None
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
     hooks: Hooks = field(default_factory=Hooks)
@@ -180,10 +188,20 @@ class Run:
         settings = self.config.checkpoint
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
 
+    def save_best(self) -> None:
+        """Write the weights as they are to where the best ones are kept; all ranks together."""
+        with self.phase("save"):
+            pieces = self.optimizer.pieces(False, unique=True, shared=True)
+            self.best_manager.save(self.state.iteration, pieces, self._record(moments=False))
+
     def _save(self) -> None:
-        assert self.unread is None, "whether the last step's update was made is not known"
         moments = not self.config.checkpoint.no_save_optim
-        record = dict(
+        pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
+        self.checkpoint_manager.save(self.state.iteration, pieces, self._record(moments))
+
+    def _record(self, moments: bool) -> dict[str, Any]:
+        assert self.unread is None, "whether the last step's update was made is not known"
+        return dict(
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
             config=asdict(self.config),
@@ -193,8 +211,6 @@ class Run:
             samples=self._samples(),
             **self.origin,
         )
-        pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
-        self.checkpoint_manager.save(self.state.iteration, pieces, record)
 
     def _samples(self) -> dict[str, list[int]]:
         """Hashes of a few samples that this run has had: whoever goes on from here can tell whether it would have too."""
@@ -210,6 +226,8 @@ class Run:
         if self.checkpoint_manager:
             patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
             self.checkpoint_manager.close(None if orderly else patience, copies=error is not None)
+        if self.best_manager:
+            self.best_manager.close(None if orderly else 0.0)
         for batches in (self.train_loader, self.valid_loader, self.test_loader):
             if batches:
                 batches.close()

@@ -68,6 +68,15 @@ def test_a_run_of_epochs(prefix, tmp_path, capsys):
     assert [step["lm loss"] for step in records(other, "step")] == [step["lm loss"] for step in steps]
 
 
+def test_validation_behind_every_second_epoch(prefix, tmp_path):
+    """Epochs of 36 samples over 5 end as above; the last step ends the fifth one, and the validation there is the run's."""
+    words = STEPS.replace("--eval-iters 0 --split 100,0,0", "--eval-iters 1 --eval-same-samples --eval-interval 1000")
+    flags = f"--train-data-path {prefix} --valid-data-path {prefix} --lr 1e-2 --train-epochs 5 --eval-epoch 2"
+    pretrain_gpt.main(f"{FLAGS.replace('--mock-data', '')} {words} {flags} --save {tmp_path}".split())
+    evals = [(one["iteration"], one["final"]) for one in records(tmp_path, "eval")]
+    assert evals == [(8, False), (15, False), (18, True)]
+
+
 def test_it_goes_on_in_the_middle_of_an_epoch(prefix, tmp_path):
     flags = f"--data-path {prefix} --lr 1e-2 --train-epochs 3 --save-epoch 1"
     pretrain(f"{flags} --save {tmp_path / 'whole'}")

@@ -25,10 +25,12 @@ from torch import nn
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch
+from megatron.data.loader import _named as batch_of
 from megatron.errors import Failure
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.recipe import MODEL_TYPES
+from megatron.model.recipe import MODEL_TYPES, recipe_of
 from megatron.model.recompute_plan import recompute_groups
+from megatron.model.sample_arrays import SampleArray
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
@@ -330,6 +332,11 @@ def _fake_process_group(ranks: int):
         dist.destroy_process_group()
 
 
+def _empty(array: SampleArray, b: int) -> torch.Tensor:
+    """An array of b samples, without memory."""
+    return torch.empty((*array.shape, b), dtype=torch.float32 if array.mask else torch.int64, device="meta")
+
+
 def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
     """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
     for tensors that have none.
@@ -340,6 +347,8 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     )
     tokens = torch.empty((design.facts.seq_length // mesh.cp.size, b), dtype=torch.int64, device="meta")
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
+    if arrays := (recipe_of(config).arrays or (lambda config, size: None))(config, design.facts.vocab_size):
+        batch = batch_of({name: _empty(array, b) for name, array in arrays.items()}, batch.samples, batch.hash)
     given = None
     if not stage.first:
         given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)

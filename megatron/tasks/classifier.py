@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A head on a language model's trunk: scores of classes, or a number, from the pooled token of each sample.
+
+Legend: s sequence, b micro-batch, h hidden, c outputs of the head, tp ranks that divide each matrix.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.mpu import mappings
+from megatron.mpu.layers import create_parameters
+from megatron.mpu.mesh import Axis
+from megatron.tasks.backbones import HEAD
+from megatron.tasks.samples import ABOVE, BELOW, LENGTHS
+
+LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
+
+
+class Head(nn.Module):
+    """[b, h] -> [b, c] fp32, without bias, as transformers has it for decoders; whole on every rank."""
+
+    def __init__(self, weights, *, dtype, device):
+        super().__init__()
+        create_parameters(self, weights, None, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight.float())
+
+
+def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
+    """[s, b, h], and of each sample a row [b] -> [b, h], the same on all ranks of tp, whose gradients are the same too.
+
+    cut: x is a rank's [s/tp, b, h] (sequence parallelism): the row is taken where it is, and the others add zero.
+    """
+    places = torch.arange(x.shape[1], device=x.device)
+    if not cut:
+        return x[rows, places]
+    rows = rows - tp.rank * len(x)
+    own = ((rows >= 0) & (rows < len(x))).unsqueeze(-1)
+    picked = x[rows.clamp(0, len(x) - 1), places]
+    return mappings.reduce_from_tensor_model_parallel_region(torch.where(own, picked, 0.0), tp)
+
+
+@cache
+def classifier_of(trunk: type, pooled_token: str) -> type:
+    """The class of a trunk's models with a head in the place of the output layer. pooled_token: `Backbone.pooled`."""
+
+    class Classifier(trunk):
+        """See `classifier_of`. facts: `backbones.classifier_facts`."""
+
+        def __init__(self, model, mesh, vocab_size, **keywords):
+            super().__init__(model, mesh, vocab_size, **keywords)
+            if self.last:
+                [weights] = [unit.weights for unit in self.units if unit.name == HEAD]
+                self.head = Head(weights, **self.factory_kwargs)
+
+        def forward(self, x, batch):
+            """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
+            label}).
+            """
+            with self.region():
+                x, sums = self._hidden(x, batch, gather=False)
+                if not self.last:
+                    return (x, sums) if sums else x
+                lengths = batch.arrays[LENGTHS]  # [b]
+                rows = lengths - 1 if pooled_token == "last" else torch.zeros_like(lengths)
+                scores = self.head(pooled(x, rows, self.tp, self.sequence_parallel and self.tp.size > 1))  # [b, c]
+            if self.collect is not None and not self.training:
+                self.collect(batch, scores)
+            losses = losses_of(scores, batch, self.facts.num_outputs)
+            return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
+
+    return Classifier
+
+
+def losses_of(scores: torch.Tensor, batch, outputs: int) -> torch.Tensor:
+    """[b, c] -> [b]: cross-entropy of classes, square error of one number."""
+    if outputs == 1:
+        return (scores.squeeze(-1) - (batch.arrays[ABOVE] - batch.arrays[BELOW])).square()
+    return F.cross_entropy(scores, batch.labels, reduction="none")

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task is: its files, the columns of text and label, its labels, metrics and form of predictions. Needs no torch.
+
+The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the same fields:
+
+    name: reviews
+    train: train.tsv                # in --data-path; also valid, test; .tsv, .csv (quoted) or .jsonl
+    valid: dev.tsv
+    text: review                    # a column, or a key of JSON lines
+    text_pair: title                # of tasks on pairs
+    label: stars
+    labels: ["1", "2", "3"]         # default: those of the training file, sorted; [] or regression: true for numbers
+    metrics: [accuracy, macro_f1]
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
+from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
+                is read
+    columns:    of files whose first line is no header
+    labels:     None: those of the training file; (): numbers (a regression)
+    skip:       labels of rows that are left out ("-": annotators did not agree)
+    id:         column of a row's number in a file of predictions (default: its place from 0)
+    folder:     where its files may be below --data-path
+    prepare:    a row as it is read -> with the columns of text and label that the task names
+    answers:    form of predictions: name of a set -> file, whose ending says which
+    settings:   of training, where nobody gives others
+    """
+
+    name: str
+    train: Mapping[str, tuple[str, ...]]
+    valid: Mapping[str, tuple[str, ...]]
+    test: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    text: str = "sentence"
+    text_pair: Optional[str] = None
+    label: str = "label"
+    labels: Optional[tuple[str, ...]] = None
+    metrics: tuple[str, ...] = ("accuracy",)
+    columns: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    id: Optional[str] = None
+    folder: str = ""
+    prepare: Optional[Callable[[Row], Row]] = None
+    answers: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def regression(self) -> bool:
+        return self.labels == ()
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head gives: a score of each class, or one."""
+        return 1 if self.regression else len(self.labels)
+
+    @property
+    def judged_by(self) -> str:
+        """The figure that the best checkpoint has most of."""
+        return combined(self.metrics)
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.metrics[0] in SMALLER_IS_BETTER
+
+
+def one(*names: str) -> dict[str, tuple[str, ...]]:
+    """A set of one file, which may have these names."""
+    return {"": names}
+
+
+# PaddleFleetX's settings for GLUE (single_finetune.md): AdamW with epsilon 1e-6, a rate of 2e-5 that
+# falls in a line behind a tenth of warm-up, batches of 32, 128 tokens, 3 epochs.
+FLEETX = dict(
+    lr=2e-5,
+    min_lr=0.0,
+    lr_decay_style="linear",
+    lr_warmup_fraction=0.1,
+    adam_eps=1e-6,
+    weight_decay=0.0,
+    seq_length=128,
+    global_batch_size=32,
+    train_epochs=3,
+)
+
+
+def _glue(name: str, folder: str, labels: str, metrics: str = "accuracy", **more) -> Task:
+    sets = dict(train=one("train.tsv"), valid=one("dev.tsv"), test=one("test.tsv"), answers={"": f"{folder}.tsv"})
+    common = dict(folder=folder, labels=tuple(labels.split()), metrics=tuple(metrics.split()), id="index")
+    return Task(name, **{**sets, **common, "settings": FLEETX, **more})
+
+
+FIVE_EPOCHS = {**FLEETX, "train_epochs": 5}
+PAIR = dict(text="sentence1", text_pair="sentence2")
+_COLA = ("source", "label", "star", "sentence")
+GLUE = (
+    _glue("CoLA", "CoLA", "0 1", "matthews", columns=_COLA),
+    _glue("SST2", "SST-2", "0 1"),
+    _glue(
+        "MRPC",
+        "MRPC",
+        "0 1",
+        "accuracy f1",
+        train=one("train.tsv", "msr_paraphrase_train.txt"),
+        valid=one("dev.tsv", "msr_paraphrase_test.txt"),
+        text="#1 String",
+        text_pair="#2 String",
+        label="Quality",
+        settings=FIVE_EPOCHS,
+    ),
+    _glue("QQP", "QQP", "0 1", "accuracy f1", text="question1", text_pair="question2", label="is_duplicate", id="id"),
+    _glue("STSB", "STS-B", "", "pearson spearman", label="score", **PAIR),
+    _glue(
+        "MNLI",
+        "MNLI",
+        "contradiction entailment neutral",
+        valid={"matched": ("dev_matched.tsv",), "mismatched": ("dev_mismatched.tsv",)},
+        test={"matched": ("test_matched.tsv",), "mismatched": ("test_mismatched.tsv",)},
+        answers={"matched": "MNLI-m.tsv", "mismatched": "MNLI-mm.tsv"},
+        label="gold_label",
+        skip=("-",),
+        **PAIR,
+    ),
+    _glue("QNLI", "QNLI", "entailment not_entailment", text="question", text_pair="sentence"),
+    _glue("RTE", "RTE", "entailment not_entailment", **PAIR),
+    _glue("WNLI", "WNLI", "0 1", settings=FIVE_EPOCHS, **PAIR),
+)
+
+
+def _clue(name: str, labels: str, **more) -> Task:
+    low = name.lower()
+    sets = dict(train=one("train.json"), valid=one("dev.json"), test=one("test.json", "test1.0.json", "test1.1.json"))
+    common = dict(folder=low, labels=tuple(labels.split()), answers={"": f"{low}_predict.json"}, id="id")
+    return Task(name, **{**sets, **common, "settings": FLEETX, **more})
+
+
+def _marked(row: Row) -> Row:
+    """CLUEWSC2020: the text with _the pronoun_ and [the noun] marked, of which it is asked whether they are the same."""
+    text, target = row["text"], row["target"]
+    spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
+    for start, words, marks in sorted(spans, reverse=True):
+        end = start + len(words)
+        text = text[:start] + marks[0] + text[start:end] + marks[1] + text[end:]
+    return {**row, "text": text}
+
+
+def _joined_keywords(row: Row) -> Row:
+    """CSL: are these the keywords of the abstract?"""
+    return {**row, "keywords": " ".join(row["keyword"])}
+
+
+INFERENCE = "contradiction entailment neutral"
+CLUE = (
+    _clue("AFQMC", "0 1", **PAIR),
+    _clue("TNEWS", " ".join(str(code) for code in range(100, 117) if code not in (105, 111))),
+    _clue("IFLYTEK", " ".join(map(str, range(119))), settings={**FLEETX, "seq_length": 256}),
+    _clue("CMNLI", INFERENCE, skip=("-",), **PAIR),
+    _clue("CLUEWSC", "false true", text="text", prepare=_marked, folder="cluewsc2020"),
+    _clue(
+        "CSL",
+        "0 1",
+        text="keywords",
+        text_pair="abst",
+        prepare=_joined_keywords,
+        settings={**FLEETX, "seq_length": 256},
+    ),
+    _clue(
+        "OCNLI",
+        INFERENCE,
+        train=one("train.json", "train.50k.json"),
+        answers={"": "ocnli_50k_predict.json"},
+        skip=("-",),
+        **PAIR,
+    ),
+)
+TASKS = {task.name: task for task in (*GLUE, *CLUE)}
+_OTHER_NAMES = {"wsc": "CLUEWSC", "cluewsc2020": "CLUEWSC", "qqpairs": "QQP"}
+
+
+def find_task(name: str) -> Task:
+    """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError."""
+    if name.endswith((".yaml", ".yml")):
+        return read_task(Path(name))
+    plain = name.lower().replace("-", "").replace("_", "")
+    plain = plain[4:] if plain.startswith(("clue", "glue")) and not plain.startswith("cluewsc") else plain
+    plain = _OTHER_NAMES.get(plain, plain).lower()
+    for known, task in TASKS.items():
+        if plain == known.lower():
+            return task
+    raise UsageError(
+        f"--task {name}: there is no such task{did_you_mean(name, TASKS)}",
+        f"there are {', '.join(TASKS)}",
+        "or describe one of your own in a YAML file: docs/finetuning.md",
+    )
+
+
+_KEYS = {f.name for f in fields(Task)} - {"prepare", "answers"} | {"regression", "metric"}
+
+
+def read_task(path: Path) -> Task:
+    """The task of a YAML file. Raises DataError for what cannot be one."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"--task {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise DataError(f"--task {path} is no mapping of names to values", do="see docs/finetuning.md")
+    for key in given:
+        if key not in _KEYS:
+            raise DataError(
+                f"--task {path}: unknown key {key}{did_you_mean(str(key), _KEYS)}", f"keys: {', '.join(sorted(_KEYS))}"
+            )
+    if missing := [key for key in ("train", "text", "label") if not given.get(key)]:
+        raise DataError(f"--task {path} says nothing of {', '.join(missing)}", do="see docs/finetuning.md")
+    words = {key: given[key] for key in ("text", "text_pair", "label", "id", "folder") if given.get(key) is not None}
+    lists = {key: _words(given[key], key, path) for key in ("columns", "skip", "metrics", "labels") if key in given}
+    if "metric" in given:
+        lists["metrics"] = _words(given["metric"], "metric", path)
+    if given.get("regression"):
+        lists["labels"] = ()
+    sets = {key: _sets(given[key], key, path) for key in ("train", "valid", "test") if given.get(key)}
+    sets.setdefault("valid", {})
+    regression = lists.get("labels") == ()
+    lists.setdefault("metrics", ("pearson", "spearman") if regression else ("accuracy",))
+    words = {key: str(value) for key, value in words.items()}
+    name = str(given.get("name", path.stem))
+    settings = given.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise DataError(f"--task {path}: settings is no mapping of names to values", do="settings: {lr: 1.0e-4}")
+    answers = {key: f"{name}{f'-{key}' if key else ''}.tsv" for key in sets.get("test", {})}
+    task = Task(name, **{**sets, **lists, **words}, answers=answers, settings={**FLEETX, **settings})
+    refuse_metrics(task, str(path))
+    return task
+
+
+def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, (dict, list)) or one is None for one in values):
+        raise DataError(f"--task {path}: {key} is no list of words", do=f"{key}: [one, two]")
+    # YAML reads yes, no, on and off as truth values: a label is what stands in the file.
+    if any(isinstance(one, bool) for one in values):
+        raise DataError(f"--task {path}: {key} holds yes, no, true or false without quotes", do=f'{key}: ["yes", "no"]')
+    return tuple(str(one) for one in values)
+
+
+def _sets(value: Any, key: str, path: Path) -> dict[str, tuple[str, ...]]:
+    """A file, several that are one set, or {name: file}."""
+    if isinstance(value, dict):
+        return {str(name): (str(file),) for name, file in value.items()}
+    if isinstance(value, str):
+        return one(value)
+    raise DataError(f"--task {path}: {key} is neither a file nor names of sets with their files")
+
+
+def refuse_metrics(task: Task, where: str) -> None:
+    """Raise DataError for metrics that do not exist or do not suit the task's labels."""
+    for name in task.metrics:
+        if name not in METRICS:
+            raise DataError(
+                f"{where}: there is no metric {name}{did_you_mean(name, METRICS)}", f"there are {', '.join(METRICS)}"
+            )
+        needs = METRICS[name].needs
+        if (needs == "numbers") != task.regression:
+            what = "numbers" if task.regression else "classes"
+            raise DataError(f"{where}: the metric {name} is for {needs}, and the labels are {what}")
+        if needs == "two classes" and task.labels is not None and len(task.labels) != 2:
+            raise DataError(
+                f"{where}: the metric {name} is for two classes, and there are {len(task.labels)}", do="use macro_f1"
+            )
+    if len({name in SMALLER_IS_BETTER for name in task.metrics}) > 1:
+        raise DataError(
+            f"{where}: of {', '.join(task.metrics)} some are better the smaller, others the larger they are"
+        )
+    if not task.metrics:
+        raise DataError(f"{where}: there is no metric", do="metrics: [accuracy]")
+
+
+def with_labels(task: Task, labels) -> Task:
+    """The task with these labels. Raises SettingsError where they are no two."""
+    labels = tuple(labels)
+    if len(labels) < 2:
+        told = f"one, {labels[0]!r}" if labels else "none"
+        raise SettingsError(f"{task.name} needs labels of at least two classes, and there is {told}")
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise SettingsError(f"{task.name}: the label {twice!r} is there twice")
+    found = replace(task, labels=labels)
+    refuse_metrics(found, task.name)
+    return found

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What evaluations of a fine-tuned model find out: a task's metrics over every example, predictions, a confusion matrix."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+import torch
+
+from megatron.errors import StorageError
+from megatron.tasks.description import Task
+from megatron.tasks.examples import Examples
+from megatron.tasks.metrics import confusion, figures
+from megatron.tasks.settings import open_task, task_settings
+from megatron.training.measures import Measures
+
+
+class TaskMeasures(Measures):
+    """The metrics of a task with a head; values are the head's outputs [b, c]."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        settings = task_settings(config)
+        self.task = open_task(settings).task
+        self.patience, self.stop_at_loss = settings.patience, settings.stop_at_loss
+        self.smaller_is_better = self.task.smaller_is_better
+        sets = open_task(settings).files["valid"]
+        if settings.best_checkpoint and sets:
+            self.best_by = self.task.judged_by if len(sets) == 1 else f"{self.task.judged_by} {sets[0][0]}"
+        save = config.checkpoint.save
+        self.folder = settings.predictions or (f"{save}/predictions" if save and "://" not in save else None)
+
+    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
+        return found
+
+    def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
+        return self.judged(predicted_of(self.task, values), dataset.examples, split, final, rank)
+
+    def judged(self, predicted: np.ndarray, examples: Examples, split: str, final: bool, rank: int) -> dict[str, float]:
+        """The metrics of each set of examples. At the end the first rank writes predictions."""
+        found = {}
+        for name, places in examples.sets.items():
+            rows, own = examples.rows[places.start : places.stop], predicted[places.start : places.stop]
+            if all(row.label is not None for row in rows):
+                of_set = figures(self.task.metrics, own, [row.label for row in rows], self.classes)
+                found |= {f"{figure} {name}".strip(): value for figure, value in of_set.items()}
+                if final and rank == 0 and self.folder and not self.task.regression:
+                    counts = confusion(own, [row.label for row in rows], self.classes)
+                    draw_confusion(
+                        counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png"
+                    )
+            if final and rank == 0 and self.folder:
+                write_predictions(self.task, own, [row.id for row in rows], self.path(split, name))
+        return found
+
+    @property
+    def classes(self) -> int:
+        return 0 if self.task.regression else len(self.task.labels)
+
+    def path(self, split: str, name: str) -> Path:
+        """Where predictions of a set go: the leaderboard's name for the test set."""
+        answer = self.task.answers.get(name) or f"{self.task.name}{_behind(name)}.tsv"
+        return Path(self.folder) / (answer if split == "test" else f"{split}-{answer}")
+
+
+def _behind(name: str) -> str:
+    return f"-{name}" if name else ""
+
+
+def predicted_of(task: Task, values: np.ndarray) -> np.ndarray:
+    """[n, c] outputs of the head -> [n] classes, or numbers."""
+    return values[:, 0] if task.regression else values.argmax(1)
+
+
+def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str], path: Path) -> None:
+    """As GLUE takes them, "index<TAB>prediction" lines, or CLUE, {"id": 0, "label": "1"} lines; by the file's ending."""
+    words = [f"{value:.3f}" if task.regression else task.labels[int(value)] for value in predicted]
+    if path.suffix == ".json":
+        lines = [json.dumps(dict(id=int(id) if id.isdecimal() else id, label=word)) for id, word in zip(ids, words)]
+    else:
+        lines = ["index\tprediction", *(f"{id}\t{word}" for id, word in zip(ids, words))]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"predictions cannot be written: {error}", do="give another folder: --predictions") from None
+
+
+def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Optional[Path]:
+    """A picture of the confusion matrix; None where matplotlib is missing (extra `log`), which is no failure of a run."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    size = min(14.0, 3.0 + 0.45 * len(labels))
+    figure = Figure(figsize=(size, size), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axes.imshow(share, cmap="Blues", vmin=0.0, vmax=1.0)
+    axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 4 else 0)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("gold")
+    if len(labels) <= 20:
+        for row, column in np.ndindex(*counts.shape):
+            color = "white" if share[row, column] > 0.5 else "black"
+            axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=color, fontsize=8)
+    axes.set_title(f"{counts.trace()} of {counts.sum()} right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path

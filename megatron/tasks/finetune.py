@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Optional
+
+from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.model.recipe import Recipe, named_recipe
+from megatron.settings.from_checkpoint import saved_record, shape_of
+from megatron.settings.parse import given
+from megatron.settings.rules import Rule
+from megatron.settings.schema import GROUPS
+from megatron.storage.durable import Damaged
+from megatron.storage.urls import location
+from megatron.tasks.backbones import BACKBONES, DEFAULT, HEAD, classifier_facts, find_backbone, trunk_facts
+from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
+
+MODEL_TYPE = "finetune"
+LOSS, LM_LOSS = "loss", "lm loss"  # with a head, and of a pattern
+
+
+def recipe() -> Recipe:
+    """What is trained; settings that depend on the task are added by `recipe_for`."""
+    trunk = named_recipe(BACKBONES[DEFAULT].recipe)
+    return Recipe(
+        MODEL_TYPE,
+        facts,
+        build_model,
+        build_datasets,
+        own_data=True,
+        groups={GROUP: TaskSettings},
+        defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
+        rules=(*trunk.rules, *TASK_RULES),
+        idle=trunk.idle,
+        sums=sums,
+        perplexities=(LM_LOSS,),
+        arrays=arrays,
+        epoch_samples=epoch_samples,
+        measures=measures,
+        heads=(f"{HEAD}.",),
+        starts_from=tuple(BACKBONES),
+    )
+
+
+TASK_RULES = (
+    Rule(lambda s: not_above(s, "patience", 0), lambda s: f"--patience {own(s).patience} must be at least 1"),
+    Rule(
+        lambda s: not_above(s, "examples_per_class", 0),
+        lambda s: f"--examples-per-class {own(s).examples_per_class} must be at least 1",
+    ),
+    Rule(
+        lambda s: bool(own(s).pet_pattern) != bool(own(s).pet_verbalizer),
+        lambda s: "--pet-pattern and --pet-verbalizer belong together; give both, or neither",
+    ),
+    Rule(
+        lambda s: own(s).backbone not in BACKBONES,
+        lambda s: f"--backbone {own(s).backbone}: fine-tuning knows {', '.join(BACKBONES)}",
+    ),
+)
+
+
+def own(s) -> TaskSettings:
+    """The task's settings out of what rules see."""
+    return task_settings(s.settings)
+
+
+def not_above(s, name: str, least: int) -> bool:
+    value = getattr(own(s), name)
+    return value is not None and value <= least
+
+
+def facts(config, vocab_size: int):
+    """What the model says of itself."""
+    settings = task_settings(config)
+    if settings.pet_pattern is not None:
+        return trunk_facts(settings.backbone, config, vocab_size)
+    return classifier_facts(settings.backbone, config, vocab_size, open_task(settings).task.outputs)
+
+
+def build_model(config, mesh, vocab_size, **stage):
+    """The trunk with a head, or what a rank of the mesh holds of it; with a pattern the trunk as it was pretrained."""
+    from megatron.tasks.classifier import classifier_of
+
+    backbone = find_backbone(task_settings(config).backbone)
+    kind = backbone.module_class()
+    if task_settings(config).pet_pattern is None:
+        kind = classifier_of(kind, backbone.pooled)
+    return kind.of(config, mesh, facts(config, vocab_size), **stage)
+
+
+def sums(config) -> dict[str, float]:
+    return {LOSS if task_settings(config).pet_pattern is None else LM_LOSS: 1.0}
+
+
+def epoch_samples(config) -> int:
+    """Training examples."""
+    settings = task_settings(config)
+    examples = examples_of(settings, "train")
+    if examples is None:
+        raise DataError(
+            f"--task {settings.task}: there is no training file", do="--data-path DIR, or --train-data FILE"
+        )
+    return len(examples.rows)
+
+
+def build_datasets(config, tokenizer, vocab_size, sizes, log):
+    """Training, validation and test samples."""
+    from megatron.tasks.samples import TaskSamples, longest_cut
+
+    settings, length, task = task_settings(config), config.model.seq_length, open_task(task_settings(config)).task
+    if config.data.mock_data:
+        return mock_datasets(config, tokenizer, vocab_size, sizes, log)
+    if tokenizer is None:
+        raise SettingsError(
+            "there is no tokenizer for the task's texts", do="--vocab-file and --merge-file, or its like"
+        )
+    found = {split: examples_of(settings, split) for split in ("train", "valid", "test")}
+    for split, examples in found.items():
+        tell(log, open_task(settings), split, examples)
+    if settings.pet_pattern is not None:
+        from megatron.tasks.pet import pet_datasets
+
+        return pet_datasets(settings, found, tokenizer, length, log)
+    made = [
+        examples and TaskSamples(examples, task, tokenizer, length, whole=split != "train")
+        for split, examples in found.items()
+    ]
+    if made[0] and (cut := longest_cut(made[0])):
+        looked = min(2000, len(made[0]))
+        log(f" > {cut} of {looked} training examples are longer than --seq-length {length} and lose their end")
+    return tuple(made)
+
+
+def mock_datasets(config, tokenizer, vocab_size, sizes, log):
+    """Samples that are made up, of the same form."""
+    if task_settings(config).pet_pattern is not None:
+        return named_recipe(DEFAULT).build_datasets(config, tokenizer, vocab_size, sizes, log)
+    from megatron.tasks.samples import MockTaskSamples
+
+    task, seed = open_task(task_settings(config)).task, config.logging.seed
+    common = task, config.model.seq_length, vocab_size, seed
+    return tuple(MockTaskSamples(size, *common, split) if size else None for split, size in enumerate(sizes))
+
+
+def arrays(config, vocab_size):
+    """What a sample consists of; of a pattern, tokens and their loss mask, as in pretraining."""
+    from megatron.tasks.samples import sample_arrays
+
+    if task_settings(config).pet_pattern is not None:
+        return None
+    return sample_arrays(open_task(task_settings(config)).task, config.model.seq_length, vocab_size)
+
+
+def tell(log, opened, split: str, examples) -> None:
+    """How many examples there are, and what was left out."""
+    if examples is None:
+        return
+    files = ", ".join(str(file) for _, file in opened.files[split])
+    log(f" > {split}: {len(examples.rows):,} examples of {opened.task.name} ({files})")
+    for note in examples.notes:
+        log(f"note: {note}")
+
+
+def measures(config):
+    """What evaluations find out: the task's metrics."""
+    if task_settings(config).pet_pattern is not None:
+        from megatron.tasks.pet import PetMeasures
+
+        return PetMeasures(config)
+    from megatron.tasks.evaluation import TaskMeasures
+
+    return TaskMeasures(config)
+
+
+# ---- settings that follow from the task and from the checkpoint ------------------------------------------------------
+
+
+def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
+    """(the command line for `tools.pretrain.start`, the recipe with the defaults that follow from its task and checkpoint).
+
+    A run goes on from the checkpoint in --load if that is one of fine-tuning, and begins with the weights of
+    --pretrained-checkpoint, or of --load, if that is another model's.
+    """
+    argv = [_own_name(word) for word in argv]
+    if {"-h", "--help", "--help-all"} & set(argv):
+        return argv, recipe()
+    base, groups = recipe(), {**GROUPS, GROUP: TaskSettings}
+
+    def said(name: str) -> Any:
+        return given(argv, name, groups)
+
+    defaults = dict(base.defaults)
+    task = said("task")
+    if task is not None:
+        from megatron.tasks.description import find_task
+
+        defaults |= find_task(str(task)).settings
+    step, load, start = said("ckpt_step"), said("load"), said("pretrained_checkpoint")
+    record = _record(load, step)
+    if record is not None and not _is_finetuned(record):
+        if start is not None:
+            raise CheckpointError(
+                f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to go on with",
+                do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
+            )
+        defaults["finetune"] = True
+    elif record is None and start is not None:
+        record = _record(start, None)
+        if record is None:
+            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
+        defaults |= dict(load=start, finetune=True)
+        if load is not None:  # there is nothing yet to go on with
+            argv = without(argv, "--load")
+    if record is not None:
+        argv = [word for word in argv if word.replace("_", "-") != "--use-checkpoint-args"]  # they are taken anyway
+        defaults |= _from_checkpoint(record, argv, groups, defaults)
+    if said("train_iters") is not None or said("train_samples") is not None:
+        defaults.pop("train_epochs", None)
+    if "train_epochs" in defaults or said("train_epochs") is not None:
+        defaults.setdefault("eval_epoch", 1)
+    return argv, replace(base, defaults=defaults)
+
+
+def _own_name(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"--task-data{equals}{value}" if name.replace("_", "-") == "--data-path" else word
+
+
+def without(argv: Sequence[str], flag: str) -> list[str]:
+    """The command line without a flag and its value."""
+    kept, skip = [], False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") == flag:
+            skip = not equals
+        elif skip and not word.startswith("--"):
+            skip = False
+        else:
+            skip = False
+            kept.append(word)
+    return kept
+
+
+def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:
+    """What the checkpoint of a folder says of its run; None where there is no checkpoint, which loading judges."""
+    if folder is None:
+        return None
+    try:
+        return saved_record(str(folder), step)[1]
+    except (Damaged, OSError):
+        place = location(str(folder))
+        if (place / "config.json").exists() and not (place / "index.json").exists():
+            raise CheckpointError(
+                f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+                do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
+            ) from None
+        return None
+
+
+def _type(record: dict[str, Any]) -> str:
+    return record["config"]["model"].get("model_type", DEFAULT)
+
+
+def _is_finetuned(record: dict[str, Any]) -> bool:
+    return _type(record) == MODEL_TYPE
+
+
+def _from_checkpoint(record, argv, groups, defaults) -> dict[str, Any]:
+    """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
+    tokenizer = {name for name in record["config"].get("tokenizer", {}) if given(argv, name, groups) is not None}
+    found = shape_of(record, {}, tokenizer)
+    found["backbone"] = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
+    if not _is_finetuned(record):
+        find_backbone(found["backbone"])
+    table = found.get("max_position_embeddings")
+    wanted = defaults.get("seq_length")
+    learned = found.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    if wanted and learned and table:
+        wanted = min(wanted, table)
+    return {**found, **({"seq_length": wanted} if wanted and not _is_finetuned(record) else {})}

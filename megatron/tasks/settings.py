@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of fine-tuning, and what they say: the task, its files, its examples. Needs no torch."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Optional
+
+from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Config, setting
+from megatron.tasks.backbones import DEFAULT
+from megatron.tasks.description import Task, find_task, with_labels
+from megatron.tasks.examples import Examples, few, file_of, labels_in, read_examples, refuse_one_class
+
+GROUP = "task"  # what a recipe calls the group
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is learned, from which files, and what is kept."""
+
+    task: str = setting("a task of GLUE or CLUE (SST2, MNLI, TNEWS ...), or a YAML file that describes one")
+    task_data: Optional[str] = setting(
+        "folder with the task's files (finetune.py takes --data-path for it)", None, on_resume="told"
+    )
+    train_data: Optional[list[str]] = setting("training file, instead of the task's in --task-data", None)
+    valid_data: Optional[list[str]] = setting(
+        "files that are evaluated, one for each set (MNLI: matched, mismatched)", None, on_resume="told"
+    )
+    test_data: Optional[list[str]] = setting("files whose labels are predicted behind training", None, on_resume="told")
+    pretrained_checkpoint: Optional[str] = setting(
+        "folder of the checkpoint whose weights a run begins with; --load is where it goes on", None, on_resume="told"
+    )
+    backbone: str = setting(
+        "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
+    )
+    labels: Optional[list[str]] = setting(
+        "the task's labels, in order (default: as the task says, or those of the training file, sorted)",
+        None,
+        on_resume="another model",
+    )
+    examples_per_class: Optional[int] = setting("train on the first so many examples of each class", None)
+    patience: Optional[int] = setting(
+        "training ends when so many evaluations in a row were no better than the best one", None, on_resume="told"
+    )
+    stop_at_loss: Optional[float] = setting(
+        "training ends when the loss of an evaluation is at most this", None, on_resume="told"
+    )
+    best_checkpoint: bool = setting(
+        "keep the weights of the best evaluation in a folder best below --save, and predict with them",
+        True,
+        on_resume="irrelevant",
+    )
+    predictions: Optional[str] = setting(
+        "folder for predictions, as the leaderboards take them, and for the confusion matrix (default: below --save)",
+        None,
+        on_resume="irrelevant",
+    )
+    pet_pattern: Optional[str] = setting(
+        "a sentence with {label} and {text} (and {pair}): the model itself scores what stands for each label in it, and "
+        "there is no head",
+        None,
+        on_resume="another model",
+    )
+    pet_verbalizer: Optional[str] = setting(
+        "JSON file of what stands for each label in --pet-pattern: {label: words}", None
+    )
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task whose labels are known, and its files: split -> ((set, file), ...)."""
+
+    task: Task
+    files: dict[str, tuple[tuple[str, Path], ...]]
+
+
+def task_settings(config: Config) -> TaskSettings:
+    return config.extra[GROUP]
+
+
+def open_task(settings: TaskSettings) -> OpenTask:
+    """The task of a run. Raises UsageError, DataError and SettingsError where it cannot be."""
+    return _open(_key(settings))
+
+
+def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
+    """The examples of "train", "valid" or "test"; None where there are no files."""
+    return _examples(_key(settings), split)
+
+
+def _key(settings: TaskSettings) -> str:
+    """What the examples depend on: one string, because settings hold lists."""
+    names = ("task", "task_data", "train_data", "valid_data", "test_data", "labels", "examples_per_class")
+    record = asdict(settings)
+    return json.dumps({name: record[name] for name in names})
+
+
+@lru_cache(maxsize=8)
+def _open(key: str) -> OpenTask:
+    settings = TaskSettings(**json.loads(key))
+    task = find_task(settings.task)
+    files = {split: _files(task, settings, split) for split in ("train", "valid", "test")}
+    if settings.labels is not None and not task.regression:
+        task = with_labels(task, settings.labels)
+    elif task.labels is None:
+        if not files["train"]:
+            raise SettingsError(
+                f"--task {settings.task} does not say its labels, and there is no training file to take them from",
+                do="labels: [...] in the YAML file, or --train-data FILE",
+            )
+        task = replace(task, labels=labels_in(task, files["train"][0][1]))
+    elif not task.regression:
+        task = with_labels(task, task.labels)
+    return OpenTask(task, files)
+
+
+def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, Path], ...]:
+    """(set, file) of a split, in order."""
+    given, sets = getattr(settings, f"{split}_data"), getattr(task, split)
+    if given:
+        names = (
+            list(sets) if len(sets) == len(given) else [""] if len(given) == 1 else [Path(file).stem for file in given]
+        )
+        if split == "train" and len(given) > 1:
+            raise SettingsError(f"--train-data: {len(given)} files, and training takes one", do="join them")
+        return tuple((name, file_of(task, None, (), file)) for name, file in zip(names, given, strict=True))
+    found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
+    missing = [" or ".join(sets[name]) for name, file in found if file is None]
+    # Test sets are there or not; without data at all a checkpoint is looked at.
+    if missing and settings.task_data and split != "test":
+        raise DataError(
+            f"--data-path {settings.task_data} has no {', '.join(missing)}",
+            f"--task {settings.task} takes its {split} examples from there",
+            f"or say where they are: --{split}-data FILE",
+        )
+    return tuple((name, file) for name, file in found if file is not None)
+
+
+@lru_cache(maxsize=8)
+def _examples(key: str, split: str) -> Optional[Examples]:
+    opened, count = _open(key), json.loads(key)["examples_per_class"]
+    files = dict(opened.files[split])
+    if not files:
+        return None
+    found = read_examples(opened.task, files, labelled=split != "test")
+    if split != "train":
+        return found
+    if count is not None:
+        found = few(found, opened.task, count)
+    notes = refuse_one_class(opened.task, found, next(iter(files.values())))
+    return replace(found, notes=(*found.notes, *notes))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small task whose texts are numbers, and its fine-tuning in plain torch: what the recipe is compared with."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+from megatron.mpu.random import seed_of
+from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY
+
+LABELS = ("red", "green", "blue")
+SIZE = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH} --vocab-size {EOD} "
+    "--tokenizer-type NullTokenizer --micro-batch-size 2 --device cpu --num-workers 0 --hidden-dropout 0 "
+    "--attention-dropout 0 --peak-tflops 1"
+)
+
+
+@dataclass
+class Toy:
+    """Rows (first text, second text or None, label) of each split, as numbers; and the files of them."""
+
+    folder: Path
+    pairs: bool = False
+    regression: bool = False
+    sizes: dict = field(default_factory=lambda: dict(train=21, valid=11, test=5))
+
+    def __post_init__(self):
+        draw = random.Random(5)
+        self.rows = {split: [self._row(draw) for _ in range(size)] for split, size in self.sizes.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for split, rows in self.rows.items():
+            lines = ["id\tfirst\tsecond\tlabel"]
+            for number, (first, second, label) in enumerate(rows):
+                words = [" ".join(map(str, text or [])) for text in (first, second)]
+                lines.append("\t".join([f"{split}{number}", *words, "" if split == "test" else self.word(label)]))
+            (self.folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+        description = ["name: toy", "text: first", "label: label", "id: id"]
+        description += [f"{split}: {split}.tsv" for split in self.rows]
+        description += ["text_pair: second"] if self.pairs else []
+        description += ["regression: true"] if self.regression else [f"labels: [{', '.join(LABELS)}]"]
+        self.yaml = self.folder / "toy.yaml"
+        self.yaml.write_text("\n".join(description) + "\n")
+
+    def _row(self, draw):
+        first = [draw.randrange(EOD) for _ in range(draw.randrange(1, LENGTH + 4))]
+        second = [draw.randrange(EOD) for _ in range(draw.randrange(1, LENGTH))] if self.pairs else None
+        label = round(draw.uniform(-2, 3), 3) if self.regression else draw.randrange(len(LABELS))
+        return first, second, label
+
+    def word(self, label) -> str:
+        return str(label) if self.regression else LABELS[label]
+
+    def tokens(self, split: str) -> list[list[int]]:
+        """The ids of each text, cut to LENGTH: of two, the longer one loses tokens until both fit."""
+        found = []
+        for first, second, _ in self.rows[split]:
+            first, second = list(first), second and list(second)
+            while second and len(first) + len(second) > LENGTH - 1:
+                (second if len(second) >= len(first) else first).pop()
+            found.append(first[:LENGTH] if second is None else [*first, EOD, *second])
+        return found
+
+
+def outputs(weights, tokens: list[list[int]]) -> torch.Tensor:
+    """Of each text, by itself and without padding, the head's outputs: [n, c]."""
+
+    def linear(name, x):
+        weight = weights[f"{name}.weight"]
+        return x @ weight.reshape(-1, weight.shape[-1]).T + weights[f"{name}.bias"].reshape(-1)
+
+    def norm(name, x):
+        return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    found = []
+    for text in tokens:
+        ids = torch.tensor(text)
+        x = weights["embedding.word.weight"][ids] + weights["embedding.position.weight"][: len(ids)]
+        for n in range(LAYERS):
+            block = f"blocks.{n}."
+            qkv = linear(block + "attention.qkv", norm(block + "attention_norm", x))
+            q, k, v = qkv.view(len(ids), HEADS, 3, -1).permute(2, 1, 0, 3)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + linear(block + "attention.output", mixed.transpose(0, 1).reshape(x.shape))
+            wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
+            x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
+        found.append(norm("final_norm", x)[-1] @ weights["head.weight"].T)
+    return torch.stack(found)
+
+
+def losses(weights, toy: Toy, split: str, places: Optional[list[int]] = None) -> torch.Tensor:
+    places = range(len(toy.rows[split])) if places is None else places
+    texts = toy.tokens(split)
+    scores = outputs(weights, [texts[place] for place in places])
+    labels = [toy.rows[split][place][2] for place in places]
+    if toy.regression:
+        return (scores[:, 0] - torch.tensor(labels, dtype=torch.float64)).square()
+    return F.cross_entropy(scores, torch.tensor(labels), reduction="none")
+
+
+def train(trunk: dict[str, torch.Tensor], toy: Toy, steps: int, batch: int, rate: float) -> tuple[list[dict], dict]:
+    """([{loss, grad_norm} of each step], weights at the end) of AdamW over shuffled epochs. trunk: the first weights."""
+    size, count = len(toy.rows["train"]), 1 if toy.regression else len(LABELS)
+    generator = torch.Generator().manual_seed(seed_of(1234, "head.weight", 0))
+    weights = {name: values.double().clone() for name, values in trunk.items() if not name.startswith("output.")}
+    weights["embedding.word.weight"] = weights["embedding.word.weight"][:VOCABULARY]
+    weights["head.weight"] = torch.empty(count, HIDDEN).normal_(0.0, 0.02, generator=generator).double()
+    weights = {name: values.requires_grad_() for name, values in weights.items()}
+    decayed = {name for name in weights if name.endswith("weight") and "norm" not in name}
+    groups = [
+        dict(params=[v for name, v in weights.items() if (name in decayed) == decays], weight_decay=0.01 * decays)
+        for decays in (True, False)
+    ]
+    adam, records = torch.optim.AdamW(groups, lr=rate, eps=1e-4), []
+    orders = [torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)]
+    for step in range(steps):
+        places = [orders[place // size][place % size] for place in range(step * batch, (step + 1) * batch)]
+        loss = losses(weights, toy, "train", places).mean()
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0).item()
+        adam.step()
+        records.append({"loss": loss.item(), "grad_norm": norm})
+    return records, {name: values.detach() for name, values in weights.items()}

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning against the same in plain torch, in each layout: losses, gradients, weights, predictions, figures."""
+
+import json
+
+import pytest
+import torch
+
+import finetune
+import pretrain_gpt
+from megatron.inference.load import load_model
+from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
+from tests.training.test_plain_loop import records
+
+TUNE = (
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --lr-warmup-fraction 0 --adam-eps 1e-4 "
+    "--weight-decay 0.01 --train-epochs 2 --log-interval 1 --device cpu --num-workers 0"
+)
+STEPS = 5  # 2 x 21 examples in batches of 8
+LAYOUTS = {
+    "one process": (1, ""),
+    "tp3": (3, "--tensor-model-parallel-size 3"),
+    "tp3 with sequence parallelism": (3, "--tensor-model-parallel-size 3 --sequence-parallel"),
+    "pp2 zb-h1": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
+}
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    """A folder with a pretrained checkpoint."""
+    folder = tmp_path_factory.mktemp("trunk")
+    pretrain_gpt.main(f"{SIZE} --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 --save {folder}".split())
+    return folder
+
+
+def tune(rank: int, line: str) -> None:
+    finetune.main(line.split())
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return {name: values.detach() for name, values in load_model(str(folder)).model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
+    world, words = LAYOUTS[layout]
+    toy = Toy(tmp_path / "toy", pairs="tp3" in layout)
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {words}"
+    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
+    found = records(tmp_path / "run", "step")
+    assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [
+        pytest.approx(step, rel=2e-5) for step in steps
+    ]
+    for name, values in weights_of(tmp_path / "run").items():
+        assert (values[: len(weights[name])].double() - weights[name]).abs().max() < 2e-5, name
+    check_evaluations(tmp_path / "run", toy)
+
+
+def check_evaluations(folder, toy: Toy) -> None:
+    """The figures of each evaluation, and the predictions at the end, are those of the plain network with the weights
+    that were kept.
+    """
+    evals = records(folder, "eval")
+    at_the_end = [record for record in evals if record["final"]]
+    assert [(record["split"], record["final"]) for record in evals] == [
+        ("validation", False),
+        ("validation", False),
+        ("validation", True),
+        ("test", True),
+    ]
+    best = {name: values.double() for name, values in weights_of(folder / "best").items()}
+    gold = torch.tensor([label for *_, label in toy.rows["valid"]])
+    right = outputs(best, toy.tokens("valid")).argmax(1) == gold
+    assert at_the_end[0]["accuracy"] == pytest.approx(right.double().mean().item(), abs=1e-9)
+    assert at_the_end[0]["accuracy"] == max(record["accuracy"] for record in evals[:2])
+    assert at_the_end[0]["loss"] == pytest.approx(losses(best, toy, "valid").mean().item(), rel=2e-5)
+    told = [line.split("\t") for line in (folder / "predictions" / "toy.tsv").read_text().splitlines()]
+    wanted = outputs(best, toy.tokens("test")).argmax(1).tolist()
+    assert told == [["index", "prediction"], *([f"test{n}", LABELS[one]] for n, one in enumerate(wanted))]
+    assert "loss" not in at_the_end[1]  # nobody knows the labels
+
+
+def test_numbers_are_learned_by_their_square_error(trunk, tmp_path):
+    toy = Toy(tmp_path / "toy", regression=True)
+    tune(0, f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}")
+    steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
+    found = records(tmp_path / "run", "step")
+    assert [step["loss"] for step in found] == [pytest.approx(step["loss"], rel=2e-5) for step in steps]
+    told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
+    best = {name: values.double() for name, values in weights_of(tmp_path / "run" / "best").items()}
+    wanted = outputs(best, toy.tokens("valid"))[:, 0].tolist()
+    assert [float(line.split("\t")[1]) for line in told] == pytest.approx(wanted, abs=6e-4)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(trunk, tmp_path):
+    toy = Toy(tmp_path / "toy")
+    common = f"--task {toy.yaml} --data-path {toy.folder} {TUNE} --pretrained-checkpoint {trunk}"
+    tune(0, f"{common} --save {tmp_path / 'whole'}")
+    cut = f"{common} --save {tmp_path / 'cut'} --load {tmp_path / 'cut'}"
+    tune(0, f"{cut} --exit-interval 3")
+    tune(0, cut)
+    whole, cut = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    evals = [records(tmp_path / name, "eval") for name in ("whole", "cut")]
+    assert [[record["accuracy"] for record in found if "accuracy" in record] for found in evals][0] == [
+        record["accuracy"] for record in evals[1] if "accuracy" in record
+    ]
+
+
+def test_patience_and_a_loss_that_is_reached_end_training(trunk, tmp_path, capsys):
+    toy = Toy(tmp_path / "toy")
+    common = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} {TUNE} --train-epochs 9 --lr 1e-12"
+    tune(0, f"{common} --save {tmp_path / 'patient'} --patience 2")  # nothing changes: the first evaluation is the best
+    epochs = [record["iteration"] for record in records(tmp_path / "patient", "eval") if not record["final"]]
+    assert len(epochs) == 3 and "training ends at iteration 8 of 23: --patience 2" in capsys.readouterr().out
+    tune(0, f"{common} --save {tmp_path / 'reached'} --stop-at-loss 100")
+    assert "--stop-at-loss 100: the last evaluation had" in capsys.readouterr().out
+    evals = records(tmp_path / "reached", "eval")
+    assert [(record["iteration"], record["final"]) for record in evals] == [(3, False), (3, True), (3, True)]
+    assert json.loads((tmp_path / "reached" / "metrics.jsonl").read_text().splitlines()[-1])["kind"] == "end"
+
+
+def test_a_head_is_new_whatever_task_the_weights_are_of(trunk, tmp_path, capsys):
+    """A trunk that was tuned on one task begins another."""
+    first, second = Toy(tmp_path / "a"), Toy(tmp_path / "b", regression=True)
+    tune(0, f"--task {first.yaml} --data-path {first.folder} --load {trunk} --save {tmp_path / 'first'} {TUNE}")
+    capsys.readouterr()
+    other = f"--task {second.yaml} --data-path {second.folder} --load {tmp_path / 'first'} --finetune"
+    tune(0, f"{other} --save {tmp_path / 'second'} {TUNE}")
+    assert "new, and not out of the checkpoint: head.weight" in capsys.readouterr().out
+    steps, _ = train(
+        {name: values for name, values in weights_of(tmp_path / "first").items() if name != "head.weight"},
+        second,
+        STEPS,
+        8,
+        1e-2,
+    )
+    assert records(tmp_path / "second", "step")[0]["loss"] == pytest.approx(steps[0]["loss"], rel=2e-5)
