@@ -34,7 +34,7 @@ TASK, CLASS_LABEL = "task", "class_label"  # what a sample of a mixture has besi
 
 
 @dataclass(frozen=True)
-class Task:
+class MixtureTask:
     """One task of a mixture. weight: samples of a period; path: None for --data-path; labels: of its classes, in the order
     of their numbers; none for masked words.
     """
@@ -45,7 +45,7 @@ class Task:
     labels: tuple[str, ...] = ()
 
 
-def tasks_of(words: Sequence[str]) -> list[Task]:
+def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
     """The tasks that --task-mixture says; their number in this list is `task` of a sample.
 
     Raises SettingsError for words that are none, DataError for a file of labelled texts that is none.
@@ -65,7 +65,7 @@ def tasks_of(words: Sequence[str]) -> list[Task]:
             f"--task-mixture has no task {OWN!r}", "that of --data-path", f"{OWN}=WEIGHT, beside the others"
         )
     weights = whole_weights([weight for _, weight, _ in parsed])
-    return [Task(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
+    return [MixtureTask(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
 
 
 def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
@@ -158,7 +158,7 @@ def spread(weights: Sequence[int]) -> np.ndarray:
 class MixtureDataset:
     """`size` samples of several tasks' datasets, each with the number of its task (`task`)."""
 
-    def __init__(self, tasks: Sequence[Task], datasets: Sequence[Any], order: MixtureOrder, size: int):
+    def __init__(self, tasks: Sequence[MixtureTask], datasets: Sequence[Any], order: MixtureOrder, size: int):
         self.tasks, self.datasets, self.order, self.size = tasks, datasets, order, size
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class MixtureDataset:
 class LabelledDataset:
     """Samples of labelled texts without end: all of them in an order of each epoch's own, or in theirs (not shuffled)."""
 
-    def __init__(self, task: Task, rows: Sequence[Labelled], make: Callable, seed: int, shuffled: bool):
+    def __init__(self, task: MixtureTask, rows: Sequence[Labelled], make: Callable, seed: int, shuffled: bool):
         """make: (row, number of its class) -> sample."""
         self.rows, self.make = rows, make
         self.classes = {label: number for number, label in enumerate(task.labels)}
@@ -236,7 +236,9 @@ def _only(data: Data, path: str) -> Data:
     return replace(data, mock_data=False, **files)
 
 
-def _build_labelled(config: Config, task: Task, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples) -> list:
+def _build_labelled(
+    config: Config, task: MixtureTask, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples
+) -> list:
     """The datasets of a task of labelled texts, None where nothing is wanted or there is none: --split divides its rows."""
     rows, built = read_labelled(task.path), []
 

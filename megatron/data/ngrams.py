@@ -22,7 +22,7 @@ KNOWN = 0x40000  # code points with letters among them; those above are no words
 SEPARATOR = "\n"
 
 
-class Words(NamedTuple):
+class WordSpans(NamedTuple):
     """Of each word: its hash uint64, and where it starts and ends (int64), in characters."""
 
     hashes: np.ndarray
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     ends: np.ndarray
 
 
-def words_of(text: str) -> Words:
+def words_of(text: str) -> WordSpans:
     """The words of a text.
 
     >>> words = words_of("Don't stop!  DON T stop")
@@ -43,8 +43,8 @@ def words_of(text: str) -> Words:
     if len(found) == 1:
         return found[0]
     if not found:
-        return Words(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))
-    return Words(*map(np.concatenate, zip(*found, strict=True)))
+        return WordSpans(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))
+    return WordSpans(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def all_ngram_hashes(words: np.ndarray, lengths: Sequence[int]) -> Iterator[np.n
         yield hashes  # the leading bits are those of all words; words were spread over all bits before
 
 
-def _words_in_chunks(text: str) -> Iterator[Words]:
+def _words_in_chunks(text: str) -> Iterator[WordSpans]:
     if text.isascii():
         codes = np.frombuffer(text.encode("ascii"), np.uint8)
         kinds, values = _tables(128)
@@ -90,7 +90,7 @@ def _words_in_chunks(text: str) -> Iterator[Words]:
         at = stop
 
 
-def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> Words:
+def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> WordSpans:
     inside = kind != 0
     first, last = inside.copy(), inside.copy()
     if kind.max(initial=0) > 1:  # characters that are words
@@ -106,7 +106,7 @@ def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> Words:
     values *= forward[: len(kind)]
     np.cumsum(values, out=sums[1:])
     hashes = _mixed((sums[ends] - sums[starts]) * back[starts])
-    return Words(hashes, starts + at, ends + at)
+    return WordSpans(hashes, starts + at, ends + at)
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
