@@ -11,7 +11,7 @@ docs/encoder_decoder.md says what is where.
 
 from megatron.errors import run_main
 from megatron.model.recipe import Recipe
-from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray, without_negative_labels
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
@@ -56,7 +56,7 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
 
 
 def collate(samples: list) -> list:
-    """A mask of a sample may be the number of its tokens, which come first."""
+    """A mask of a sample may be the number of its tokens, which come first; labels that do not count may be -1."""
     import numpy as np
 
     def masked(sample):
@@ -65,7 +65,8 @@ def collate(samples: list) -> list:
         return {**sample, **whole}
 
     wanted = {"text_enc", "text_dec", "enc_mask", "dec_mask"}
-    return [masked(sample) if isinstance(sample, dict) and wanted <= sample.keys() else sample for sample in samples]
+    samples = [masked(sample) if isinstance(sample, dict) and wanted <= sample.keys() else sample for sample in samples]
+    return list(map(without_negative_labels, samples))
 
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):

@@ -21,7 +21,11 @@ from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
-MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5"}  # model type -> module with `recipe()`
+MODEL_TYPES = {
+    "GPT": "pretrain_gpt",
+    "T5": "pretrain_t5",
+    "BERT": "pretrain_bert",
+}  # model type -> module with `recipe()`
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 

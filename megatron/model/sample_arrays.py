@@ -92,3 +92,13 @@ def hashed(sample: Mapping[str, np.ndarray]) -> np.ndarray:
             for array in sample.values()
         ]
     )
+
+
+def without_negative_labels(sample):
+    """A sample whose labels are below 0 where nothing counts, as Megatron-LM's are, with 0 in their place there."""
+    if not isinstance(sample, Mapping) or LABELS not in sample or LOSS_MASK not in sample:
+        return sample
+    labels, counts = np.asarray(sample[LABELS]), np.asarray(sample[LOSS_MASK])
+    if labels.shape != counts.shape or labels.dtype.kind != "i":
+        return sample
+    return {**sample, LABELS: np.where((labels < 0) & (counts == 0), 0, labels)}

@@ -286,7 +286,7 @@ encoder-decoders are trained by pretrain_t5.py
     --encoder-pipeline-model-parallel-size
 
 # Other recipes.
-masked language models are not part of this suite yet
+masked language models are trained by pretrain_bert.py
     --bert-* --mask-* --short-seq-prob --num-tokentypes --output-bert-embeddings
 fill-in-the-middle is not part of this suite
     --fim-*
