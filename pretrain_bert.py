@@ -14,7 +14,7 @@ from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
 from megatron.model.recipe import Recipe
-from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray, without_negative_labels
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tools.pretrain import start
 
 
@@ -59,6 +59,8 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
 
 def collate(samples: list) -> list:
     """Labels of words that were not masked may be -1."""
+    from megatron.data.named_arrays import without_negative_labels
+
     return list(map(without_negative_labels, samples))
 
 

@@ -11,7 +11,7 @@ docs/encoder_decoder.md says what is where.
 
 from megatron.errors import run_main
 from megatron.model.recipe import Recipe
-from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray, without_negative_labels
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
@@ -58,6 +58,8 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
 def collate(samples: list) -> list:
     """A mask of a sample may be the number of its tokens, which come first; labels that do not count may be -1."""
     import numpy as np
+
+    from megatron.data.named_arrays import without_negative_labels
 
     def masked(sample):
         lengths = {name: len(sample[text]) for name, text in (("enc_mask", "text_enc"), ("dec_mask", "text_dec"))}
