@@ -9,6 +9,8 @@
 docs/encoder_decoder.md says what is where.
 """
 
+from megatron.data.masked_settings import GROUP as MASKED
+from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
 from megatron.errors import run_main
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
@@ -31,9 +33,9 @@ def recipe() -> Recipe:
         T5Facts.of,
         build_model,
         build_datasets,
-        groups={GROUP: T5Settings},
+        groups={GROUP: T5Settings, MASKED: MaskedSettings},
         defaults=dict(num_layers=0),
-        rules=RULES,
+        rules=(*RULES, *MASKED_RULES),
         idle=IDLE,
         settled=settled,
         arrays=arrays,
@@ -56,8 +58,10 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
 
 
 def collate(samples: list) -> list:
-    """A mask of a sample may be the number of its tokens, which come first."""
+    """A mask of a sample may be the number of its tokens, which come first; labels that do not count may be -1."""
     import numpy as np
+
+    from megatron.data.named_arrays import without_negative_labels
 
     def masked(sample):
         lengths = {name: len(sample[text]) for name, text in (("enc_mask", "text_enc"), ("dec_mask", "text_dec"))}
@@ -65,7 +69,8 @@ def collate(samples: list) -> list:
         return {**sample, **whole}
 
     wanted = {"text_enc", "text_dec", "enc_mask", "dec_mask"}
-    return [masked(sample) if isinstance(sample, dict) and wanted <= sample.keys() else sample for sample in samples]
+    samples = [masked(sample) if isinstance(sample, dict) and wanted <= sample.keys() else sample for sample in samples]
+    return list(map(without_negative_labels, samples))
 
 
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):

@@ -122,9 +122,10 @@ class LanguageModel(nn.Module):
             for block in self.blocks.values():
                 block.compile(**more)
         if last:
-            self.final_norm = NORMS[model.normalization](
-                tables["final_norm"], model.norm_epsilon, **self.factory_kwargs
-            )
+            self.final_norm = None  # of layers that end with a norm
+            if "final_norm" in tables:
+                kind = NORMS[model.normalization]
+                self.final_norm = kind(tables["final_norm"], model.norm_epsilon, **self.factory_kwargs)
             self.output = None
             if "output" in tables:
                 self.output = VocabParallelEmbedding(tables["output"], mesh.tp, **self.factory_kwargs)
@@ -169,12 +170,13 @@ class LanguageModel(nn.Module):
             if self.collect is not None and not self.training:
                 return None, {**self._collected(x, batch), **sums}
             tp = self.tp if self.overlap and self.tp.size > 1 else None
-            mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
+            rows, labels, mask = self.counted(x, batch)
             loss, z = linear_cross_entropy(
-                x.flatten(0, 1),
+                rows,
                 self.output_weight,
-                batch.labels.reshape(-1),
+                labels,
                 mask=mask,
+                bias=self.output_bias,
                 vocab_size=self.vocab_size,
                 tp=self.tp,
                 label_smoothing=self.label_smoothing if self.training else 0.0,
@@ -187,6 +189,11 @@ class LanguageModel(nn.Module):
                 reduce=None if self.sequence_parallel else tp,
             )
         return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
+
+    def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+        """(hidden states [n, h], labels [n], what each counts [n] or None) of the output layer's input [s, b, h]."""
+        mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
+        return x.flatten(0, 1), batch.labels.reshape(-1), mask
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
@@ -202,6 +209,7 @@ class LanguageModel(nn.Module):
             batch.labels.reshape(-1),
             vocab_size=self.vocab_size,
             tp=self.tp,
+            bias=self.output_bias,
             softcap=self.softcap,
             chunk=self.kernels.cross_entropy_chunk,
             unfused=not self.kernels.cross_entropy_loss_fusion,
@@ -227,7 +235,7 @@ class LanguageModel(nn.Module):
         x, sums = self.run_layers(x, self.context(batch))
         if not self.last:
             return x.to(self.dtype), sums
-        x = self.final_norm(x)
+        x = x if self.final_norm is None else self.final_norm(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
@@ -265,6 +273,11 @@ class LanguageModel(nn.Module):
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
         return self.embedding.word.weight if self.output is None else self.output.weight
+
+    @property
+    def output_bias(self) -> Optional[torch.Tensor]:
+        """[v/tp], added to logits; None: nothing is."""
+        return None
 
 
 def _other_shape(layer: int, found: Any, shape: torch.Size) -> SettingsError:

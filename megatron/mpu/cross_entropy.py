@@ -58,6 +58,7 @@ def linear_cross_entropy(
     unfused: bool = False,
     gather: Optional[Axis] = None,
     reduce: Optional[Axis] = None,
+    bias: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
     fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
@@ -71,18 +72,22 @@ def linear_cross_entropy(
     label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
     softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
     deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`;
-    unfused: softmax and gradients by torch's ops. Raises SettingsError where hidden states and labels differ in number.
+    unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap.
+    Raises SettingsError where hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
     whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
-    losses, log_sums, gradients = _chunks(whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused)
+    own_bias = None if bias is None else bias.detach()
+    losses, log_sums, gradients = _chunks(
+        whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused, own_bias
+    )
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
         return loss, z
     defer = wgrad_defer_function(deferred, hidden, weight)
     reduction = partial(start_input_reduction, shape=hidden.shape, gather=gather, reduce=reduce)
-    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer, reduction), z
+    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer, reduction, bias), z
 
 
 @op
@@ -97,10 +102,11 @@ def token_losses(
     softcap: Optional[float] = None,
     chunk: Optional[int] = None,
     unfused: bool = False,
+    bias: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
     part = _part(weight, vocab_size, tp, softcap=softcap)
-    return _chunks(hidden, weight, labels, None, part, _join(tp), chunk, False, unfused)[0]
+    return _chunks(hidden, weight, labels, None, part, _join(tp), chunk, False, unfused, bias)[0]
 
 
 class _Precomputed(torch.autograd.Function):
@@ -111,20 +117,21 @@ class _Precomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, gradients, defer, reduction):
+    def forward(ctx, loss, hidden, weight, gradients, defer, reduction, bias):
         ctx.gradients, ctx.defer, ctx.reduction = gradients, defer, reduction
         return loss.clone()
 
     @staticmethod
     def backward(ctx, upstream):
-        of_hidden, of_weight = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
+        of_hidden, of_weight, of_bias = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
         needed = ctx.needs_input_grad
         hidden = ctx.reduction(of_hidden()) if needed[1] else None  # on its way while the weight's is made
         weight = of_weight() if needed[2] else None
         if ctx.defer:
             ctx.defer(of_weight)
-        return None, hidden and hidden(), weight, None, None, None
+        bias = of_bias() if needed[6] else None
+        return None, hidden and hidden(), weight, None, None, None, bias
 
 
 def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tensor) -> torch.Tensor:
@@ -143,9 +150,9 @@ def _part(weight, vocab_size: int, tp: Axis, label_smoothing=0.0, softcap=None, 
     return VocabularyPart(first, real, 1.0 - label_smoothing, label_smoothing / vocab_size, softcap, z_loss)
 
 
-def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wanted: bool, unfused: bool):
+def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wanted: bool, unfused: bool, bias=None):
     """Losses [n] and log sum exp of each token's logits [n]; with `wanted` also what gives the gradients of their masked
-    sum (with z-losses) to hidden [n, h] and weight [v/tp, h], each with the factor that it is multiplied by.
+    sum (with z-losses) to hidden [n, h], weight [v/tp, h] and bias [v/tp], each with the factor that it is multiplied by.
 
     Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
     of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
@@ -164,11 +171,11 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     if not wanted:
         for rows in _slices(0, n, chunk):
-            losses[rows], log_sums[rows] = softmax_loss(product(hidden[rows], weight), labels[rows], part, join)
+            losses[rows], log_sums[rows] = softmax_loss(product(hidden[rows], weight, bias), labels[rows], part, join)
         return losses, log_sums, None
     half = hidden.dtype == torch.float16
     up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
-    hidden_gradient, total = torch.empty_like(hidden), None
+    hidden_gradient, total, of_bias = torch.empty_like(hidden), None, None
     scale = mask
     if half:
         scale = torch.full_like(losses, up) if mask is None else mask * up
@@ -176,7 +183,7 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     for whole in _slices(0, n, block):
         for rows in _slices(whole.start, whole.stop, chunk):
             losses[rows], log_sums[rows] = softmax_loss(
-                product(hidden[rows], weight),
+                product(hidden[rows], weight, bias),
                 labels[rows],
                 part,
                 join,
@@ -184,6 +191,9 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
                 waiting[rows.start - whole.start : rows.stop - whole.start],
             )
         gradient, inputs = waiting[: whole.stop - whole.start], hidden[whole]
+        if bias is not None:
+            own = gradient.sum(0, dtype=torch.float32)
+            of_bias = own if of_bias is None else of_bias.add_(own)
         hidden_gradient[whole] = product(gradient, weight.t())
         give = partial(_weight_gradient, product, gradient, inputs, down)
         if n > block:  # blocks are summed in fp32: in bf16 each addition would round away what the next one brings
@@ -191,7 +201,7 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     if total is not None:
         total = total.to(weight.dtype)
         give = lambda: total
-    return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down))
+    return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down), (lambda: of_bias, up))
 
 
 def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import run_main
+from megatron.model.recipe import MODEL_TYPES, named_recipe
 from megatron.settings import schema
 from megatron.settings.dialects import megatron_lm
 from megatron.settings.help import placeholder, setting_help, value_text
@@ -15,7 +16,8 @@ from megatron.settings.spelling import Setting, settings_of
 
 INTRO = """# Flags
 
-Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from `megatron/settings/schema.py`; do not edit.
+Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from the settings of the
+suite and of each model; do not edit.
 
 - Names, defaults and meanings are Megatron-LM's wherever Megatron-LM has the setting. `-` and `_` are the same.
 - A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
@@ -71,6 +73,10 @@ def page() -> str:
     for name, group in schema.GROUPS.items():
         rows = "\n".join(_row(s) for s in settings if s.group == name)
         parts.append(f"## {name}\n\n{group.__doc__}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
+    for name, (group, module) in _of_models().items():
+        rows = "\n".join(_row(s) for s in settings_of({name: group}))
+        words = f"Of `{module}.py` alone. {group.__doc__}"
+        parts.append(f"## {name}\n\n{words}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
     parts.append(_shapes())
     for table, title, words in TABLES:
         lines = "\n".join(
@@ -79,6 +85,15 @@ def page() -> str:
         )
         parts.append(f"{title}\n\n{words} `*` stands for any ending.\n\n{lines}\n")
     return "\n".join(parts)
+
+
+def _of_models() -> dict[str, tuple[type, str]]:
+    """Name of a group of settings that a model has beside the others -> (the group, the module with the recipe)."""
+    return {
+        name: (group, module)
+        for kind, module in MODEL_TYPES.items()
+        for name, group in named_recipe(kind).groups.items()
+    }
 
 
 def _row(s: Setting) -> str:

@@ -172,19 +172,9 @@ class T5Facts(GPTFacts):
         layers = sum(map(self.layer_flops, range(self.num_layers)))
         return 3.0 * (layers + output) / self.seq_length
 
-    def attention_kernel(self, share: RankSetup, window: Optional[int] = None, causal: bool = True) -> str:
-        """The kernel that `fused_kernels.choose_kernel` will take; relative positions are a reason for explicit ones."""
-        if (
-            share.device == "cuda"
-            and self.settings.attention_dropout == 0
-            and share.backend not in ("stored", "explicit")
-        ):
-            return "flash"
-        if causal:
-            return super().attention_kernel(share, window)
-        if share.backend == "stored" or share.plain_softmax:
-            return "reference"
-        return "flash" if share.backend == "sdpa" and not self.settings.attention_dropout else "block-full"
+    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
+        """Of the decoder's own attention; relative positions are a reason for explicit ones on no device."""
+        return super().attention_kernel(share, window)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -253,15 +243,11 @@ def _branches(facts: T5Facts, share: RankSetup, kind: str) -> tuple[Branch, ...]
     n, memory = rows * b, s * b
     width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
     keys = m.query_groups * m.head_dim // share.tp
-    core = _core(facts, share, rows, rows, kind == DECODER, fused=True)
-    found = [
-        Branch(
-            "attention", (width + 2 * keys,), width, n * 4 * width, 0, _scores(facts, share, rows, rows), core, tokens=n
-        )
-    ]
+    causal = facts.attention_kernel(share) if kind == DECODER else ""
+    core, own = unordered_core(m, share, rows, rows, fused=True, causal=causal), scores_workspace(m, share, rows, rows)
+    found = [Branch("attention", (width + 2 * keys,), width, n * 4 * width, 0, own, core, tokens=n)]
     if kind == DECODER:
-        cross = _core(facts, share, t, s, False, fused=False)
-        work = _scores(facts, share, t, s)
+        cross, work = unordered_core(m, share, t, s, fused=False), scores_workspace(m, share, t, s)
         found.append(
             Branch("attention", (width,), width, n * 4 * width, 0, work, cross, tokens=n, memory=(memory, 2 * keys))
         )
@@ -273,34 +259,42 @@ def _branches(facts: T5Facts, share: RankSetup, kind: str) -> tuple[Branch, ...]
     return tuple(found)
 
 
-def _scores(facts: T5Facts, share: RankSetup, s: int, t: int) -> int:
+def full_attention_kernel(model: Model, share: RankSetup) -> str:
+    """The kernel that `fused_kernels.choose_kernel` will take for attention without order."""
+    if share.backend == "stored" or share.plain_softmax:
+        return "reference"
+    if not (model.attention_dropout or model.attn_logit_softcapping):
+        if share.backend == "sdpa" or share.device == "cuda" and share.backend != "explicit":
+            return "flash"
+    return "block-full"
+
+
+def scores_workspace(model: Model, share: RankSetup, s: int, t: int) -> int:
     """Bytes that the backward pass of attention of s queries over t keys needs beside what is kept."""
-    heads = facts.settings.num_attention_heads // share.tp
-    return 2 * share.micro_batch_size * heads * s * t * share.element
+    return 2 * share.micro_batch_size * (model.num_attention_heads // share.tp) * s * t * share.element
 
 
-def _core(facts: T5Facts, share: RankSetup, s: int, t: int, causal: bool, fused: bool) -> CoreAttention:
-    """Attention of s queries over t keys. fused: queries, keys and values come as one tensor."""
-    m, e, b, d = facts.settings, share.element, share.micro_batch_size, facts.settings.head_dim
+def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
+    """Attention of s queries over t keys. fused: queries, keys and values come as one tensor. causal: the kernel of causal
+    attention; "": it is without order.
+    """
+    m, e, b, d = model, share.element, share.micro_batch_size, model.head_dim
     heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
-    kernel = facts.attention_kernel(share, causal=causal)
+    kernel = causal or full_attention_kernel(m, share)
     q, kv = s * b * heads * d * e, t * b * groups * d * e
     inputs = q + 2 * kv
-    if fused and m.position_embedding_type == "rope":
-        inputs += q + kv
-    shared = m.num_attention_heads // m.query_groups
+    views = inputs + (q + kv if fused and m.position_embedding_type == "rope" else 0)
     if kernel == "flash":
-        kept = inputs + 4 * s * b * heads + q
+        kept = views + 4 * s * b * heads
     elif kernel == "reference":
-        kept = inputs + 2 * b * heads * s * t * e
+        kept = views + 2 * b * heads * s * t * e
     else:
-        pairs = _pairs(s, t, shared, causal)
-        kept = inputs + q + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))
-    work = 4.0 * b * s * t * heads * d * (2 if kernel != "flash" and not causal else 1)
-    scores = b * s * t * heads * (1 if causal else 2)
-    return CoreAttention(
-        "block-causal" if kernel == "block-full" else kernel, work, scores, d, m.attention_dropout > 0, kept, inputs
-    )
+        pairs = _pairs(s, t, m.num_attention_heads // m.query_groups, bool(causal))
+        kept = inputs + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))  # rows, copies, weights
+    whole = 1 if causal else 2  # `CoreAttention` counts twice the pairs of causal order
+    kind = "block-causal" if kernel == "block-full" else kernel
+    pairs = b * s * t * heads
+    return CoreAttention(kind, 4.0 * pairs * d * whole, pairs * whole, d, m.attention_dropout > 0, kept, views)
 
 
 def _pairs(s: int, t: int, shared: int, causal: bool) -> int:

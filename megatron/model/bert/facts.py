@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What BERT says of itself: layers are attention that looks both ways, then an MLP; behind them a head that finds masked
+words, and one that says whether the second sentence follows.
+
+    >>> facts = BertFacts(Model(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=512), 30522)
+    >>> f"{facts.parameters / 1e6:.1f} M"
+    '110.1 M'
+
+Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Optional
+
+from megatron.model.bert.settings import BertSettings, own_settings
+from megatron.model.facts import Branch, Bytes, RankSetup
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.t5.facts import full_attention_kernel, scores_workspace, unordered_core
+from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
+from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.settings.schema import Config, Model
+
+HEAD = "head"  # the unit that finds masked words
+
+
+@dataclass(frozen=True)
+class BertFacts(GPTFacts):
+    """See `Facts`. own: settings that only BERT has."""
+
+    own: BertSettings = BertSettings()
+
+    name = "BERT"
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int) -> "BertFacts":
+        return cls(config.model, vocab_size, own_settings(config))
+
+    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
+        m, own, sp = self.settings, self.own, sequence_parallel
+        table, before = vocab_embedding(m, self.vocab_size), norm(m, m.hidden_size, sp)
+        front, inside = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))], {}
+        if m.position_embedding_type == "learned_absolute":
+            inside |= add_prefix("position", positions(m, sp))
+        if own.num_tokentypes:
+            shape, partial = (own.num_tokentypes, m.hidden_size), ("tp",) if sp else ()
+            inside["tokentype.weight"] = Placement(shape, Normal(m.init_method_std), partial=partial)
+        if own.post_norm:
+            inside |= add_prefix("norm", before)
+        front += [Unit("embedding", inside, ends=("first",))] if inside else []
+        back = [] if own.post_norm else [Unit("final_norm", before, ends=("last",))]
+        back.append(Unit(HEAD, self.head_weights(sp), ends=("last",)))
+        if own.bert_binary_head:
+            back.append(Unit("binary", self.binary_weights(), ends=("last",)))
+        if not self.tied:
+            back.append(Unit("output", table, ends=("last",)))
+        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
+        return held(front) + middle + held(back)
+
+    def head_weights(self, sequence_parallel: bool) -> dict[str, Placement]:
+        """Of what finds masked words, before the output layer, and the output layer's bias [v]."""
+        m = self.settings
+        bias = Placement(
+            (self.vocab_size,), Constant(0.0), cut={"tp": 0}, multiple=m.make_vocab_size_divisible_by, decay=False
+        )
+        return {
+            **add_prefix("dense", dense(m, m.hidden_size, sequence_parallel)),
+            **add_prefix("norm", norm(m, m.hidden_size, sequence_parallel)),
+            "output.bias": bias,
+        }
+
+    def binary_weights(self) -> dict[str, Placement]:
+        """Of what says whether the second sentence follows: the pooler, and two scores."""
+        m = self.settings
+        return {**add_prefix("pooler", dense(m, m.hidden_size)), **add_prefix("scores", dense(m, 2))}
+
+    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
+        return full_attention_kernel(self.settings, share)
+
+    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
+        return _branches(self, share)
+
+    def flops(self, context: Optional[int] = None) -> float:
+        """The head's own product with it."""
+        return super().flops(context) + 3 * 2.0 * self.settings.hidden_size**2
+
+    def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
+        kept = super().ends_saved_bytes(share, first, last)
+        rest, h = self._between(share, self._tokens(share)), self.settings.hidden_size
+        if last:  # inputs of the product and of GeLU, and the norm behind
+            kept["output layer and loss"] += 2 * rest * h * share.element
+            kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
+        if first and self.own.post_norm:
+            kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
+        return kept
+
+
+def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[str, Placement]:
+    """Of a linear layer that nothing cuts, [outputs, h]. Under sequence parallelism each rank has seen its own tokens."""
+    partial = ("tp",) if sequence_parallel else ()
+    return {
+        "weight": Placement((outputs, model.hidden_size), Normal(model.init_method_std), partial=partial),
+        "bias": Placement((outputs,), Constant(0.0), partial=partial, decay=False),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _branches(facts: BertFacts, share: RankSetup) -> tuple[Branch, ...]:
+    m, e, h, s = facts.settings, share.element, facts.settings.hidden_size, facts.settings.seq_length
+    n, width, ffn = s * share.micro_batch_size, m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
+    keys = m.query_groups * m.head_dim // share.tp
+    core = unordered_core(m, share, s, s, fused=True)
+    up = (ffn, ffn) if m.swiglu else (ffn,)
+    workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e
+    kept, moved = n * ffn * (3 if m.swiglu else 1) * e, n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
+    return (
+        Branch("attention", (width + 2 * keys,), width, n * 4 * width, 0, scores_workspace(m, share, s, s), core),
+        Branch("mlp", up, ffn, moved, kept, workspace),
+    )

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT: layers whose attention looks both ways, a head that finds masked words, and one that says whether the second
+sentence follows; whole, or the part of it that a pipeline stage holds.
+
+With norms before each branch, and one behind the last layer (Megatron-LM's), or behind each addition and behind the
+embedding (`--post-norm`, as published).
+
+Legend: s sequence, b micro-batch, h hidden, v vocabulary, n places that are to be found.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.fused_kernels.autocast import autocast_of
+from megatron.model.attention import ForwardContext
+from megatron.model.bert.facts import HEAD, BertFacts
+from megatron.model.block import Block
+from megatron.model.language_model import LanguageModel, Sums
+from megatron.model.norms import NORMS
+from megatron.model.positions import LearnedPositions, Rotary
+from megatron.model.t5.module import EncoderAttention, attended
+from megatron.model.weights import Table, take_prefix
+from megatron.mpu import mappings
+from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linear
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.random import Dropout
+from megatron.settings.schema import Config
+
+FOLLOWS = "sop loss"  # what Megatron-LM calls the sum of the second head
+
+
+class BertBlock(Block):
+    """A layer with norms before its branches."""
+
+    attention_class = EncoderAttention
+
+
+class PostNormBlock(BertBlock):
+    """A layer with norms behind its additions."""
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = self.attention_norm(self.attention_dropout.add(x, self._attended(x, context), context.samples))
+        return self.mlp_norm(self.mlp_dropout.add(x, self.mlp(x), context.samples))
+
+    def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.attention(x, context)
+
+
+class Dense(nn.Module):
+    """A linear layer that every rank has whole. weights: `bert.facts.dense(...)`."""
+
+    def __init__(self, weights: Table, **factory_kwargs):
+        super().__init__()
+        create_parameters(self, weights, None, **factory_kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class TokenTypes(nn.Module):
+    """The embedding of the sentence that a token is in, [types, h]."""
+
+    def __init__(self, weights: Table, **factory_kwargs):
+        super().__init__()
+        create_parameters(self, weights, None, **factory_kwargs)
+
+    def forward(self, types: torch.Tensor) -> torch.Tensor:
+        return F.embedding(types, self.weight)
+
+
+class OutputBias(nn.Module):
+    """What is added to the logits, [v/tp]."""
+
+    def __init__(self, weights: Table, tp, **factory_kwargs):
+        super().__init__()
+        create_parameters(self, weights, tp, **factory_kwargs)
+
+
+class WordHead(nn.Module):
+    """Hidden states [.., h] -> what the output layer multiplies: norm(gelu(dense(x)))."""
+
+    def __init__(self, facts: BertFacts, weights: Table, tp, **factory_kwargs):
+        super().__init__()
+        model = facts.settings
+        self.dense = Dense(take_prefix(weights, "dense"), **factory_kwargs)
+        kind = NORMS[model.normalization]
+        self.norm = kind(take_prefix(weights, "norm"), model.norm_epsilon, **factory_kwargs)
+        self.output = OutputBias(take_prefix(weights, "output"), tp, **factory_kwargs)
+        self.approximate = "tanh" if model.bias_gelu_fusion else "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(F.gelu(self.dense(x), approximate=self.approximate))
+
+
+class BinaryHead(nn.Module):
+    """The first token's hidden state [b, h] -> two scores [b, 2]: the second sentence follows, or it is another one."""
+
+    def __init__(self, weights: Table, **factory_kwargs):
+        super().__init__()
+        self.pooler = Dense(take_prefix(weights, "pooler"), **factory_kwargs)
+        self.scores = Dense(take_prefix(weights, "scores"), **factory_kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.pooler(x).tanh())
+
+
+class BertEmbedding(nn.Module):
+    """Tokens, positions and sentences -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has words alone."""
+
+    def __init__(
+        self, facts: BertFacts, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory
+    ):
+        super().__init__()
+        settings, inside = facts.settings, tables.get("embedding", {})
+        self.word = VocabParallelEmbedding(
+            tables["embedding.word"], mesh.tp, sequence_parallel=sequence_parallel, **factory
+        )
+        of = lambda name: take_prefix(inside, name)
+        self.position = LearnedPositions(of("position"), **factory) if of("position") else None
+        self.tokentype = TokenTypes(of("tokentype"), **factory) if of("tokentype") else None
+        kind = NORMS[settings.normalization]
+        self.norm = kind(of("norm"), settings.norm_epsilon, **factory) if of("norm") else None
+        self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        axis = mesh.tp if sequence_parallel else None
+        self.dropout = Dropout(settings.hidden_dropout, "embedding", -1, seed, axis=axis)
+
+    def forward(self, tokens: torch.Tensor, types: Optional[torch.Tensor], samples) -> torch.Tensor:
+        """tokens, types [s, b]."""
+        x = self.word(tokens)
+        own = lambda rows: rows.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else rows
+        if self.position is not None:
+            x = x + self.position(own(torch.arange(len(tokens), device=tokens.device).unsqueeze(1)))
+        if self.tokentype is not None:
+            x = x + self.tokentype(own(torch.zeros_like(tokens) if types is None else types))
+        x = x if self.norm is None else self.norm(x)
+        return self.dropout(x, samples)
+
+
+class Bert(LanguageModel):
+    """See `LanguageModel`, whose keywords it takes."""
+
+    facts: BertFacts
+
+    def __init__(self, facts: BertFacts, mesh: Mesh, **keywords):
+        super().__init__(facts, mesh, **keywords)
+        settings, tables = facts.settings, {unit.name: unit.weights for unit in self.units}
+        self.rotary = Rotary(settings) if settings.position_embedding_type == "rope" else None
+        self.head = self.binary = None
+        if self.last:
+            self.head = WordHead(facts, tables[HEAD], mesh.tp, **self.factory_kwargs)
+            if facts.own.bert_binary_head:
+                self.binary = BinaryHead(tables["binary"], **self.factory_kwargs)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: BertFacts, **stage) -> "Bert":
+        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        return cls(
+            facts,
+            mesh,
+            sequence_parallel=config.parallel.sequence_parallel,
+            kernels=config.kernels,
+            recompute=config.recompute,
+            autocast=autocast_of(config.precision),
+            seed=config.logging.seed,
+            **stage,
+        )
+
+    def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
+        return BertEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
+
+    def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
+        kind = PostNormBlock if self.facts.own.post_norm else BertBlock
+        return kind(
+            self.facts.settings,
+            layer,
+            self.tp,
+            weights,
+            seed=self.seed,
+            kernels=self.kernels,
+            sequence_parallel=self.sequence_parallel,
+            recompute=granularity,
+            **self.factory_kwargs,
+        )
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def context(self, batch) -> ForwardContext:
+        return self._context(len(batch.tokens), batch.arrays["padding_mask"], batch)
+
+    def _context(self, s: int, mask: Optional[torch.Tensor], batch=None) -> ForwardContext:
+        angles = None
+        if self.rotary is not None:
+            places = torch.arange(s, device=next(self.parameters()).device).unsqueeze(1)
+            angles = self.rotary.angles(places, self.dtype)
+        padding = None if mask is None else attended(mask)
+        samples = None if batch is None else batch.samples
+        return ForwardContext(samples, angles, padding=padding, region=self.region, batch=batch)
+
+    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+        if self.first:
+            x = self.embedding(batch.arrays["text"], batch.arrays["types"], batch.samples)
+        x, sums = self.run_layers(x, self.context(batch))
+        if not self.last:
+            return x.to(self.dtype), sums
+        x = x if self.final_norm is None else self.final_norm(x)
+        if self.binary is not None:
+            sums = {**sums, FOLLOWS: self._follows(x, batch)}
+        if self.finds_places:
+            return x, sums  # the head comes behind `counted`
+        x = self.head(x)
+        return (self.gather_input(x, self.tp) if gather else x), sums
+
+    @property
+    def finds_places(self) -> bool:
+        """Whether the head computes the places alone that are to be found. How many these are only the host knows at
+        once, and under sequence parallelism ranks would have unequal numbers of them.
+        """
+        return self.kernels_on_cpu and not self.sequence_parallel
+
+    @property
+    def kernels_on_cpu(self) -> bool:
+        return self.head.dense.weight.device.type == "cpu"
+
+    def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+        rows, labels, mask = super().counted(x, batch)
+        if not self.finds_places:
+            return rows, labels, mask
+        places = mask.nonzero().squeeze(1)
+        places = places if len(places) else places.new_zeros(1)  # a product of no rows has no gradient
+        x = self.head(rows[places])
+        return x if self.overlap else self.gather_input(x, self.tp), labels[places], mask[places]
+
+    def _follows(self, x: torch.Tensor, batch) -> torch.Tensor:
+        """The sum of the second head's losses, each for as many tokens as the micro-batch counts for a sample: divided by
+        all tokens it is their mean.
+        """
+        losses = F.cross_entropy(self.binary(self._pooled(x)).float(), batch.arrays["is_random"], reduction="mean")
+        return losses * batch.num_tokens
+
+    def _pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """The first token's hidden state, [b, h], on every rank."""
+        first = x[0]
+        if self.sequence_parallel:  # it is on the first rank
+            first = mappings.reduce_from_tensor_model_parallel_region(first * (self.tp.rank == 0), self.tp)
+        return first
+
+    # ---- inference ---------------------------------------------------------------------------------------------------
+
+    def hidden(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
+        """What the last layer gives, [s, b, h], for tokens, types [s, b], with 0 in the mask [s, b] where they fill up."""
+        assert self.first and self.last and not self.sequence_parallel, "inference needs a whole model"
+        with self.region():
+            x = self.embedding(tokens, types, None)
+            x, _ = self.run_layers(x, self._context(len(tokens), mask))
+            return x if self.final_norm is None else self.final_norm(x)
+
+    def logits(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
+        """Scores of the word at each place, [s, b, vocabulary] fp32. Call `eval()` first."""
+        with self.region():
+            x = self.head(self.hidden(tokens, mask, types))
+            scores = linear(x, self.output_weight, self.output_bias)
+            return mappings.gather_from_tensor_model_parallel_region(scores, self.tp)[..., : self.vocab_size].float()
+
+    def follows(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
+        """Scores of whether the second sentence follows, [b, 2] fp32: it does, it does not."""
+        with self.region():
+            return self.binary(self._pooled(self.hidden(tokens, mask, types))).float()
+
+    @property
+    def output_bias(self) -> Optional[torch.Tensor]:
+        return self.head.output.bias

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings of BERT work together (`settings.rules`)."""
+
+from megatron.model.bert.settings import own_settings
+from megatron.model.gpt.rules import IDLE, NO_RELATIVE
+from megatron.model.gpt.rules import RULES as GPT_RULES
+from megatron.model.t5.rules import refused
+from megatron.settings.rules import Rule
+
+RULES = (
+    *GPT_RULES,
+    NO_RELATIVE,
+    Rule(
+        lambda s: own_settings(s.settings).num_tokentypes < 0,
+        lambda s: f"--num-tokentypes {own_settings(s.settings).num_tokentypes} must be 0 (none) or more",
+    ),
+    Rule(
+        lambda s: own_settings(s.settings).bert_binary_head and own_settings(s.settings).num_tokentypes == 1,
+        lambda s: (
+            "--num-tokentypes 1: samples are pairs of sentences, which are told apart by 2; give 2, 0, or "
+            "--bert-no-binary-head"
+        ),
+    ),
+    Rule(
+        lambda s: s.seq_length < 8,
+        lambda s: f"--seq-length {s.seq_length} must be at least 8: two sentences, and three tokens beside them",
+    ),
+    *refused(
+        "reset_position_ids reset_attention_mask eod_mask_loss", "samples of masked words hold one text or a pair"
+    ),
+    *refused("window_size qk_layernorm apply_query_key_layer_scaling", "this model's attention does not have it"),
+)
+
+__all__ = ["IDLE", "RULES"]
