@@ -80,7 +80,8 @@ class StagePhase:
 # The module of a stage may also have
 #   OPTIONS         a dataclass whose fields are the options: the engine then checks a recipe's against it
 #   MAKES_TOKENS    True: no documents come out, the stage is the last
-#   explain         (made, shard, row, document, options) -> {"reason": word, "figures": {...}} of a document that the stage
-#                   dropped or changed, or None. made: phase -> the folders of its tasks, all done; shard, row: where among
-#                   the shards that the stage read the document stood, from 0
+#   explain         (made, shard, row, document, options) -> None for a document that went on as it was, else a dict with
+#                   "reason" (a word) and "figures" (a dict), and with "document" where it was changed and not dropped.
+#                   made: phase -> the folders of its tasks, all done, and "documents" -> the shards that the stage read;
+#                   shard, row: where among them the document stood, both from 0
 StageOfPhases = Callable[[Mapping[str, Any], int, int], list[StagePhase]]

@@ -295,6 +295,21 @@ def status(words: list[str], asked: CorpusOptions) -> None:
         print(f"  set aside: {about}: {reason}")
 
 
+def explain(words: list[str], asked: CorpusOptions) -> None:
+    """Why a document was kept or dropped."""
+    from dataclasses import asdict
+
+    from megatron.corpus.explain import explain as follow
+    from megatron.corpus.explain import told
+
+    histories = follow(_last_plan(asked), Path(asked.output), _one(words, "document"))
+    if asked.json:
+        print(json.dumps([asdict(history) | dict(fate=history.fate) for history in histories]))
+        return
+    for history in histories:
+        print("\n".join(told(history)))
+
+
 def clean(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import clean as remove
 
@@ -302,7 +317,7 @@ def clean(words: list[str], asked: CorpusOptions) -> None:
     print(f"{folders} folders of other recipes and dead attempts removed, {size / 1e6:.1f} MB")
 
 
-COMMANDS = dict(run=run, resume=run, plan=plan, check=check, status=status, clean=clean, work=work)
+COMMANDS = dict(run=run, resume=run, plan=plan, check=check, status=status, explain=explain, clean=clean, work=work)
 
 
 if __name__ == "__main__":

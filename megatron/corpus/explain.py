@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a document was kept or dropped, by which stage, with the figures.
+
+A document is named by its url, its id, or its line in the input (`books.jsonl:1207`, from 1). It is found in the shards of
+the first stage and followed: filters are asked again, for they say the same of it at any time; a stage of phases is asked
+by the `explain` of its module, else what it has made is searched for the document. Where several equal documents stand in
+one shard, the k-th of those that came in is taken for the k-th of those that went out.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.corpus.commit import read_receipt
+from megatron.corpus.documents import decode, encode, read_lines
+from megatron.corpus.filtering import filters_of, judged
+from megatron.corpus.plan import TASKS, CorpusPlan, PlannedStage
+from megatron.corpus.registry import load, module_of
+from megatron.corpus.shards import InputPiece, document_of, lines_of
+from megatron.corpus.stage import Document
+from megatron.data.json_input import BadLine
+from megatron.errors import DataError
+
+MOST = 5  # documents of one name that are followed
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one stage, or one filter of it, did with a document. fate: kept, changed, dropped, set aside, or unknown."""
+
+    stage: str
+    fate: str
+    reason: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """A document with all that was said of it, and whether it is in the corpus."""
+
+    document: Optional[Document]
+    place: str
+    said: list[Said]
+
+    @property
+    def fate(self) -> str:
+        return self.said[-1].fate if self.said else "unknown"
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a document stands among the shards between two stages, both from 0."""
+
+    shard: int
+    row: int
+    document: Document
+
+
+def explain(plan: CorpusPlan, output: Path, name: str) -> list[History]:
+    """The histories of the documents of this name. Raises DataError where there is none."""
+    base = output / TASKS
+    at_line = _line_of(plan, name)
+    if at_line:
+        return [_of_line(plan, base, *at_line)]
+    found = []
+    for at in _named(plan, base, name):
+        found.append(follow(plan, base, at))
+        if len(found) == MOST:
+            break
+    found = found or list(_rejected(plan, base, name))
+    if not found:
+        raise DataError(
+            f"no document has the url or id {name!r}",
+            do="give it as it stands in the document, or the line of an input file: FILE:NUMBER",
+        )
+    return found
+
+
+def follow(plan: CorpusPlan, base: Path, at: _At, place: str = "") -> History:
+    """What each stage did with a document of the first stage's shards, up to the one that dropped it."""
+    history = History(at.document, place or f"shard {at.shard}, document {at.row}", [])
+    now: Optional[_At] = at
+    for stage in plan.stages[1:]:
+        if stage.name == "filter":
+            now = _through_filters(plan, base, stage, now, history.said)
+        elif getattr(module_of_stage(stage), "MAKES_TOKENS", False):
+            history.said.append(_in_tokens(plan, base, stage, now))
+        else:
+            now = _through_phases(plan, base, stage, now, history.said)
+        if now is None:
+            break
+    return history
+
+
+# ---------------------------------------------------------------------------------------------------- finding
+
+
+def _named(plan: CorpusPlan, base: Path, name: str) -> Iterator[_At]:
+    mark = encode(name)[1:-1]
+    for number, shard in enumerate(plan.stages[0].makes):
+        if not (base / shard).exists():
+            continue
+        for row, line in enumerate(read_lines(base / shard)):
+            if mark in line or name.isdigit() and name.encode() in line:
+                document = decode(line)
+                if name in (document.get("url"), str(document.get("id"))):
+                    yield _At(number, row, document)
+
+
+def _rejected(plan: CorpusPlan, base: Path, name: str) -> Iterator[History]:
+    [folders] = plan.stages[0].phases.values()
+    for folder in dict.fromkeys(folders):
+        path = base / folder / "rejected.jsonl"
+        for line in read_lines(path) if path.exists() else ():
+            entry = decode(line)
+            if name in entry["begins"]:
+                said = Said("shards", "set aside", entry["reason"], dict(bytes=entry["bytes"]))
+                yield History(None, plan.tasks[folder].inputs[entry["input"]], [said])
+
+
+def _line_of(plan: CorpusPlan, name: str) -> Optional[tuple[str, int]]:
+    """(path of an input file, number of the line from 0) where a name is FILE:NUMBER."""
+    file, _, number = name.rpartition(":")
+    if not file or not number.isdigit():
+        return None
+    [folders] = plan.stages[0].phases.values()
+    inputs = dict.fromkeys(path for folder in folders for path in plan.tasks[folder].inputs)
+    wanted = str(Path(file).absolute())
+    found = [path for path in inputs if path == wanted] or [path for path in inputs if path.endswith(f"/{file}")]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise DataError(f"{file} is {len(found)} input files: {found[0]}, {found[1]} ...", do="give the whole path")
+    if int(number) < 1:
+        raise DataError(f"{name}: lines are counted from 1")
+    return found[0], int(number) - 1
+
+
+def _of_line(plan: CorpusPlan, base: Path, path: str, wanted: int) -> History:
+    """Read the pieces of the file again up to the line."""
+    [folders] = plan.stages[0].phases.values()
+    makes = plan.stages[0].makes
+    before = 0
+    for folder in dict.fromkeys(folders):
+        task, documents = plan.tasks[folder], 0
+        if path not in task.inputs:
+            continue
+        for piece in _pieces(base / folder, task.options["pieces"]):
+            here = task.inputs[piece["input"]] == path
+            if not here or wanted >= before + piece["lines"]:
+                before += piece["lines"] * here
+                documents += piece["documents"]
+                continue
+            shards = [number for number, shard in enumerate(makes) if shard.startswith(f"{folder}/")]
+            return _of_row(plan, base, task, piece, wanted - before, documents, shards)
+    raise DataError(f"{path}: it has {before} lines that were read", do="lines are counted from 1")
+
+
+def _pieces(folder: Path, wanted: Sequence) -> list[dict]:
+    try:
+        found = json.loads((folder / "pieces.json").read_text())
+    except (OSError, ValueError):
+        raise DataError(f"{folder}: the shards are not made yet", do="run the recipe first") from None
+    return [dict(one, piece=piece) for one, piece in zip(found, wanted, strict=True)]
+
+
+def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shards: list[int]) -> History:
+    which, start, stop, parts = piece["piece"]
+    path = task.inputs[which]
+    for line in lines_of(InputPiece(path, start, stop, parts), task.options["most"]):
+        place = f"{path}, line {row + 1} of its piece"
+        blank = not line.data or line.data.isspace()
+        try:
+            document = None if blank else document_of(line, task.options["text_key"])
+        except BadLine as error:
+            document = None
+            if line.row == row:
+                return History(None, place, [Said("shards", "set aside", str(error), dict(bytes=line.size))])
+        if line.row < row:
+            documents += document is not None
+        elif document is None:
+            return History(None, place, [Said("shards", "set aside", "a blank line")])
+        else:
+            break
+    for number in shards:  # the documents of a task stand in its shards one behind the other
+        here = sum(1 for _ in read_lines(base / plan.stages[0].makes[number]))
+        if documents < here:
+            return follow(plan, base, _At(number, documents, document), place)
+        documents -= here
+    raise DataError(f"{path}: its shards do not have the line", do="run the same command again")
+
+
+# ---------------------------------------------------------------------------------------------------- following
+
+
+def _through_filters(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, said: list[Said]) -> Optional[_At]:
+    [(phase, folders)] = stage.phases.items()
+    options = plan.tasks[folders[at.shard]].options
+    after: Optional[Document] = copy.deepcopy(at.document)
+    for step in judged(filters_of(options["filters"]), after):
+        after = step.verdict.document
+        fate = "dropped" if after is None else "changed" if step.changed else "kept"
+        reason = step.verdict.reason if fate != "kept" else ""
+        said.append(Said(f"{phase}: {step.name}", fate, reason, dict(step.verdict.figures)))
+    if after is None:
+        return None
+    before = _rows_of(base / stage.reads[at.shard], encode(at.document), at.row)
+    row = _nth(base / stage.makes[at.shard], encode(after), before)
+    return _At(at.shard, -1 if row is None else row, after)
+
+
+def _through_phases(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, said: list[Said]) -> Optional[_At]:
+    asked = _asked(base, stage, at)
+    if asked is not None and asked.get("document") is None:
+        said.append(Said(stage.name, "dropped", asked.get("reason", ""), dict(asked.get("figures", {}))))
+        return None
+    document = at.document if asked is None else asked["document"]
+    found = _search(base, stage, at.shard, document)
+    if found is None:
+        reason = "" if _complete(base, stage) else "it has not been through this stage yet"
+        said.append(Said(stage.name, "dropped" if not reason else "unknown", reason))
+        return None
+    fate = "kept" if asked is None and encode(found.document) == encode(at.document) else "changed"
+    more = asked or {}
+    place = f"shard {found.shard}, document {found.row}"
+    said.append(Said(stage.name, fate, more.get("reason", ""), dict(more.get("figures", {})), place))
+    return found
+
+
+def module_of_stage(stage: PlannedStage):
+    load(stage.address, stage.where)
+    return module_of(stage.address)
+
+
+def _asked(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
+    """What the stage's own `explain` says, where it has one and its tasks are done."""
+    hook = getattr(module_of_stage(stage), "explain", None)
+    if hook is None or at.row < 0 or not _complete(base, stage):
+        return None
+    made = {name.rpartition(".")[2]: [base / folder for folder in folders] for name, folders in stage.phases.items()}
+    made["documents"] = [base / shard for shard in stage.reads]
+    return hook(made, at.shard, at.row, copy.deepcopy(at.document), dict(stage.options))
+
+
+def _complete(base: Path, stage: PlannedStage) -> bool:
+    return all(read_receipt(base / folder) for folders in stage.phases.values() for folder in folders)
+
+
+def _search(base: Path, stage: PlannedStage, first: int, document: Document) -> Optional[_At]:
+    """The document among the shards that a stage has made: the same line, else one with the same url or id."""
+    numbers = sorted(range(len(stage.makes)), key=lambda number: number != first)
+    line = encode(document)
+    names = [(key, document[key]) for key in ("id", "url") if document.get(key)]
+    near: Optional[_At] = None
+    for number in numbers:
+        path = base / stage.makes[number]
+        for row, other in enumerate(read_lines(path) if path.exists() else ()):
+            if other == line:
+                return _At(number, row, document)
+            if near is None and names and encode(names[0][1]) in other:
+                found = decode(other)
+                if all(found.get(key) == value for key, value in names):
+                    near = _At(number, row, found)
+    return near
+
+
+def _in_tokens(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At) -> Said:
+    """Which document of the token files it is."""
+    first = next(iter(stage.phases.values()))
+    receipts = [read_receipt(base / folder) for folder in first]
+    if at.row < 0 or not all(receipts) or not all(read_receipt(base / folder) for folder in stage.makes):
+        return Said(stage.name, "unknown", "the token files are not complete")
+    rows = [receipt["counts"]["documents"] for receipt in receipts]
+    size = -(-len(first) // len(stage.makes))
+    begin = at.shard // size * size
+    dataset = f" of dataset {at.shard // size}" * (len(stage.makes) > 1)
+    return Said(stage.name, "kept", place=f"document {sum(rows[begin : at.shard]) + at.row}{dataset}, from 0")
+
+
+def _rows_of(path: Path, line: bytes, row: int) -> int:
+    """How many equal lines stand before this one."""
+    return sum(1 for number, other in enumerate(read_lines(path)) if number < row and other == line)
+
+
+def _nth(path: Path, line: bytes, number: int) -> Optional[int]:
+    """The row of the line that stands behind so many equal ones; the last of them where there are fewer."""
+    last = None
+    for row, other in enumerate(read_lines(path) if path.exists() else ()):
+        if other == line:
+            last = row
+            if number == 0:
+                break
+            number -= 1
+    return last
+
+
+def told(history: History) -> list[str]:
+    """A history in lines for people."""
+    document = history.document or {}
+    name = document.get("url") or document.get("id") or history.place
+    lines = [f"{name}: {FATES[history.fate]}"]
+    if document:
+        lines.append(f"  {history.place}, {len(document['text']):,} characters: {document['text'][:80]!r}")
+    for said in history.said:
+        figures = ", ".join(f"{key} {_short(value)}" for key, value in said.figures.items())
+        line = f"  {said.stage}: {said.fate}" + f" ({said.reason})" * bool(said.reason)
+        lines.append(line + f": {figures}" * bool(figures) + f" -> {said.place}" * bool(said.place))
+    return lines
+
+
+FATES = {"set aside": "set aside, for it is no document", "unknown": "not known yet", "kept": "kept", "changed": "kept"}
+FATES["dropped"] = "dropped"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:80]
