@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a byte-level BPE vocabulary of GPT-2's kind on loose JSON lines.
+"""Train a vocabulary on loose JSON lines: byte-level BPE as GPT-2's, or word pieces as BERT's.
 
     python -m megatron.tools.train_tokenizer --input corpus.jsonl --vocab-size 8192 --output vocabulary/
 
 writes vocab.json and merges.txt, which `--tokenizer-type GPT2BPETokenizer --vocab-file --merge-file` reads. Ids are laid
-out as GPT-2's: 256 bytes, one id per merge, `<|endoftext|>` last. The same input gives the same files.
+out as GPT-2's: 256 bytes, one id per merge, `<|endoftext|>` last. With `--kind word-piece` it writes vocab.txt, which
+`--tokenizer-type BertWordPieceLowerCase --vocab-file` reads (`word-piece-cased`: BertWordPieceCase): [PAD], [UNK], [CLS],
+[SEP], [MASK], characters, pieces. The same input gives the same files.
 """
 
 import json
 import time
-from collections.abc import Iterator
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
@@ -19,6 +24,7 @@ from megatron.settings.schema import setting
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,10 @@ class TrainTokenizerOptions:
     """What to train on, and how large the vocabulary shall be."""
 
     input: list[str] = setting("files of JSON lines")
-    output: str = setting("folder for vocab.json and merges.txt", ".")
+    output: str = setting("folder for vocab.json and merges.txt, or vocab.txt", ".")
+    kind: Literal["byte-level", "word-piece", "word-piece-cased"] = setting(
+        "byte-level: BPE as GPT-2's; word-piece: as BERT's, in lower case without accents, or cased", "byte-level"
+    )
     json_keys: list[str] = setting("keys that hold text (default: text)", None)
     vocab_size: int = setting("tokens, end of text and the 256 bytes included", 8192)
     min_frequency: int = setting("a pair that occurs less often is not merged", 2)
@@ -38,32 +47,100 @@ def main(argv: list[str]) -> None:
         argv,
         dict(training=TrainTokenizerOptions),
         prog="python -m megatron.tools.train_tokenizer",
-        description="Train a byte-level BPE vocabulary of GPT-2's kind.",
+        description="Train a vocabulary: byte-level BPE as GPT-2's, or word pieces as BERT's.",
         common=tuple(TrainTokenizerOptions.__dataclass_fields__),
     )["training"]
+    start = time.perf_counter()
+    train = train_byte_level if settings.kind == "byte-level" else train_word_pieces
+    path, size = train(settings, read_texts(settings))
+    print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
+    if size < settings.vocab_size:
+        print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")
+
+
+def train_byte_level(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
+    """(vocab.json, its number of tokens); merges.txt is written beside it."""
     if settings.vocab_size < SMALLEST:
         raise SettingsError(
             f"--vocab-size {settings.vocab_size} is too small",
             "256 bytes, at least one merge and end of text have to fit",
             f"--vocab-size {SMALLEST}",
         )
-    start = time.perf_counter()
-    texts = read_texts(settings.input, settings.json_keys or ["text"], int(settings.max_megabytes * 1e6))
     merges = learn_merges(texts, settings.vocab_size, settings.min_frequency)
     if not merges:
         raise DataError(
             f"no pair of bytes occurs {settings.min_frequency} times in {' '.join(settings.input)}",
             do="give more text, or a lower --min-frequency",
         )
-    size = write_vocabulary(Path(settings.output), merges)
-    print(f"{Path(settings.output) / 'vocab.json'}: {size} tokens, {time.perf_counter() - start:.1f} s")
-    if size < settings.vocab_size:
-        print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")
+    return Path(settings.output) / "vocab.json", write_vocabulary(Path(settings.output), merges)
 
 
-def read_texts(paths: list[str], keys: list[str], room: int) -> Iterator[str]:
-    """The texts under `keys` of JSON lines, up to `room` bytes. Raises DataError naming file and line."""
-    for path in paths:
+def train_word_pieces(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
+    """(vocab.txt, its number of tokens).
+
+    The library numbers the characters inside of words as it comes across them in a hash table, and decides between pairs of
+    equal frequency by these numbers: they are given to it beforehand, as if they were special tokens.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=settings.kind == "word-piece")
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    texts, counts = list(texts), Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    alphabet, inside = characters_of(counts, settings.vocab_size // 2)
+    first = [*SPECIAL, *alphabet, *(f"##{character}" for character in inside)]
+    if len(first) >= settings.vocab_size:
+        do = f"--vocab-size {8 * len(SPECIAL)} or more"
+        raise SettingsError(f"--vocab-size {settings.vocab_size} has no room for pieces of words", do=do)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        special_tokens=first,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokens = sorted(vocab := tokenizer.get_vocab(), key=vocab.__getitem__)
+    if len(tokens) == len(first):
+        raise DataError(
+            f"no pair of characters occurs {settings.min_frequency} times in {' '.join(settings.input)}",
+            do="give more text, or a lower --min-frequency",
+        )
+    path = Path(settings.output) / "vocab.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, "".join(f"{token}\n" for token in tokens))
+    return path, len(tokens)
+
+
+def characters_of(counts: Mapping[str, int], room: int) -> tuple[list[str], list[str]]:
+    """(those that get a token, those of them that get another one inside of words), in order: the most frequent ones that
+    have room with their two tokens or one. Rarer ones are [UNK].
+
+    >>> characters_of({"b": 9, "a": 8, ".": 7, " ": 9, "c": 1}, 5)
+    (['.', 'a', 'b'], ['a', 'b'])
+    """
+    alphabet = []
+    for character in sorted(counts, key=lambda character: (-counts[character], character)):
+        if not character.isspace() and (room := room - 1 - _stands_in_words(character)) >= 0:
+            alphabet.append(character)
+    return sorted(alphabet), sorted(filter(_stands_in_words, alphabet))
+
+
+def _stands_in_words(character: str) -> bool:
+    """Whether a word can have this character behind its first: BERT's words end at punctuation, and at each Han sign."""
+    if character.isascii():
+        return character.isalnum()
+    name = unicodedata.name(character, "")
+    return unicodedata.category(character)[0] != "P" and not name.startswith("CJK ")
+
+
+def read_texts(settings: TrainTokenizerOptions) -> Iterator[str]:
+    """The texts of JSON lines, as many as shall be read. Raises DataError naming file and line."""
+    keys, room = settings.json_keys or ["text"], int(settings.max_megabytes * 1e6)
+    for path in settings.input:
         try:
             lines = Path(path).open("rb")
         except FileNotFoundError:

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+from tokenizers import BertWordPieceTokenizer
 
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import TokenizerSettings
@@ -52,6 +53,32 @@ def test_the_same_files_every_time(corpus, tmp_path):
         train(corpus, tmp_path / name, "--vocab-size", "290")
     for file in ("vocab.json", "merges.txt"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind, name", [("word-piece", "LowerCase"), ("word-piece-cased", "Case")])
+def test_word_pieces_are_what_bert_reads(kind, name, tmp_path, capsys):
+    """The library itself numbers pairs of equal frequency by chance; here the file is the same each time."""
+    words = [f"{a}{b}{c}" for a in "abcdefghij" for b in "klmnop" for c in "qrst"]
+    texts = ["The Cat s\u00e1t, unaffable; " + " ".join(words[at::7]) + " \u4f60\u597d" for at in range(7)]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+    files = []
+    for folder in "abc":
+        flags = ["--input", str(path), "--kind", kind, "--vocab-size", "150", "--output", str(tmp_path / folder)]
+        train_tokenizer.main(flags)
+        files.append((tmp_path / folder / "vocab.txt").read_text(encoding="utf-8"))
+    assert len(set(files)) == 1
+    tokens = files[0].splitlines()
+    assert tokens[:5] == list(train_tokenizer.SPECIAL) and len(tokens) == len(set(tokens)) == 150
+    assert ("T" in tokens) == (kind == "word-piece-cased") and "##\u597d" not in tokens and "\u597d" in tokens
+    ours = build_tokenizer(
+        TokenizerSettings(tokenizer_type=f"BertWordPiece{name}", vocab_file=str(tmp_path / "a/vocab.txt"))
+    )
+    theirs = BertWordPieceTokenizer(str(tmp_path / "a/vocab.txt"), lowercase=kind == "word-piece")
+    for text in texts:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+    with pytest.raises(SettingsError, match="no room for pieces"):
+        train_tokenizer.main([*flags[:5], "8", *flags[6:]])
 
 
 def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(corpus, tmp_path, capsys):
