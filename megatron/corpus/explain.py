@@ -3,8 +3,8 @@
 
 A document is named by its url, its id, or its line in the input (`books.jsonl:1207`, from 1). It is found in the shards of
 the first stage and followed: filters are asked again, for they say the same of it at any time; a stage of phases is asked
-by the `explain` of its module, else what it has made is searched for the document. Where several equal documents stand in
-one shard, the k-th of those that came in is taken for the k-th of those that went out.
+by the `explain` of its module, or its notes are read, else what it has made is searched. Where several equal documents
+stand in one shard, the k-th of those that came in is taken for the k-th of those that went out.
 """
 
 import copy
@@ -24,6 +24,7 @@ from megatron.corpus.stage import Document
 from megatron.data.json_input import BadLine
 from megatron.errors import DataError
 
+DROPPED = "dropped.jsonl"
 MOST = 5  # documents of one name that are followed
 
 
@@ -238,12 +239,27 @@ def module_of_stage(stage: PlannedStage):
 
 def _asked(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
     """What the stage's own `explain` says, where it has one and its tasks are done."""
-    hook = getattr(module_of_stage(stage), "explain", None)
-    if hook is None or at.row < 0 or not _complete(base, stage):
+    if at.row < 0 or not _complete(base, stage):
         return None
+    hook = getattr(module_of_stage(stage), "explain", None)
+    if hook is None:
+        return _note_of(base, stage, at)
     made = {name.rpartition(".")[2]: [base / folder for folder in folders] for name, folders in stage.phases.items()}
     made["documents"] = [base / shard for shard in stage.reads]
     return hook(made, at.shard, at.row, copy.deepcopy(at.document), dict(stage.options))
+
+
+def _note_of(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
+    """What `dropped.jsonl` beside the shard that became of this one says of the row."""
+    if len(stage.makes) != len(stage.reads):
+        return None
+    path = (base / stage.makes[at.shard]).with_name(DROPPED)
+    for line in read_lines(path) if path.exists() else ():
+        note = decode(line)
+        if note.get("row") == at.row:
+            more = {key: value for key, value in note.items() if key not in ("row", "reason", "id", "url")}
+            return dict(reason=note.get("reason", ""), figures=more)
+    return None
 
 
 def _complete(base: Path, stage: PlannedStage) -> bool:

@@ -77,6 +77,10 @@ class StagePhase:
 #   names, none is an empty shard. `documents.py` reads and writes shards.
 # - A task is identified by its function, its options (texts that name files: with the files' bytes), its inputs, and the
 #   version of its code: VERSION in its module, or the digest of the module's source where there is none.
+# - Counts of the last phase by these names are the stage's line in the report: documents_in, bytes_in, documents, bytes (of
+#   text), dropped: {rule: {"documents": n, "bytes": n}}. A dict whose keys are numbers is drawn as a histogram.
+# - Where the last phase has a task for each shard that the stage reads, it may leave `dropped.jsonl` beside the documents:
+#   an object a line with "row" (from 0, in the shard that was read), "reason", and figures. `explain` reads it.
 # The module of a stage may also have
 #   OPTIONS         a dataclass whose fields are the options: the engine then checks a recipe's against it
 #   MAKES_TOKENS    True: no documents come out, the stage is the last

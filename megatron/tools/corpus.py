@@ -310,6 +310,15 @@ def explain(words: list[str], asked: CorpusOptions) -> None:
         print("\n".join(told(history)))
 
 
+def report(words: list[str], asked: CorpusOptions) -> None:
+    """A page of what became of the text."""
+    from megatron.tools.corpus_report import make_page
+
+    path = Path(asked.html or Path(asked.output) / "report.html")
+    path.write_text(make_page(_last_plan(asked), Path(asked.output)), encoding="utf-8")
+    print(f"written: {path}")
+
+
 def clean(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import clean as remove
 
@@ -317,7 +326,9 @@ def clean(words: list[str], asked: CorpusOptions) -> None:
     print(f"{folders} folders of other recipes and dead attempts removed, {size / 1e6:.1f} MB")
 
 
-COMMANDS = dict(run=run, resume=run, plan=plan, check=check, status=status, explain=explain, clean=clean, work=work)
+COMMANDS = dict(
+    run=run, resume=run, plan=plan, check=check, status=status, explain=explain, report=report, clean=clean, work=work
+)
 
 
 if __name__ == "__main__":

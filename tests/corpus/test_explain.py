@@ -11,6 +11,7 @@ from megatron.corpus.plan import save_plan
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 from megatron.tools import corpus
+from tests.corpus import toy_stages
 
 VOCABULARY = "{tokenizer-type: NullTokenizer, vocab-size: 999, append-eod: true}"
 
@@ -36,6 +37,20 @@ def test_every_document_is_explained_as_a_plain_loop_would(small_corpus, tmp_pat
         assert changed in ([], ["changed"] if text.startswith("change") else ["kept"])
     assert found == wanted
     assert {fate for fate, _ in wanted} == {"kept", "dropped"}
+
+
+@pytest.mark.parametrize("notes, reason", [("true", "noted"), ("false", "")])
+def test_a_stage_that_says_nothing_is_read(small_corpus, tmp_path, monkeypatch, notes, reason):
+    """Its notes, else what it has made."""
+    upper = "stages:\n  - filter: ['tests.corpus.toy_stages:Upper']\n"
+    stages = upper + f"  - tests.corpus.toy_stages:phases: {{parts: 2, notes: {notes}}}\n"
+    plan = small_corpus.run(tmp_path / "out", stages=stages)
+    monkeypatch.delattr(toy_stages, "explain")
+    first = {text: number for number, text in reversed([*enumerate(small_corpus.texts)])}
+    for number, text in [*enumerate(small_corpus.texts)][::3]:
+        [history] = explain(plan, tmp_path / "out", f"https://www.site{number % 4}.org/{number}")
+        wanted = ("kept", "") if first[text] == number else ("dropped", reason)
+        assert (history.fate, history.said[-1].reason) == wanted
 
 
 def test_a_document_is_named_by_its_line_too(small_corpus, tmp_path, capsys):

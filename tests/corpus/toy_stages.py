@@ -95,6 +95,9 @@ def find(inputs, output: Path, options):
 def keep(inputs, output: Path, options):
     gone = {tuple(one) for folder in inputs[1:] for one in json.loads((folder / "gone.json").read_text())}
     kept = [d for row, d in enumerate(read_documents(inputs[0])) if (options["shard"], row) not in gone]
+    if options.get("notes"):
+        rows = sorted(row for shard, row in gone if shard == options["shard"])
+        (output / "dropped.jsonl").write_text("".join(f'{{"row": {r}, "reason": "noted"}}\n' for r in rows))
     half = len(kept) // 2
     write_documents(output / "a.jsonl.zst", kept[:half])
     with ShardWriter(output / "b.jsonl.zst") as writer:
@@ -104,6 +107,7 @@ def keep(inputs, output: Path, options):
 
 
 def explain(made, shard, row, document, options):
+    assert Path(made["documents"][shard]).exists()
     for folder in made["find"]:
         if [shard, row] in json.loads((folder / "gone.json").read_text()):
             return dict(reason="duplicate", figures=dict(text=document["text"][:20]))
