@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents by what a fastText classifier says of them: educational, toxic, of a topic ... The model is the user's own.
 
-    classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
+classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _PREFIX = "__label__"
 
 
 class FastTextClassifier:
-    """Keeps documents that have one of the labels in `keep` with at least its score, or none of those in `drop` with theirs.
+    """Keeps documents with one of the labels in `keep` at its score or more, or with none of those in `drop` at theirs.
 
     model: a .bin or .ftz file
     keep, drop: label (without __label__) -> score; one of the two

@@ -49,7 +49,9 @@ class HtmlToText:
         figures = {"page_characters": len(page), "depth": depth(page)}
         if figures["depth"] > self.max_depth:
             return Verdict(None, "nested_too_deep", figures)
-        page = page.replace("\0", " ").encode("utf-8", "replace").decode()  # parsers end at a NUL, and refuse surrogates
+        page = (
+            page.replace("\0", " ").encode("utf-8", "replace").decode()
+        )  # parsers end at a NUL, and refuse surrogates
         try:
             text = (self.extract(page) or "").strip()
         except (ValueError, RuntimeError) as error:
@@ -93,7 +95,9 @@ def _trafilatura(main_content: bool) -> Callable[[str], Optional[str]]:
 
 
 def _missing(package: str, why: Optional[str] = None) -> SettingsError:
-    return SettingsError(f"taking texts out of pages needs the package {package}", why, "pip install 'megatron[corpus]'")
+    return SettingsError(
+        f"taking texts out of pages needs the package {package}", why, "pip install 'megatron[corpus]'"
+    )
 
 
 EXTRACTORS = {"resiliparse": _resiliparse, "trafilatura": _trafilatura}

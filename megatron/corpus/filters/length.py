@@ -58,10 +58,7 @@ def count_pieces(text: str) -> int:
 
 @cache
 def _token_counter(
-    vocab_file: Optional[str],
-    merge_file: Optional[str],
-    tokenizer_type: Optional[str],
-    tokenizer_model: Optional[str],
+    vocab_file: Optional[str], merge_file: Optional[str], tokenizer_type: Optional[str], tokenizer_model: Optional[str]
 ) -> Callable[[str], int]:
     from megatron.settings.schema import TokenizerSettings
     from megatron.tokenizer import build_tokenizer

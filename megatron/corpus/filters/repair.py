@@ -135,7 +135,9 @@ def fingerprint(ftfy) -> str:
 def _characters(data) -> list[str]:
     """All characters that ftfy replaces one by one, but those of an escape sequence."""
     points = {*data.LIGATURES, *data.WIDTH_MAP, *data.CONTROL_CHARS, 0x0D, 0x2028, 0x2029} - {0x1B}
-    quotes = [c for c in map(chr, range(0x2000, 0x2100)) if data.DOUBLE_QUOTE_RE.match(c) or data.SINGLE_QUOTE_RE.match(c)]
+    quotes = [
+        c for c in map(chr, range(0x2000, 0x2100)) if data.DOUBLE_QUOTE_RE.match(c) or data.SINGLE_QUOTE_RE.match(c)
+    ]
     return sorted({*map(chr, points), *quotes, "\u02bc"})
 
 

@@ -31,7 +31,9 @@ class CleaningTasks:
     ):
         for name in tasks:
             if name not in TASKS:
-                raise SettingsError(f"--tasks {name}: unknown{did_you_mean(name, TASKS)}", do=f"known: {', '.join(TASKS)}")
+                raise SettingsError(
+                    f"--tasks {name}: unknown{did_you_mean(name, TASKS)}", do=f"known: {', '.join(TASKS)}"
+                )
             if list(tasks).count(name) > 1:
                 raise SettingsError(f"--tasks names {name} twice")
         if not tasks:
@@ -59,7 +61,7 @@ class CleaningTasks:
             text = after
         if not changed:
             return Verdict(document)
-        return Verdict({**document, "text": text}, "cleaned", changed)
+        return Verdict({**document, "text": text}, "changed", changed)
 
     def _remove_512_non_english(self, text: str) -> Optional[str]:
         if len(text) < 512 and self._is_kept({"text": text}).document is None:

@@ -19,10 +19,7 @@ class UrlFilter:
     """
 
     def __init__(
-        self,
-        rule: Optional[str] = None,
-        domains: Sequence[str] = (),
-        missing: Literal["keep", "drop"] = "keep",
+        self, rule: Optional[str] = None, domains: Sequence[str] = (), missing: Literal["keep", "drop"] = "keep"
     ):
         if missing not in ("keep", "drop"):
             raise SettingsError(f"missing: {missing!r} is neither keep nor drop")

@@ -19,7 +19,14 @@ import numpy as np
 
 WORD, LETTER, SPACE, HAN, VISIBLE, RUN, JOINER, NUMBER = (1 << bit for bit in range(8))  # bits of a character's class
 APOSTROPHES = (ord("'"), 0x2019)
-HAN_RANGES = ((0x3040, 0x3100), (0x31F0, 0x3200), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0))
+HAN_RANGES = (
+    (0x3040, 0x3100),
+    (0x31F0, 0x3200),
+    (0x3400, 0x4DC0),
+    (0x4E00, 0xA000),
+    (0xF900, 0xFB00),
+    (0x20000, 0x323B0),
+)
 _ANYWHERE = (ord("."), *APOSTROPHES)  # join any two characters of words; other joiners join digits
 BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
