@@ -157,14 +157,49 @@ def _read_at(number: int, start: int, stop: int) -> bytes:
     return data
 
 
-def read_blocks(source: Source, block_size: int) -> Iterator[tuple[bytes, int]]:
+def read_part(source: Source, start: int, stop: int, block_size: int, longest: int) -> Iterator[bytes]:
+    """Blocks of the whole lines whose first byte lies in [start, stop) of a plain file. longest: as in `read_blocks`."""
+    with open(source.path, "rb", buffering=0) as file:
+        yield from _whole_lines(_Part(file, start, stop), block_size, longest)
+
+
+class _Part:
+    """The lines whose first byte lies in [start, stop) of a file, as a stream."""
+
+    def __init__(self, file: BinaryIO, start: int, stop: int):
+        self._file, self._at, self._stop, self._ended = file, start, stop, start >= stop
+        if start and not self._ended:
+            self._at = start - 1  # the byte before tells whether a line starts at `start`
+            self._file.seek(self._at)
+            while data := self._file.read(1 << 16):
+                end = data.find(b"\n") + 1
+                self._at += end or len(data)
+                if end:
+                    break
+            self._ended = self._at >= stop
+        self._file.seek(self._at)
+
+    def read(self, size: int) -> bytes:
+        """Some of the next `size` bytes; none at the end."""
+        if self._ended:
+            return b""
+        data = self._file.read(size)
+        last = data.find(b"\n", max(self._stop - 1 - self._at, 0)) + 1  # the end of the last line that is ours
+        self._at += len(data)
+        if last:
+            self._ended, data = True, data[:last]
+        return data
+
+
+def read_blocks(source: Source, block_size: int, longest: int | None = None) -> Iterator[tuple[bytes, int]]:
     """Blocks of whole lines of at least `block_size` bytes, each with the bytes read from the disk so far.
 
+    longest: a line of more bytes may come without what is behind its first `longest` + 1, so that memory is bounded.
     Raises DataError when compressed data is damaged or cut short.
     """
     with telling_damage(source.path):
         for part, position in read_streams(source):
-            for data in _whole_lines(part, block_size):
+            for data in _whole_lines(part, block_size, longest):
                 yield data, position()
 
 
@@ -184,17 +219,25 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
             yield part, lambda: _position(raw)
 
 
-def _whole_lines(stream, block_size: int) -> Iterator[bytes]:
-    pieces, first = [], True
+def _whole_lines(stream, block_size: int, longest: int | None = None) -> Iterator[bytes]:
+    pieces, first, held = [], True, 0  # the beginning of a line that has not ended, and its bytes
+    longest = sys.maxsize if longest is None else longest
     while data := stream.read(block_size):
         if first:
             data, first = data.removeprefix(BYTE_ORDER_MARK), False
+        if held > longest:
+            end = data.find(b"\n")
+            data = data[end:] if end >= 0 else b""
         cut = data.rfind(b"\n") + 1
         if not cut:
             pieces.append(data)
+            held += len(data)
+            if held > longest:
+                pieces, held = [b"".join(pieces)[: longest + 1]], longest + 1
             continue
         yield b"".join([*pieces, data[:cut]])
-        pieces = [data[cut:]] if cut < len(data) else []
+        held = len(data) - cut
+        pieces = [data[cut:]] if held else []
     if pieces:
         yield b"".join(pieces)
 
@@ -302,16 +345,24 @@ class ZstdStream:
         self._error = zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._raw, self._path, self._frame = raw, path, None
+        self._packed, self._taken = b"", 0
 
     def read(self, size: int) -> bytes:
         """At least `size` bytes, fewer only at the end."""
         pieces, length = [], 0
-        while length < size and (data := self._raw.read(1 << 12)):  # 4 KB may hold 128 MB of zeros
+        while length < size and (data := self._take()):
             pieces += (out := self._decompress(data))
             length += sum(map(len, out))
         if length < size and self._frame is not None:
             raise damaged(self._path, "the last zstd frame is not complete")
         return b"".join(pieces)
+
+    def _take(self) -> bytes:
+        """The next bytes of the file, so few that what a bomb makes of them fits into memory: 32,768 times as much."""
+        if self._taken >= len(self._packed):
+            self._packed, self._taken = self._raw.read(1 << 17), 0
+        self._taken += 1 << 12
+        return self._packed[self._taken - (1 << 12) : self._taken]
 
     def _decompress(self, data: bytes) -> list[bytes]:
         out = []
@@ -339,13 +390,17 @@ def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
     """
     if not line or line.isspace():
         return None
+    return values_of(parse_record(line), keys)
+
+
+def parse_record(line: bytes):
+    """What the JSON of a line says. Raises BadLine."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise BadLine(f"not JSON: {error}") from None
-    return values_of(record, keys)
 
 
 def values_of(record, keys: list[str]) -> list[str | list[str]]:

@@ -15,7 +15,7 @@ _PREFIX = "__label__"
 
 
 class FastTextClassifier:
-    """Keeps documents that have one of the labels in `keep` with at least its score, or none of those in `drop` with theirs.
+    """Keeps documents with one of the labels in `keep` at its score or more, or with none of those in `drop` at theirs.
 
     model: a .bin or .ftz file
     keep, drop: label (without __label__) -> score; one of the two

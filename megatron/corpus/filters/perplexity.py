@@ -9,11 +9,14 @@ made from `model` if that is given, that is called with a text.
 """
 
 import math
+import re
 from typing import Optional
 
 from megatron.corpus.filters.url import named_function
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import DataError, SettingsError
+
+_HEADING = re.compile(r"\\([1-9])-grams:")
 
 
 class PerplexityFilter:
@@ -72,15 +75,14 @@ class ArpaModel:
         order = 0
         for number, line in enumerate(file, 1):
             line = line.strip()
-            if line.endswith("-grams:") and line.startswith("\\"):
-                order = int(line[1:].partition("-")[0])
+            if heading := _HEADING.fullmatch(line):
+                order = int(heading[1])
                 self.order = max(self.order, order)
             elif order and line and not line.startswith("\\"):
-                fields = line.split("\t") if "\t" in line else line.split(" ", order + 1)
-                words = tuple(" ".join(fields[1:]).split()[:order])
-                rest = line.split()[order + 1 :]
+                fields = line.split()
                 try:
-                    self.grams[words] = float(fields[0]), float(rest[0]) if rest else 0.0
+                    backoff = float(fields[order + 1]) if len(fields) > order + 1 else 0.0
+                    self.grams[tuple(fields[1 : order + 1])] = float(fields[0]), backoff
                 except ValueError:
                     raise DataError(f"{path}, line {number}: {line[:60]!r} is no n-gram") from None
 

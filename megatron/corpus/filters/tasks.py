@@ -61,7 +61,7 @@ class CleaningTasks:
             text = after
         if not changed:
             return Verdict(document)
-        return Verdict({**document, "text": text}, "cleaned", changed)
+        return Verdict({**document, "text": text}, "changed", changed)
 
     def _remove_512_non_english(self, text: str) -> Optional[str]:
         if len(text) < 512 and self._is_kept({"text": text}).document is None:

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of JSON lines through filters into files of JSON lines, in several processes, in the order of the input.
+
+    totals = clean_files(find_sources(["raw.jsonl"]), LineCleaner([("gate", BinaryGate())]), "clean.jsonl", workers=8)
+
+The same bytes come out for any number of processes. An output is whole or not there. Lines that are no documents are set
+aside in `<output>.rejected.jsonl` with file, line and reason. What is in memory does not grow with the input: blocks of
+1 MiB, a few of them a process, and no line longer than `LineCleaner.longest`.
+"""
+
+import bz2
+import contextlib
+import gzip
+import json
+import lzma
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.corpus.stage import Document, Filter
+from megatron.data.json_input import BadLine, Source, parse_record, read_blocks, read_part, values_of
+from megatron.data.workspace import Workspace
+from megatron.errors import DataError, Failure, Locked, StorageError, UsageError
+from megatron.storage.durable import sync_folder
+
+BLOCK = 1 << 20  # bytes of lines: some 20 ms of work
+LONGEST = 16 << 20  # bytes of the longest line: what a parser makes of it may take 25 times as much
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines of file number `source`; `first`: how many lines of this part of the file came before."""
+
+    source: int
+    first: int
+    data: bytes
+
+
+@dataclass
+class Cleaned:
+    """What became of a block.
+
+    kept, dropped: files' bytes, compressed where the file will be
+    counts: "documents", "rejected", and "<filter>.<reason>" and "<filter>.<reason>.characters" of what was dropped, or
+            changed and kept
+    rejected: (line of the block, reason)
+    """
+
+    kept: bytes
+    dropped: bytes
+    lines: int
+    counts: Counter
+    rejected: list[tuple[int, str]]
+
+
+@dataclass
+class LineCleaner:
+    """The work on a block: parse, filter, write. Lives in each process.
+
+    filters: (name, filter), in order
+    dropped: what is written of a dropped document: nothing, the document as it was read, or that with its reason
+    """
+
+    filters: Sequence[tuple[str, Filter]]
+    dropped: Literal["nothing", "document", "reason"] = "nothing"
+    longest: int = LONGEST
+    pack: Callable[[bytes], bytes] = bytes
+    pack_dropped: Callable[[bytes], bytes] = bytes
+
+    def __call__(self, block: LineBlock, shard: tuple[int, int] = (0, 1)) -> Cleaned:
+        """shard: (number from 0, count) of the lines that are taken, by their numbers in the file."""
+        lines = block.data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        kept, dropped, counts, rejected = [], [], Counter(), []
+        number, count = shard
+        for at in range((number - block.first) % count, len(lines), count):
+            try:
+                document = self._parsed(lines[at])
+                if document is None:
+                    continue
+                kept_line, dropped_line = self._filtered(document, counts)
+            except BadLine as reason:
+                rejected.append((at, str(reason)))
+                continue
+            counts["documents"] += 1
+            kept += kept_line
+            dropped += dropped_line
+        counts["rejected"] += len(rejected)
+        packed = self.pack(b"".join(kept)) if kept else b""
+        return Cleaned(packed, self.pack_dropped(b"".join(dropped)) if dropped else b"", len(lines), counts, rejected)
+
+    def _parsed(self, line: bytes) -> Optional[Document]:
+        """The document of a line; None for a blank one. Raises BadLine."""
+        if len(line) > self.longest:
+            raise BadLine(f"longer than {self.longest:,} bytes")
+        if not line or line.isspace():
+            return None
+        document = parse_record(line)
+        [text] = values_of(document, ["text"])
+        if not isinstance(text, str):
+            raise BadLine("'text' is a list, not text")
+        return document
+
+    def _filtered(self, document: Document, counts: Counter) -> tuple[list[bytes], list[bytes]]:
+        """(what to write of a kept document, what of a dropped one). Raises BadLine."""
+        now = document
+        for name, keep in self.filters:
+            try:
+                verdict = keep(now)
+            except Failure:
+                raise
+            except Exception as error:  # a text that a library does not bear is one bad document, not the end
+                raise BadLine(f"filter {name}: {type(error).__name__}: {error}"[:500]) from None
+            if verdict.document is None:
+                self._count(counts, f"{name}.{verdict.reason}", now)
+                return [], self._dropped(document, f"{name}.{verdict.reason}", verdict.figures)
+            now = verdict.document
+            if verdict.reason:
+                self._count(counts, f"{name}.{verdict.reason}", now)
+        return [_line(now)], []
+
+    def _dropped(self, document: Document, reason: str, figures) -> list[bytes]:
+        if self.dropped == "nothing":
+            return []
+        record = (
+            document if self.dropped == "document" else dict(reason=reason, figures=dict(figures), document=document)
+        )
+        return [_line(record)]
+
+    @staticmethod
+    def _count(counts: Counter, reason: str, document: Document) -> None:
+        counts[reason] += 1
+        counts[f"{reason}.characters"] += len(document["text"])
+
+
+def _line(record: Document) -> bytes:
+    """A record as a line of a file. Raises BadLine for what cannot be written again."""
+    try:
+        return _to_json(record).encode() + b"\n"
+    except UnicodeEncodeError:
+        raise BadLine("a value or a key holds half of a surrogate pair, which is no text") from None
+    except RecursionError:
+        raise BadLine("not JSON that can be written again: nested too deep") from None
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {  # suffix of a name -> a part of the file's bytes, packed by itself
+    ".gz": lambda data: gzip.compress(data, compresslevel=6, mtime=0),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: _zstd().compress(data),
+}
+
+
+def _zstd():
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError("zstd files need the package zstandard", do="pip install zstandard") from None
+    return zstandard.ZstdCompressor(level=3)
+
+
+def packer(path: str) -> Callable[[bytes], bytes]:
+    """How the bytes of a file with this name are packed. Raises UsageError for a name of an archive."""
+    suffix = Path(path).suffix.lower()
+    if suffix in (".tar", ".tgz", ".tzst", ".tbz2", ".txz", ".zip"):
+        raise UsageError(f"{path}: archives are not written", do="give a name that ends in .jsonl or .jsonl.zst")
+    return PACKERS.get(suffix, bytes)
+
+
+def clean_files(
+    sources: list[Source],
+    cleaner: LineCleaner,
+    output: str,
+    dropped: Optional[str] = None,
+    workers: int = 1,
+    shard: tuple[int, int] = (0, 1),
+    report: Callable[[Counter, float], None] = lambda counts, seconds: None,
+    stop_on_bad_line: bool = False,
+) -> Counter:
+    """Run the filters over all lines of the sources. `report` gets the counts so far after each block.
+
+    output:  file of kept documents; by its name it is packed (.gz .zst .bz2 .xz). `<output>.rejected.jsonl` beside it
+    dropped: file of dropped documents
+    shard:   (number from 0, count): a part of the input; the parts of all numbers are the whole, once each
+
+    Returns the counts of all blocks. Raises DataError, Locked, StorageError; then no output was touched.
+    """
+    refuse_overwriting(sources, output, dropped)
+    start, totals = time.perf_counter(), Counter()
+    cleaner.pack = packer(output)
+    cleaner.pack_dropped = packer(dropped) if dropped else bytes
+    with _workspace(output) as workspace:
+        files = [open(workspace.path(name), "wb") for name in ("kept", "dropped", "rejected")]
+        try:
+            for block, cleaned in _through(Parts(sources, shard), cleaner, workers):
+                files[0].write(cleaned.kept)
+                files[1].write(cleaned.dropped)
+                if cleaned.rejected:
+                    files[2].write(_rejected(sources[block.source], block, cleaned, shard, stop_on_bad_line))
+                totals += cleaned.counts
+                report(totals, time.perf_counter() - start)
+            for file, pack in zip(files, (cleaner.pack, cleaner.pack_dropped)):
+                if not file.tell():
+                    file.write(pack(b""))  # a packed file of nothing is not empty
+        finally:
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        _publish(workspace, output, dropped, totals["rejected"])
+    return totals
+
+
+def refuse_overwriting(sources: list[Source], *outputs: Optional[str]) -> None:
+    """Raise UsageError where an output is an input or another output."""
+    inputs = {os.path.realpath(source.path) for source in sources}
+    seen: set[str] = set()
+    for output in filter(None, outputs):
+        real = os.path.realpath(output)
+        if real in inputs:
+            raise UsageError(f"{output} is an input too", do="give the output another name")
+        if os.path.isdir(real) or real in seen:
+            raise UsageError(f"{output} is {'a folder' if os.path.isdir(real) else 'given twice'}", do="name a file")
+        seen.add(real)
+
+
+@contextlib.contextmanager
+def _workspace(output: str) -> Iterator[Workspace]:
+    try:
+        workspace = Workspace(output).__enter__()
+    except Locked as error:
+        raise Locked(error.what, error.why, "wait for it to end, or give another output") from None
+    except StorageError as error:
+        raise StorageError(error.what, error.why, "give an output that can be written") from None
+    try:
+        yield workspace
+    finally:
+        workspace.__exit__()
+
+
+def _publish(workspace: Workspace, output: str, dropped: Optional[str], rejected: int) -> None:
+    """Give the files their names, that of the kept documents last."""
+    final = f"{output}.rejected.jsonl"
+    if rejected:
+        os.replace(workspace.path("rejected"), final)
+    else:
+        Path(final).unlink(missing_ok=True)
+    if dropped:
+        if os.stat(workspace.folder).st_dev == os.stat(Path(dropped).parent).st_dev:
+            os.replace(workspace.path("dropped"), dropped)
+        else:
+            raise StorageError(f"{dropped} is on another disk than {output}", do="put both on the same one")
+        sync_folder(Path(dropped).parent)
+    os.replace(workspace.path("kept"), output)
+    sync_folder(Path(output).parent)
+
+
+def _rejected(source: Source, block: LineBlock, cleaned: Cleaned, shard: tuple[int, int], stop: bool) -> bytes:
+    """Records of bad lines, or DataError at the first of them."""
+    path = "stdin" if source.path == "-" else source.path
+    first = block.first + _lines_before(source, shard)
+    if stop:
+        line, reason = cleaned.rejected[0]
+        do = "repair the line, or drop --on-bad-line stop to set bad lines aside"
+        raise DataError(f"{path}, line {first + line + 1}: {reason}", "nothing was written", do)
+    records = [dict(file=path, line=first + line + 1, reason=reason) for line, reason in cleaned.rejected]
+    return "".join(_to_json(record) + "\n" for record in records).encode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------------------- parts of the input
+
+
+def _bounds(source: Source, shard: tuple[int, int]) -> tuple[int, int]:
+    number, count = shard
+    return source.size * number // count, source.size * (number + 1) // count
+
+
+def _lines_before(source: Source, shard: tuple[int, int]) -> int:
+    """Lines of a plain file before those of the shard: counted when one of them is to be told, which is rare."""
+    start = 0 if source.whole else _bounds(source, shard)[0]
+    if not start:
+        return 0
+    return sum(data.count(b"\n") for data in read_part(source, 0, start, BLOCK, LONGEST))
+
+
+@dataclass
+class Parts:
+    """The blocks of one shard of the input.
+
+    Plain files are cut by bytes, so that the shards one after the other are the whole. Files that have to be read from
+    their start are shared out as they are where there are enough of them; otherwise each shard reads them all, and takes
+    every so-many-th line.
+    """
+
+    sources: list[Source]
+    shard: tuple[int, int] = (0, 1)
+    by_lines: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packed = [index for index, source in enumerate(self.sources) if source.whole]
+        self.by_lines = len(self.packed) < self.shard[1]
+
+    def blocks(self, longest: int) -> Iterator[LineBlock]:
+        number, count = self.shard
+        for index, source in enumerate(self.sources):
+            lines = 0
+            if not source.whole:
+                start, stop = _bounds(source, self.shard)
+                stream = read_part(source, start, stop, BLOCK, longest)
+            elif self.by_lines or self.packed.index(index) % count == number:
+                stream = (data for data, _ in read_blocks(source, BLOCK, longest))
+            else:
+                continue
+            for data in stream:
+                yield LineBlock(index, lines, data)
+                lines += data.count(b"\n") + (not data.endswith(b"\n"))
+
+    def lines_of(self, block: LineBlock) -> tuple[int, int]:
+        """(number, count): which lines of the block's file are taken."""
+        return self.shard if self.sources[block.source].whole and self.by_lines else (0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def _through(parts: Parts, cleaner: LineCleaner, workers: int) -> Iterator[tuple[LineBlock, Cleaned]]:
+    """Each block with what became of it, in order."""
+    blocks = parts.blocks(cleaner.longest)
+    if workers == 1:
+        for block in blocks:
+            yield block, cleaner(block, parts.lines_of(block))
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _start_worker, (cleaner, os.getpid())) as pool:
+        waiting = deque()
+        try:
+            for block in blocks:
+                waiting.append((block, pool.submit(_work, block, parts.lines_of(block))))
+                if len(waiting) > 2 * workers:
+                    block, future = waiting.popleft()
+                    yield block, future.result()
+            for block, future in waiting:
+                yield block, future.result()
+        except BrokenProcessPool:
+            do = "if memory ran out, give fewer --workers or a smaller --longest-line"
+            raise Failure("a worker was killed", "nothing was written", do) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_cleaner: Optional[LineCleaner] = None  # of a worker process
+
+
+def _start_worker(cleaner: LineCleaner, parent: int) -> None:
+    global _cleaner  # noqa: PLW0603 - a pool's processes have no other place for what they are made with
+    _cleaner = cleaner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent alone answers it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when the one that started it was killed without a chance to stop it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _work(block: LineBlock, lines: tuple[int, int]) -> Cleaned:
+    return _cleaner(block, lines)

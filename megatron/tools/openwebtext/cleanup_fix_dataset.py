@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of JSON files cleaned by tasks: X.json -> X_cleaned.json and X_filtered.json.
+
+    python -m megatron.tools.openwebtext.cleanup_fix_dataset --input-files a.json b.json --output-path cleaned \\
+        --tasks remove_512 ftfy_fix_text general_cleaning --workers 8
+
+Megatron-LM's command. The tasks run on each document in the order in which they stand: remove_512, remove_256_javascript
+and remove_512_non_english take it out, as it was read, into X_filtered; ftfy_fix_text, general_cleaning, stories, realnews
+and gutenberg change its text. Lines that are no documents are set aside in X_cleaned.json.rejected.jsonl. The output does
+not depend on --workers.
+"""
+
+import os
+import signal
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+
+PROG = "python -m megatron.tools.openwebtext.cleanup_fix_dataset"
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+ORIGINAL = ("remove_512", "remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning")
+
+
+@dataclass(frozen=True)
+class CleanupFixOptions:
+    """Which files, what is done to them, and how the work is shared out."""
+
+    input_files: list[str] = setting("JSON lines: files, globs in quotes, folders; .gz .zst .bz2 .xz .tar too")
+    tasks: list[str] = setting(
+        "in their order: remove_512, remove_256_javascript, remove_512_non_english (fewer characters than that), "
+        "ftfy_fix_text, general_cleaning, stories, realnews, gutenberg"
+    )
+    output_path: str = setting("folder for X_cleaned and X_filtered of each input X", ".")
+    log_interval: int = setting("documents between progress lines", 100)
+    workers: int = setting("processes; the output does not depend on it", 1)
+    detector: Literal["eldc", "fasttext", "langdetect"] = setting(
+        "what tells English; langdetect: as Megatron-LM, 100 times slower; fasttext needs --lang-model", "eldc"
+    )
+    lang_model: Optional[str] = setting("lid.176.ftz or lid.176.bin of fastText", None)
+    on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
+    longest_line: int = setting("MB: a longer line is no document", 16)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+def main(argv: list[str]) -> None:
+    print("parsing the arguments ...", flush=True)
+    common = tuple(CleanupFixOptions.__dataclass_fields__)
+    description = __doc__.split("\n")[0]
+    options = parse(argv, dict(fix=CleanupFixOptions), prog=PROG, description=description, common=common)["fix"]
+    for name in ("workers", "longest_line", "log_interval"):
+        if getattr(options, name) < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
+
+    from megatron.corpus.filters.tasks import CleaningTasks
+    from megatron.corpus.line_files import LineCleaner, clean_files, packer
+    from megatron.data.json_input import find_sources
+
+    detector = dict(detector=options.detector, model=options.lang_model)
+    CleaningTasks(tuple(options.tasks))  # tells names that are unknown or doubled
+    tasks = [(task, CleaningTasks((task,), **detector)) for task in options.tasks]
+    sources = find_sources(options.input_files)
+    outputs = [output_names(source.path, options.output_path) for source in sources]
+    if len(set(outputs)) < len(outputs):
+        twice = next(names for names in outputs if outputs.count(names) > 1)
+        raise UsageError(f"two inputs would be written to {twice[0]}", do="clean them into folders of their own")
+    for cleaned, _ in outputs:
+        packer(cleaned)
+    os.makedirs(options.output_path, exist_ok=True)
+    print("cleanup dataset ...")
+    for source, (cleaned, filtered) in zip(sources, outputs):
+        print(f" > working on {source.path} ...", flush=True)
+        cleaner = LineCleaner(tasks, "document", options.longest_line << 20)
+        report = Interval(options.log_interval)
+        stop = options.on_bad_line == "stop"
+        totals = clean_files([source], cleaner, cleaned, filtered, options.workers, (0, 1), report, stop)
+        print(summary(totals, options.tasks), flush=True)
+        if totals["rejected"]:
+            print(f"WARNING: {totals['rejected']} lines are no documents: see {cleaned}.rejected.jsonl")
+    print("done :-)", flush=True)
+
+
+def output_names(path: str, folder: str) -> tuple[str, str]:
+    """X_cleaned and X_filtered, with the suffixes of X.
+
+    >>> output_names("raw/a.jsonl.zst", "out")
+    ('out/a_cleaned.jsonl.zst', 'out/a_filtered.jsonl.zst')
+    """
+    name = "stdin.jsonl" if path == "-" else Path(path).name
+    packed = next((suffix for suffix in PACKED if name.lower().endswith(suffix)), "")
+    stem, suffix = os.path.splitext(name[: len(name) - len(packed)])
+    suffix += name[len(name) - len(packed) :]
+    if suffix.lower().startswith((".tar", ".tgz", ".tzst", ".tbz2", ".txz")):
+        suffix = ".jsonl"  # lines out of an archive
+    return tuple(os.path.join(folder, f"{stem}_{kind}{suffix}") for kind in ("cleaned", "filtered"))
+
+
+class Interval:
+    """A line each `interval` documents."""
+
+    def __init__(self, interval: int):
+        self.interval, self.next = interval, interval
+
+    def __call__(self, counts: Counter, seconds: float) -> None:
+        while counts["documents"] >= self.next:
+            print(f"    processed {self.next:9d} documents in {seconds:.2f} seconds ...", flush=True)
+            self.next += self.interval
+
+
+def summary(counts: Counter, tasks: list[str]) -> str:
+    """Documents that each task took out, or that came to it to be changed; and how many it did change, in a second line.
+
+    The original's tasks are there whether they were asked for or not.
+    """
+    left, numbers, changed = counts["documents"], {}, []
+    for task in tasks:
+        if task.startswith("remove_"):
+            numbers[task] = counts[f"{task}.{task}"]
+            left -= numbers[task]
+        else:
+            numbers[task] = left
+            changed.append(f"{task} {counts[f'{task}.changed']}")
+    words = [f"{name} {numbers.get(name, 0)}" for name in dict.fromkeys([*ORIGINAL, *tasks])]
+    lines = [f"  >> total docs: {counts['documents']} {' '.join(words)}"]
+    return "\n".join(lines + [f"  >> changed docs: {' '.join(changed)}"] * bool(changed))
+
+
+if __name__ == "__main__":
+    run_main(main)
