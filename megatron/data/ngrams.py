@@ -66,6 +66,11 @@ def all_ngram_hashes(words: np.ndarray, lengths: Sequence[int]) -> Iterator[np.n
         yield hashes  # the leading bits are those of all words; words were spread over all bits before
 
 
+def spread(numbers: np.ndarray) -> np.ndarray:
+    """Hashes uint64 of whole numbers, such as ids of tokens, that stand for words in `ngram_hashes`."""
+    return _mixed(numbers.astype(np.uint64) + np.uint64(1))
+
+
 def _words_in_chunks(text: str) -> Iterator[WordSpans]:
     if text.isascii():
         codes = np.frombuffer(text.encode("ascii"), np.uint8)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where documents are in the order of training: the index maps of `gpt_dataset.py` read backwards.
+
+    places = find_places(train, "corpus_text_document", [7])   # places of samples that hold sequence 7, sorted
+    [train.origin(place) for place in places]
+
+The maps themselves are looked through (numpy, some milliseconds for ten million documents), so the answer is that of the
+very arrays that training reads. A "sequence" is what token files hold; a document is one, or several sentences of it.
+"""
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from megatron.data.blend import BlendedDataset, Repeated
+from megatron.data.document_dataset import DocumentDataset
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed import TokenFiles
+from megatron.errors import DataError
+
+
+def find_places(dataset, prefix: str, sequences: Collection[int]) -> np.ndarray:
+    """Indices of a dataset's samples that hold any token of these sequences of a token file: int64, sorted.
+
+    Raises DataError for a dataset of another kind, whose samples are not made of token files.
+    """
+    if isinstance(dataset, Repeated):
+        inner = find_places(dataset.dataset, prefix, sequences)
+        starts = np.arange(0, len(dataset), len(dataset.dataset))
+        places = (starts[:, None] + inner[None, :]).reshape(-1)
+        return places[places < len(dataset)]
+    if isinstance(dataset, BlendedDataset):
+        found = [np.empty(0, np.int64)]
+        for number, part in enumerate(dataset.datasets):
+            mine = np.flatnonzero(dataset.dataset_index == number)
+            wanted = np.zeros(max(len(part), 1), bool)
+            wanted[find_places(part, prefix, sequences)] = True
+            found.append(mine[wanted[dataset.dataset_sample_index[mine]]])
+        return np.sort(np.concatenate(found))
+    if isinstance(dataset, GPTDataset):
+        return _of_samples(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
+    if isinstance(dataset, DocumentDataset):
+        return _of_documents(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
+    raise DataError(f"{type(dataset).__name__} does not say where its samples come from")
+
+
+def _of_samples(dataset: GPTDataset, sequences: Collection[int]) -> np.ndarray:
+    """A sample goes from its first token to the first of the next one, which is the label of its last position."""
+    lengths = dataset.tokens.sequence_lengths
+    wanted = np.zeros(len(lengths), bool)
+    wanted[np.asarray(list(sequences), np.int64)] = True
+    wanted &= lengths > 0
+    at = np.flatnonzero(wanted[dataset.document_index])  # in the stream of all epochs
+    first = np.ascontiguousarray(dataset.sample_index[:, 0])
+    start = np.maximum(np.searchsorted(first, at, "left") - 1, 0)
+    stop = np.minimum(np.searchsorted(first, at, "right"), len(dataset))
+    holding = np.zeros(len(dataset) + 1, np.int32)  # +1 where a run of samples starts, -1 behind its end
+    some = start < stop
+    np.add.at(holding, start[some], 1)
+    np.add.at(holding, stop[some], -1)
+    samples = np.cumsum(holding[:-1]) > 0
+    return np.flatnonzero(samples[dataset.shuffle_index])
+
+
+def _of_documents(dataset: DocumentDataset, sequences: Collection[int]) -> np.ndarray:
+    """A sample is the beginning of a document: what of its sequences does not fit is in none."""
+    indices = dataset.tokens.document_indices
+    wanted = np.zeros(len(indices), bool)
+    documents = np.searchsorted(indices, np.asarray(list(sequences), np.int64), "right") - 1
+    wanted[documents] = True
+    places = np.flatnonzero(wanted[dataset.documents[dataset.order]])
+    chosen = set(sequences)
+    held = [any(part.document in chosen for part in dataset.origin(int(place)).parts) for place in places]
+    return places[np.array(held, bool)]
+
+
+def document_of(tokens: TokenFiles, sequence: int) -> int:
+    """The document that a sequence is in."""
+    return int(np.searchsorted(tokens.document_indices, sequence, "right")) - 1
+
+
+def sequences_of_document(tokens: TokenFiles, document: int) -> range:
+    """The sequences of a document. Raises DataError for one that there is not."""
+    if not 0 <= document < tokens.num_documents:
+        raise DataError(f"{tokens.prefix} has documents 0 to {tokens.num_documents - 1:,}, and no {document:,}")
+    return range(*tokens.document_indices[document : document + 2].tolist())
+
+
+def files_of(dataset) -> dict[str, TokenFiles]:
+    """The token files of a dataset: prefix -> files."""
+    return {tokens.prefix: tokens for tokens in _files_in(dataset)}
+
+
+def epoch_length(dataset, prefix: str) -> int:
+    """How many samples of a dataset's order one pass over a token file makes, about; 0 where it is not in it."""
+    if isinstance(dataset, Repeated):
+        return epoch_length(dataset.dataset, prefix)
+    if isinstance(dataset, BlendedDataset):
+        for number, part in enumerate(dataset.datasets):
+            if own := epoch_length(part, prefix):
+                taken = int(np.count_nonzero(dataset.dataset_index == number))
+                return max(1, round(own * len(dataset) / max(taken, 1)))
+        return 0
+    if dataset.tokens.prefix != prefix:
+        return 0
+    if isinstance(dataset, DocumentDataset):
+        return len(dataset.documents)
+    return max(1, dataset.plan.tokens // dataset.plan.seq_length)
+
+
+def _files_in(dataset) -> Iterator[TokenFiles]:
+    if isinstance(dataset, Repeated):
+        yield from _files_in(dataset.dataset)
+    elif isinstance(dataset, BlendedDataset):
+        for part in dataset.datasets:
+            yield from _files_in(part)
+    elif hasattr(dataset, "tokens"):
+        yield dataset.tokens
+    else:
+        raise DataError(f"{type(dataset).__name__} does not say where its samples come from")

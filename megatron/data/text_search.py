@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which documents of token files hold a text: a scan of all tokens for hashed n-grams of the text's own tokens.
+
+Where a text begins and ends in the middle of others, its first and last tokens may be different ones there, so n-grams of
+the tokens in between are looked for. A document that holds the text holds nearly all of them; one that holds a part of it
+holds some.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.contamination import NgramIndex
+from megatron.data.indexed import TokenFiles
+from megatron.data.ngrams import all_ngram_hashes, spread
+from megatron.errors import DataError
+
+LONGEST = 13  # tokens of an n-gram
+BLOCK = 1 << 19  # tokens that are looked at together
+EDGE = 2  # tokens at each end of a text that may be others inside of a document
+
+
+class Holder(NamedTuple):
+    """A document, and the share of the text's n-grams of tokens that it has."""
+
+    document: int
+    share: float
+
+
+def search(tokens: TokenFiles, variants: Iterable[Sequence[int]]) -> list[Holder]:
+    """Documents that hold some of a text, those that hold most of it first.
+
+    variants: tokens of the text as it may stand in a document: at its beginning, behind a space
+    """
+    wanted = [ngrams_of(np.asarray(ids, np.int64)) for ids in variants if len(ids)]
+    if not wanted:
+        raise DataError("the text has no tokens")
+    found: dict[int, set[int]] = {}
+    for n in {n for n, _ in wanted}:
+        hashes = np.unique(np.concatenate([own for size, own in wanted if size == n]))
+        for document, number in _places(tokens, n, hashes):
+            found.setdefault(document, set()).add(int(hashes[number]))
+    holders = []
+    for document, own in found.items():
+        share = max(len(own.intersection(hashes.tolist())) / len(set(hashes.tolist())) for _, hashes in wanted)
+        holders.append(Holder(document, share))
+    return sorted(holders, key=lambda holder: (-holder.share, holder.document))
+
+
+def ngrams_of(ids: np.ndarray) -> tuple[int, np.ndarray]:
+    """(n, hashes of the n-grams) of a text's inner tokens; of all of them where it is short."""
+    inner = ids[EDGE:-EDGE] if len(ids) > 4 * EDGE else ids[1:-1] if len(ids) > 2 else ids
+    n = min(LONGEST, len(inner))
+    return n, next(iter(all_ngram_hashes(spread(inner), [n])))
+
+
+def variants_of(text: str, encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
+    """Tokens of a text as it may stand in a document."""
+    found = [list(map(int, encode(before + text))) for before in ("", " ", "\n")]
+    return [ids for number, ids in enumerate(found) if ids not in found[:number]]
+
+
+def _places(tokens: TokenFiles, n: int, hashes: np.ndarray) -> Iterable[tuple[int, int]]:
+    """(document, number of the hash) of each n-gram that is found inside of one document."""
+    index = NgramIndex(hashes, np.zeros(len(hashes) + 1, np.int64), np.empty(0, np.uint32), (), (n,))
+    starts = np.zeros(len(tokens) + 1, np.int64)
+    np.cumsum(tokens.sequence_lengths, out=starts[1:])
+    bounds = starts[tokens.document_indices]
+    for at in range(0, max(1, tokens.num_tokens - n + 1), BLOCK):
+        piece = tokens.tokens[at : at + BLOCK + n - 1]
+        places, numbers = index.lookup(next(iter(all_ngram_hashes(spread(piece), [n]))))
+        first = np.searchsorted(bounds, places + at, "right") - 1
+        last = np.searchsorted(bounds, places + at + n - 1, "right") - 1
+        own = first == last
+        yield from sorted(set(zip(first[own].tolist(), numbers[own].tolist(), strict=True)))

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples each step of a run had or will have, over all its launches: `metrics.jsonl` and checkpoints tell.
+
+A launch is a stretch of steps with one set of settings, from one start of the run to the next. Steps that a later launch,
+or a rollback, has taken back are not in any: they left no trace in the weights. What a step reads is a function of the
+samples consumed before it (`settings/batch.py`), so the steps to come are known, too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from megatron.errors import DataError
+from megatron.model.recipe import config_of
+from megatron.settings.batch import batch_size, total_iterations
+from megatron.settings.from_checkpoint import saved_record
+from megatron.settings.schema import Batch, Config
+from megatron.storage.durable import Damaged
+from megatron.telemetry.run_folder import find_metrics
+from megatron.telemetry.run_record import History, read_history
+
+
+class TrainingStep(NamedTuple):
+    """Samples [first, first + size) of the order of training that a step reads; whether it updated the weights."""
+
+    iteration: int
+    first: int
+    size: int
+    done: bool
+    skipped: bool = False
+    ledger: str = ""
+
+
+class EvaluationPass(NamedTuple):
+    """Samples [first, first + size) of a split's order that an evaluation behind an iteration reads."""
+
+    iteration: int
+    first: int
+    size: int
+    done: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Steps first + 1 to last. consumed: samples before them. dp: ranks that read samples of their own."""
+
+    config: Config
+    dp: int
+    first: int
+    last: int
+    consumed: int
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def bounds(self) -> np.ndarray:
+        """Samples consumed before each step, and behind the last: int64 [last - first + 1]."""
+        return consumed_bounds(self.config.batch, self.dp, self.consumed, self.last - self.first)
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The launches of a run in order; together they have each step once, the last one those to come.
+
+    recorded  iteration -> its record in metrics.jsonl
+    done      steps that have been made
+    left_out  iterations whose samples are passed over, also of those to come
+    """
+
+    launches: list[Launch]
+    recorded: Mapping[int, dict] = field(default_factory=dict)
+    done: int = 0
+    left_out: frozenset[int] = frozenset()
+    evaluations: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The last step of the run as it was started last."""
+        return self.launches[-1].last
+
+    def launch_of(self, iteration: int) -> Launch:
+        """The launch that has a step. Raises DataError for one that there is not."""
+        for launch in self.launches:
+            if launch.first < iteration <= launch.last:
+                return launch
+        raise DataError(f"there is no iteration {iteration}: the run has 1 to {self.last:,}")
+
+    def step(self, launch: Launch, iteration: int, bounds: Optional[np.ndarray] = None) -> TrainingStep:
+        """What a step of a launch reads. bounds: of the launch, where they are known already."""
+        bounds = launch.bounds() if bounds is None else bounds
+        first, behind = bounds[iteration - launch.first - 1 : iteration - launch.first + 1].tolist()
+        record = self.recorded.get(iteration, {})
+        skipped = bool(record.get("skipped")) or iteration in self.left_out
+        ledger = str(record.get("ledger") or "")
+        return TrainingStep(iteration, first, behind - first, iteration <= self.done, skipped, ledger)
+
+    def steps_with(self, launch: Launch, places: np.ndarray) -> list[tuple[TrainingStep, int]]:
+        """(step, place) of each place of the order of training that a launch reads."""
+        bounds = launch.bounds()
+        places = places[(places >= bounds[0]) & (places < bounds[-1])]
+        numbers = np.searchsorted(bounds, places, "right") + launch.first
+        steps = {number: self.step(launch, number, bounds) for number in np.unique(numbers).tolist()}
+        return [(steps[number], place) for number, place in zip(numbers.tolist(), places.tolist(), strict=True)]
+
+    def passes(self, split: str) -> list[EvaluationPass]:
+        """The evaluations of a split, those that were recorded and those to come as the last launch has them."""
+        found = [
+            EvaluationPass(record["iteration"], record["first_sample"], record["samples"], True)
+            for record in self.evaluations
+            if record.get("split") == ("validation" if split == "valid" else split) and "first_sample" in record
+        ]
+        batch, full = self.launches[-1].config.batch, self.launches[-1].config.data.full_validation
+        size = batch.eval_iters * batch.global_batch_size
+        if split == "test":
+            done = any(one.iteration == self.last for one in found)
+            test = batch.tested_batches * batch.global_batch_size
+            return found if done or not test else [*found, EvaluationPass(self.last, 0, test, False)]
+        same = batch.eval_same_samples or full
+        consumed = 0 if same else max((one.first + one.size for one in found), default=0)
+        later = max([self.done, *(one.iteration for one in found)])
+        if not size or not batch.eval_interval:
+            return found
+        start = (later // batch.eval_interval + 1) * batch.eval_interval
+        for iteration in range(start, self.last + 1, batch.eval_interval):
+            found.append(EvaluationPass(iteration, consumed, size, False))
+            consumed += 0 if same else size
+        ends = same and self.last % batch.eval_interval == 0
+        if not ends and not any(one.iteration == self.last and one.done for one in found):
+            found.append(EvaluationPass(self.last, consumed, size, False))
+        return found
+
+
+def consumed_bounds(batch: Batch, dp: int, consumed: int, steps: int) -> np.ndarray:
+    """Samples consumed before each of some steps, and behind the last: int64 [steps + 1].
+
+    >>> batch = Batch(micro_batch_size=4, global_batch_size=64, rampup_batch_size=[16, 16, 1000], train_samples=2000)
+    >>> consumed_bounds(batch, 2, 960, 3).tolist()
+    [960, 1008, 1072, 1136]
+    """
+    bounds, ramp = [consumed], batch.rampup_batch_size
+    while len(bounds) <= steps and ramp and bounds[-1] <= ramp[2]:
+        bounds.append(bounds[-1] + batch_size(batch, dp, bounds[-1])[0])
+    left = steps + 1 - len(bounds)
+    if left <= 0:
+        return np.array(bounds[: steps + 1], np.int64)
+    rest = bounds[-1] + batch_size(batch, dp, bounds[-1])[0] * np.arange(1, left + 1, dtype=np.int64)
+    return np.concatenate([np.array(bounds, np.int64), rest])
+
+
+def planned(config: Config, dp: int) -> RunHistory:
+    """A run that has not begun: settings with their derived values, on `dp` data-parallel ranks."""
+    skipped = frozenset(config.guard.iterations_to_skip or ())
+    return RunHistory([Launch(config, dp, 0, total_iterations(config.batch, dp), 0)], left_out=skipped)
+
+
+def read_run(folder: str) -> RunHistory:
+    """The run of a folder of checkpoints: from its metrics.jsonl, or from the newest checkpoint alone.
+
+    Raises DataError where neither is there.
+    """
+    record, told = None, ""
+    try:
+        _, record = saved_record(folder)
+    except (Damaged, OSError, ValueError) as error:
+        told = str(error).splitlines()[0]
+    place = Path(folder)
+    for one in (place, place.parent):
+        metrics = find_metrics(one) if one.is_dir() and (one == place or place.name.startswith("iter_")) else None
+        if metrics:
+            history = read_history(metrics)
+            if history.run.get("config"):
+                return _of_history(history, record, str(metrics))
+    if record is None:
+        raise DataError(
+            f"{folder}: there is no run here", told, "--load a folder of checkpoints or one with metrics.jsonl"
+        )
+    return _of_checkpoint(record)
+
+
+def data_ranks(mesh: Mapping[str, Any]) -> int:
+    """Ranks that read samples of their own."""
+    return int(mesh.get("replicate") or 1) * int(mesh.get("shard") or 1)
+
+
+def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunHistory:
+    steps = {record["iteration"]: record for record in history.steps}
+    records = [event for event in history.events if event["kind"] == "run" and event.get("config")]
+    launches, notes, bound = [], [], None
+    for record in reversed(records):
+        config, dp, first = config_of(record["config"]), data_ranks(record.get("mesh") or {}), int(record["iteration"])
+        last = total_iterations(config.batch, dp) if bound is None else bound
+        if config.batch.skip_train:
+            last = first
+        if bound is not None and first >= bound:
+            continue  # all that it did was taken back
+        bound = first
+        launches.append(Launch(config, dp, first, max(last, first), 0, record.get("mesh") or {}))
+    launches.reverse()
+    consumed, known = 0, []
+    if launches[0].first:
+        notes.append(f"{path} begins at iteration {launches[0].first}: of earlier steps nothing is known")
+    for launch in launches:
+        before = steps.get(launch.first, {}).get("consumed_samples")
+        after = steps.get(launch.first + 1)
+        if before is not None:
+            consumed = before
+        elif after is not None:
+            consumed = after["consumed_samples"] - after["batch_size"]
+        elif launch.first == 0:
+            consumed = 0
+        elif checkpoint and checkpoint.get("iteration") == launch.first:
+            consumed = checkpoint["state"]["consumed_samples"]
+        launch = replace(launch, consumed=consumed)
+        known.append(launch)
+        consumed = int(launch.bounds()[-1])
+    done = max(steps, default=0)
+    run = RunHistory(known, steps, max(done, known[-1].first), _left_out(known, checkpoint), history.evals, notes)
+    _compare(run)
+    return run
+
+
+def _of_checkpoint(record: dict) -> RunHistory:
+    """A run of which a checkpoint is left: taken to have had its settings from the start, if they lead to where it is."""
+    config, state = config_of(record["config"]), record.get("state") or {}
+    dp = data_ranks(record.get("mesh") or {})
+    iteration, consumed = int(state.get("iteration", 0)), int(state.get("consumed_samples", 0))
+    last = max(total_iterations(config.batch, dp), iteration)
+    launch = Launch(config, dp, 0, last, 0, record.get("mesh") or {})
+    notes = ["there is no metrics.jsonl: the run is taken to have had the checkpoint's settings from its first step"]
+    bounds = launch.bounds()
+    if int(bounds[iteration]) != consumed:
+        launch = Launch(config, dp, iteration, last, consumed, record.get("mesh") or {})
+        notes = [
+            f"there is no metrics.jsonl, and the checkpoint's settings do not lead to its {consumed:,} samples at "
+            f"iteration {iteration}: of the steps up to there nothing is known"
+        ]
+    return RunHistory([launch], {}, iteration, _left_out([launch], record), notes=notes)
+
+
+def _left_out(launches: list[Launch], checkpoint: Optional[dict]) -> frozenset[int]:
+    found = set(launches[-1].config.guard.iterations_to_skip or ())
+    if checkpoint:
+        found |= set((checkpoint.get("state") or {}).get("left_out") or ())
+    return frozenset(found)
+
+
+def _compare(run: RunHistory) -> None:
+    """Note where the record of a step is not what its settings say."""
+    for launch in run.launches:
+        bounds = launch.bounds()
+        for iteration in range(launch.first + 1, min(launch.last, run.done) + 1):
+            record = run.recorded.get(iteration)
+            if record and record.get("consumed_samples") != int(bounds[iteration - launch.first]):
+                run.notes.append(
+                    f"step {iteration} had consumed {record.get('consumed_samples'):,} samples; its settings say "
+                    f"{int(bounds[iteration - launch.first]):,}: what is told of this launch may be wrong"
+                )
+                break
