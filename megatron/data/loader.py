@@ -81,7 +81,7 @@ class MicroBatch:
         """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
         if self.arrays is not None:
             arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
-            return _named(arrays, self.samples, self.hash)
+            return named_batch(arrays, self.samples, self.hash)
         others = ("samples", "document_starts", "hash", "arrays")
         names = [field.name for field in fields(self) if field.name not in others]
         tensors = {name: getattr(self, name) for name in names}
@@ -90,8 +90,10 @@ class MicroBatch:
         )
 
 
-def _named(arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int]) -> MicroBatch:
-    """The micro-batch of named arrays."""
+def named_batch(
+    arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int] = (0, 0)
+) -> MicroBatch:
+    """The micro-batch of named arrays, [length, b] or [b] each."""
     tokens = next(iter(arrays.values()))
     return MicroBatch(tokens, arrays[LABELS], samples, arrays[LOSS_MASK], hash=hashes, arrays=arrays)
 
@@ -207,7 +209,7 @@ class MicroBatchLoader:
         if self.whole and positions.stop > len(self.dataset):
             rows[LOSS_MASK][np.asarray(positions) >= len(self.dataset)] = 0.0
         arrays = {name: torch.from_numpy(np.ascontiguousarray(row.T)) for name, row in rows.items()}
-        batch = _named(arrays, torch.arange(positions.start, positions.stop), hashes)
+        batch = named_batch(arrays, torch.arange(positions.start, positions.stop), hashes)
         return batch.pinned() if self.pin_memory else batch
 
     def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
