@@ -78,7 +78,7 @@ def parsed_tasks(words: Sequence[str]) -> list[tuple[str, Fraction, Optional[str
 
 def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
     """(name, weight, path) of a word of --task-mixture."""
-    found = re.fullmatch(r"([^=:]+)=([^:]*)(?::(.*))?", word)
+    found = re.fullmatch(r"([A-Za-z][\w-]*)=([^:]*)(?::(.*))?", word)
     if not found:
         raise SettingsError(f"--task-mixture {word!r} is no task", do=FORM)
     name, number, path = found.groups()

@@ -179,6 +179,7 @@ def test_files_of_labelled_texts(folder, tmp_path):
         ("masked=0", "the weight '0' of 'masked' is no number above 0"),
         ("masked=-1", "the weight '-1' of 'masked' is no number above 0"),
         ("masked=many", "the weight 'many' of 'masked'"),
+        ("masked=1 a.b=1:x", "'a.b=1:x' is no task"),
         ("masked=1e9", "the weight '1e9' of 'masked'"),
         ("masked=1 a=1/0:x", "the weight '1/0' of 'a'"),
         ("masked", "'masked' is no task"),
