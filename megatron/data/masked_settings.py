@@ -7,6 +7,7 @@ Recipe(..., groups={"masked": MaskedSettings, ...}, rules=(*MASKED_RULES, ...)) 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
+from megatron.errors import SettingsError
 from megatron.settings.rules import Rule
 from megatron.settings.schema import setting
 
@@ -44,6 +45,19 @@ def _own(s) -> MaskedSettings:
     return s.settings.extra[GROUP]
 
 
+def _wrong_mixture(s) -> str:
+    """What is wrong with the words of --task-mixture; files are looked at later."""
+    if _own(s).task_mixture is None:
+        return ""
+    from megatron.data.mixture import parsed_tasks  # it imports numpy, for which other checks need not wait
+
+    try:
+        parsed_tasks(_own(s).task_mixture)
+    except SettingsError as error:
+        return f"{error.what}; {error.do}"
+    return ""
+
+
 MASKED_RULES = (
     Rule(
         lambda s: not 0 < _own(s).mask_prob < 1,
@@ -72,6 +86,7 @@ MASKED_RULES = (
         lambda s: s.dataset_type == "webtext",
         lambda s: f"--dataset-type {s.dataset_type} is of models that predict the next token; leave it out",
     ),
+    Rule(lambda s: _wrong_mixture(s), lambda s: _wrong_mixture(s)),
     Rule(
         lambda s: s.train_epochs,
         lambda s: (

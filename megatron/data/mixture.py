@@ -29,6 +29,7 @@ from megatron.settings.schema import Config, Data
 
 OWN = "masked"  # the task whose data are those of --data-path
 LONGEST_PERIOD = 100_000  # samples after which the order of tasks begins anew
+NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12}|[0-9]{1,12}/[0-9]{1,12}")  # 4, 0.5, 1/3
 FORM = "--task-mixture NAME=WEIGHT:PATH ..., and masked=WEIGHT for --data-path"
 TASK, CLASS_LABEL = "task", "class_label"  # what a sample of a mixture has besides
 
@@ -50,6 +51,13 @@ def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
 
     Raises SettingsError for words that are none, DataError for a file of labelled texts that is none.
     """
+    parsed = parsed_tasks(words)
+    weights = whole_weights([weight for _, weight, _ in parsed])
+    return [MixtureTask(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
+
+
+def parsed_tasks(words: Sequence[str]) -> list[tuple[str, Fraction, Optional[str]]]:
+    """(name, weight, path) of each task, without a look at files. Raises SettingsError for words that are none."""
     parsed = [_parsed(word) for word in words]
     names = [name for name, _, _ in parsed]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -64,21 +72,21 @@ def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
         raise SettingsError(
             f"--task-mixture has no task {OWN!r}", "that of --data-path", f"{OWN}=WEIGHT, beside the others"
         )
-    weights = whole_weights([weight for _, weight, _ in parsed])
-    return [MixtureTask(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
+    whole_weights([weight for _, weight, _ in parsed])
+    return parsed
 
 
 def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
     """(name, weight, path) of a word of --task-mixture."""
-    found = re.fullmatch(r"([^=:]+)=([^:]*)(?::(.*))?", word)
+    found = re.fullmatch(r"([A-Za-z][\w-]*)=([^:]*)(?::(.*))?", word)
     if not found:
         raise SettingsError(f"--task-mixture {word!r} is no task", do=FORM)
     name, number, path = found.groups()
     try:
-        weight = Fraction(number)
-    except (ValueError, ZeroDivisionError):
+        weight = Fraction(number) if NUMBER.fullmatch(number) else None
+    except ZeroDivisionError:
         weight = None
-    if weight is None or weight <= 0:
+    if not weight:
         raise SettingsError(
             f"--task-mixture: the weight {number!r} of {name!r} is no number above 0",
             do="give the samples that it has out of a round, as 4, or leave the task out",

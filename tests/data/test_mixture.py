@@ -179,6 +179,8 @@ def test_files_of_labelled_texts(folder, tmp_path):
         ("masked=0", "the weight '0' of 'masked' is no number above 0"),
         ("masked=-1", "the weight '-1' of 'masked' is no number above 0"),
         ("masked=many", "the weight 'many' of 'masked'"),
+        ("masked=1 a.b=1:x", "'a.b=1:x' is no task"),
+        ("masked=1e9", "the weight '1e9' of 'masked'"),
         ("masked=1 a=1/0:x", "the weight '1/0' of 'a'"),
         ("masked", "'masked' is no task"),
         ("masked=1 maskd=2", "task 'maskd' has no path"),
@@ -192,6 +194,8 @@ def test_files_of_labelled_texts(folder, tmp_path):
 def test_mixtures_that_cannot_be(tasks, words):
     with pytest.raises((SettingsError, DataError), match=words):
         tasks_of(tasks.split())
+    if ".tsv" not in tasks or "x.tsv" in tasks:  # what needs no look at files is told with all other settings
+        assert any(words in line for line in violations(config_of("", *tasks.split()), 1, MASKED_RULES)[0])
 
 
 def test_mixtures_that_do_not_fit_the_run(folder):
