@@ -18,7 +18,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 (told before anything is imported 
 
 
 # Commands that users type by another module's name: `python -m NAME` -> file of the module that answers.
-ALIASES = {"megatron.pretrain": "tools/pretrain.py"}
+ALIASES = {"megatron.pretrain": "tools/pretrain.py", "megatron.tasks.main": "tools/tasks.py"}
 
 
 class _Aliases:

@@ -60,6 +60,20 @@ run_tool_on_ranks() { # the same on NPROC ranks of this machine (default: one pr
     run "$PYTHON" -m megatron.tools.launch --standalone --nproc-per-node "$NPROC" -m "$@"
 }
 
+finetune_on_task() { # task, perhaps a set of its validation files, flags of finetune.py
+    local task=$1 data=${DATA:-glue} flags=() out
+    [ -n "$task" ] && [[ $task != -* ]] || fail 2 "which task?" "bash $0 SST2 (CoLA, MRPC, QQP, STSB, MNLI, QNLI, RTE, WNLI ...)"
+    shift
+    if [ $# -gt 0 ] && [[ $1 != -* ]]; then # the name of a set of validation examples
+        flags+=(--valid-data "${1%.tsv}.tsv")
+        shift
+    fi
+    out=${OUT:-runs/finetune}/$task
+    run_tool_on_ranks megatron.tasks.main --task "$task" --data-path "$data" \
+        --pretrained-checkpoint "${CHECKPOINTS:-checkpoints/gpt_345M}" --save "$out" --load "$out" \
+        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} "$@"
+}
+
 # ---- words of the command line ---------------------------------------------------------------------------------------
 
 given() { # is one of these flags among FLAGS? Only words up to an equals sign count, and _ is -

@@ -36,11 +36,16 @@ class Examples:
 
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
-    """The file of a set: the one that was given, or the first of these names in the folder or the task's own below it."""
+    """The file of a set: the one that was given (a path, or a name in the folder); or the first of these names there
+    or in the task's own folder below it.
+    """
     if given is not None:
-        if not Path(given).is_file():
-            raise DataError(f"{given}: no such file")
-        return Path(given)
+        if Path(given).is_file():
+            return Path(given)
+        found = file_of(task, folder, (given,))
+        if found is None:
+            raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
+        return found
     if folder is None:
         return None
     if not Path(folder).is_dir():

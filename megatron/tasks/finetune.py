@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Optional
 
-from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.settings.from_checkpoint import saved_record, shape_of
 from megatron.settings.parse import given
@@ -14,6 +15,7 @@ from megatron.settings.schema import GROUPS
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
 from megatron.tasks.backbones import BACKBONES, DEFAULT, HEAD, classifier_facts, find_backbone, trunk_facts
+from megatron.tasks.description import find_task
 from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
 
 MODEL_TYPE = "finetune"
@@ -183,43 +185,56 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     --pretrained-checkpoint, or of --load, if that is another model's.
     """
     argv = [_own_name(word) for word in argv]
+    base = recipe()
     if {"-h", "--help", "--help-all"} & set(argv):
-        return argv, recipe()
-    base, groups = recipe(), {**GROUPS, GROUP: TaskSettings}
-
-    def said(name: str) -> Any:
-        return given(argv, name, groups)
-
+        return argv, base
+    said = partial(_said, argv)
     defaults = dict(base.defaults)
-    task = said("task")
-    if task is not None:
-        from megatron.tasks.description import find_task
-
-        defaults |= find_task(str(task)).settings
-    step, load, start = said("ckpt_step"), said("load"), said("pretrained_checkpoint")
-    record = _record(load, step)
-    if record is not None and not _is_finetuned(record):
-        if start is not None:
-            raise CheckpointError(
-                f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to go on with",
-                do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
-            )
-        defaults["finetune"] = True
-    elif record is None and start is not None:
-        record = _record(start, None)
-        if record is None:
-            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
-        defaults |= dict(load=start, finetune=True)
-        if load is not None:  # there is nothing yet to go on with
-            argv = without(argv, "--load")
+    if said("task") is not None:
+        defaults |= find_task(str(said("task"))).settings
+    record, more = _beginning(said)
+    defaults |= more
+    if "load" in more and said("load") is not None:  # a folder with nothing yet to go on with
+        argv = without(argv, "--load")
     if record is not None:
         argv = [word for word in argv if word.replace("_", "-") != "--use-checkpoint-args"]  # they are taken anyway
-        defaults |= _from_checkpoint(record, argv, groups, defaults)
+        defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
     if said("train_iters") is not None or said("train_samples") is not None:
         defaults.pop("train_epochs", None)
     if "train_epochs" in defaults or said("train_epochs") is not None:
         defaults.setdefault("eval_epoch", 1)
     return argv, replace(base, defaults=defaults)
+
+
+def _said(argv: list[str], name: str) -> Any:
+    """What the command line, with its files, gives a setting."""
+    return given(argv, name, {**GROUPS, GROUP: TaskSettings})
+
+
+def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:
+    """(what the checkpoint says that a run goes on from or begins with, defaults that say so)."""
+    load, start = said("load"), said("pretrained_checkpoint")
+    record = _record(load, said("ckpt_step"))
+    if record is not None and _is_finetuned(record):
+        return record, {}
+    if record is not None:
+        if start is not None:
+            raise CheckpointError(
+                f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to go on with",
+                do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
+            )
+        return record, dict(finetune=True)
+    if start is not None:
+        record = _record(start, None)
+        if record is None:
+            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
+        return record, dict(load=start, finetune=True)
+    if load is None and said("num_layers") is None and said("model_name_or_path") is None:
+        raise UsageError(
+            "there is no model to fine-tune",
+            do="--load CHECKPOINTS, or the shape of a model that begins with random weights",
+        )
+    return None, {}
 
 
 def _own_name(word: str) -> str:
@@ -266,16 +281,15 @@ def _is_finetuned(record: dict[str, Any]) -> bool:
     return _type(record) == MODEL_TYPE
 
 
-def _from_checkpoint(record, argv, groups, defaults) -> dict[str, Any]:
+def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_length: Optional[int]) -> dict[str, Any]:
     """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
-    tokenizer = {name for name in record["config"].get("tokenizer", {}) if given(argv, name, groups) is not None}
+    tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
     found = shape_of(record, {}, tokenizer)
     found["backbone"] = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
-    if not _is_finetuned(record):
-        find_backbone(found["backbone"])
+    if _is_finetuned(record):
+        return found
+    find_backbone(found["backbone"])
     table = found.get("max_position_embeddings")
-    wanted = defaults.get("seq_length")
-    learned = found.get("position_embedding_type", "learned_absolute") == "learned_absolute"
-    if wanted and learned and table:
-        wanted = min(wanted, table)
-    return {**found, **({"seq_length": wanted} if wanted and not _is_finetuned(record) else {})}
+    if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        seq_length = min(seq_length, table)
+    return {**found, **({"seq_length": seq_length} if seq_length else {})}

@@ -101,18 +101,17 @@ def _key(settings: TaskSettings) -> str:
 def _open(key: str) -> OpenTask:
     settings = TaskSettings(**json.loads(key))
     task = find_task(settings.task)
+    labels = task.labels if settings.labels is None or task.regression else settings.labels
+    if labels:
+        task = with_labels(task, labels)
     files = {split: _files(task, settings, split) for split in ("train", "valid", "test")}
-    if settings.labels is not None and not task.regression:
-        task = with_labels(task, settings.labels)
-    elif task.labels is None:
+    if task.labels is None:
         if not files["train"]:
             raise SettingsError(
                 f"--task {settings.task} does not say its labels, and there is no training file to take them from",
                 do="labels: [...] in the YAML file, or --train-data FILE",
             )
         task = replace(task, labels=labels_in(task, files["train"][0][1]))
-    elif not task.regression:
-        task = with_labels(task, task.labels)
     return OpenTask(task, files)
 
 
@@ -125,7 +124,9 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
         )
         if split == "train" and len(given) > 1:
             raise SettingsError(f"--train-data: {len(given)} files, and training takes one", do="join them")
-        return tuple((name, file_of(task, None, (), file)) for name, file in zip(names, given, strict=True))
+        return tuple(
+            (name, file_of(task, settings.task_data, (), file)) for name, file in zip(names, given, strict=True)
+        )
     found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
     missing = [" or ".join(sets[name]) for name, file in found if file is None]
     # Test sets are there or not; without data at all a checkpoint is looked at.

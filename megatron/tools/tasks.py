@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's `tasks/main.py` by its own words: fine-tuning is finetune.py, and evaluation without training
+`megatron.tools.evaluate`.
+
+    python -m megatron.tasks.main --task MNLI --train-data train.tsv --valid-data dev_matched.tsv dev_mismatched.tsv \\
+        --pretrained-checkpoint checkpoints/gpt_345M --epochs 3 --save runs/mnli
+    python -m megatron.tasks.main --task LAMBADA --valid-data lambada_test.jsonl --load checkpoints/gpt_345M
+"""
+
+from megatron.errors import run_main
+from megatron.settings.parse import given
+from megatron.settings.schema import GROUPS
+from megatron.tasks.settings import GROUP, TaskSettings
+
+WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103")
+
+
+def main(argv: list[str]) -> None:
+    """Fine-tune, or evaluate, as --task says."""
+    if str(given(argv, "task", {**GROUPS, GROUP: TaskSettings})).upper() in WITHOUT_TRAINING:
+        from megatron.tools import evaluate
+
+        return evaluate.main(argv)
+    from megatron.tasks.finetune import recipe_for
+    from megatron.tools.pretrain import start
+
+    start(*recipe_for(argv))
+
+
+if __name__ == "__main__":
+    run_main(main)

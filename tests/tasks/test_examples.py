@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of GLUE and CLUE as they are published, written here line by line, and what is wrong with others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import DataError, Failure, SettingsError, UsageError
+from megatron.tasks.description import CLUE, GLUE, find_task
+from megatron.tasks.settings import TaskSettings, examples_of, open_task
+
+MNLI = (
+    "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 "
+    "sentence2"
+)
+# task -> {file: lines}, the texts and labels of its training and validation sets
+GLUE_FILES = {
+    "CoLA": (
+        {
+            "train.tsv": ["gj04\t1\t\tOur friends won't buy this.", 'gj04\t0\t*\tThey drank the "pub.'],
+            "dev.tsv": ["gj04\t1\t\tThe sailors rode."],
+            "test.tsv": ["index\tsentence", "0\tBill whistled past the house."],
+        },
+        [("Our friends won't buy this.", None, 1), ('They drank the "pub.', None, 0)],
+    ),
+    "SST2": (
+        {
+            "train.tsv": ["sentence\tlabel", "hide new secretions \t0", 'a "fine" film \t1'],
+            "dev.tsv": ["sentence\tlabel", "it 's charming \t1"],
+            "test.tsv": ["index\tsentence", "0\tuneasy mishmash"],
+        },
+        [("hide new secretions ", None, 0), ('a "fine" film ', None, 1)],
+    ),
+    "MRPC": (
+        {
+            "msr_paraphrase_train.txt": [
+                "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+                '1\t702876\t702977\tAmrozi accused "the witness".\tReferring to him',
+                "0\t1\t2\tYucaipa owned it\tYucaipa bought it",
+            ],
+            "msr_paraphrase_test.txt": ["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "1\t3\t4\tA\tB"],
+        },
+        [('Amrozi accused "the witness".', "Referring to him", 1), ("Yucaipa owned it", "Yucaipa bought it", 0)],
+    ),
+    "QQP": (
+        {
+            "train.tsv": [
+                "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+                "7\t1\t2\tHow is it?\tHow was it?\t0",
+                "8\t3\t4\tbroken row",
+                "9\t5\t6\tWhy?\tHow come?\t1",
+            ],
+            "dev.tsv": ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "1\t1\t2\tA?\tB?\t1"],
+        },
+        [("How is it?", "How was it?", 0), ("Why?", "How come?", 1)],
+    ),
+    "STSB": (
+        {
+            "train.tsv": [
+                "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+                "0\tmain\tMSR\t2012\t1\tnone\tnone\tA plane.\tAn air plane.\t5.000",
+                "1\tmain\tMSR\t2012\t4\tnone\tnone\tA man.\tA dog.\t0.636",
+            ],
+            "dev.tsv": [
+                "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+                "0\tmain\tMSR\t2012\t1\tnone\tnone\tA.\tB.\t2.5",
+            ],
+        },
+        [("A plane.", "An air plane.", 5.0), ("A man.", "A dog.", 0.636)],
+    ),
+    "MNLI": (
+        {
+            "train.tsv": [
+                "\t".join([*MNLI.split(), "label1", "gold_label"]),
+                "\t".join(
+                    [*"0 1 1n fiction p p p p".split(), "He left.", "He stayed.", "contradiction", "contradiction"]
+                ),
+                "\t".join([*"1 2 2n fiction p p p p".split(), "He left.", "He went.", "neutral", "-"]),
+                "\t".join([*"2 2 2n fiction p p p p".split(), "He left.", "He went.", "entailment", "entailment"]),
+            ],
+            "dev_matched.tsv": [
+                "\t".join([*MNLI.split(), *(f"label{n}" for n in range(1, 6)), "gold_label"]),
+                "\t".join([*"0 1 1n fiction p p p p".split(), "A", "B", *["neutral"] * 6]),
+            ],
+            "dev_mismatched.tsv": [
+                "\t".join([*MNLI.split(), *(f"label{n}" for n in range(1, 6)), "gold_label"]),
+                "\t".join([*"0 1 1n fiction p p p p".split(), "C", "D", *["entailment"] * 6]),
+            ],
+        },
+        [("He left.", "He stayed.", 0), ("He left.", "He went.", 1)],
+    ),
+    "QNLI": (
+        {
+            "train.tsv": [
+                "index\tquestion\tsentence\tlabel",
+                "0\tWhen?\tIn 1990.\tentailment",
+                "1\tWho?\tIt.\tnot_entailment",
+            ],
+            "dev.tsv": ["index\tquestion\tsentence\tlabel", "0\tWhen?\tIn 1990.\tentailment"],
+        },
+        [("When?", "In 1990.", 0), ("Who?", "It.", 1)],
+    ),
+    "RTE": (
+        {
+            "train.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tA\tB\tnot_entailment", "1\tC\tD\tentailment"],
+            "dev.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tA\tB\tnot_entailment"],
+        },
+        [("A", "B", 1), ("C", "D", 0)],
+    ),
+    "WNLI": (
+        {
+            "train.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tA\tB\t1\r", "1\tC\tD\t0\r"],
+            "dev.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tA\tB\t1"],
+        },
+        [("A", "B", 1), ("C", "D", 0)],
+    ),
+}
+WSC = dict(
+    target=dict(span2_index=4, span1_index=0, span1_text="\u9a6c\u514b", span2_text="\u4ed6"), idx=0, label="true"
+)
+CLUE_ROWS = {  # rows of the training set -> texts and labels
+    "AFQMC": (
+        [dict(sentence1="a", sentence2="b", label="0"), dict(sentence1="c", sentence2="d", label="1")],
+        [("a", "b", 0), ("c", "d", 1)],
+    ),
+    "TNEWS": (
+        [dict(label="102", label_desc="news_x", sentence="s", keywords=""), dict(label="116", sentence="t")],
+        [("s", None, 2), ("t", None, 14)],
+    ),
+    "IFLYTEK": (
+        [dict(label="11", label_des="x", sentence="s"), dict(label="118", sentence="t")],
+        [("s", None, 11), ("t", None, 118)],
+    ),
+    "CMNLI": (
+        [dict(sentence1="a", sentence2="b", label=label) for label in ("neutral", "-", "entailment")],
+        [("a", "b", 2), ("a", "b", 1)],
+    ),
+    "CLUEWSC": (
+        [
+            dict(WSC, text="\u9a6c\u514b\u8bf4\u4ed6\u6765"[:3] + "\uff0c\u4ed6\u6765"),
+            dict(WSC, text="\u9a6c\u514b\u8bf4\uff0c\u4ed6\u6765", label="false"),
+        ],
+        [("[\u9a6c\u514b]\u8bf4\uff0c_\u4ed6_\u6765", None, 1), ("[\u9a6c\u514b]\u8bf4\uff0c_\u4ed6_\u6765", None, 0)],
+    ),
+    "CSL": (
+        [dict(id=1, abst="abstract", keyword=["x", "y"], label="1"), dict(id=2, abst="b", keyword=["z"], label="0")],
+        [("x y", "abstract", 1), ("z", "b", 0)],
+    ),
+    "OCNLI": (
+        [
+            dict(level="easy", sentence1="a", sentence2="b", label=label, genre="tv")
+            for label in ("neutral", "contradiction")
+        ],
+        [("a", "b", 2), ("a", "b", 0)],
+    ),
+}
+
+
+def write(folder: Path, files: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def settings(task: str, folder=None, **more) -> TaskSettings:
+    return TaskSettings(task, task_data=str(folder) if folder else None, **more)
+
+
+def triples(examples) -> list:
+    return [(row.text, row.pair, row.label) for row in examples.rows]
+
+
+@pytest.mark.parametrize("name", GLUE_FILES)
+def test_files_of_glue_are_read_as_they_are(name, tmp_path):
+    files, wanted = GLUE_FILES[name]
+    own = settings(name, write(tmp_path / find_task(name).folder, files))
+    assert triples(examples_of(own, "train")) == wanted
+    assert triples(examples_of(settings(name, tmp_path), "train")) == wanted  # the folder of all tasks
+    valid = examples_of(own, "valid")
+    assert len(valid.rows) == (2 if name == "MNLI" else 1) and all(row.label is not None for row in valid.rows)
+    if name == "MNLI":
+        assert valid.sets == {"matched": range(0, 1), "mismatched": range(1, 2)}
+    if "test.tsv" in files:
+        assert [(row.id, row.label) for row in examples_of(own, "test").rows] == [("0", None)]
+    if name == "QQP":
+        assert "1 lines with another number of columns" in examples_of(own, "train").notes[0]
+
+
+@pytest.mark.parametrize("name", CLUE_ROWS)
+def test_files_of_clue_are_read_as_they_are(name, tmp_path):
+    rows, wanted = CLUE_ROWS[name]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    folder = write(tmp_path, {"train.json": lines, "dev.json": lines})
+    assert triples(examples_of(settings(f"CLUE-{name}", folder), "train")) == wanted
+
+
+def test_all_tasks_are_there():
+    assert {task.name for task in GLUE} == set(GLUE_FILES) and {task.name for task in CLUE} == set(CLUE_ROWS)
+    assert len(find_task("tnews").labels) == 15 and len(find_task("IFLYTEK").labels) == 119
+    assert find_task("SST-2").name == "SST2" and find_task("sts-b").regression
+    assert {task.name: task.settings["train_epochs"] for task in GLUE if task.settings["train_epochs"] != 3} == {
+        "MRPC": 5,
+        "WNLI": 5,
+    }
+
+
+def test_a_task_of_ones_own(tmp_path):
+    csv = ["stars,review,title", '3,"good, really",hm', '1,"a ""b""\nc",no', '3,fine,"x"']
+    jsonl = [json.dumps(dict(stars=3, review="r", title="t")), "", json.dumps(dict(stars=1, review="s", title="u"))]
+    write(tmp_path, {"a.csv": csv, "b.jsonl": jsonl})
+    text = "train: a.csv\nvalid: b.jsonl\ntext: review\ntext_pair: title\nlabel: stars\nmetrics: [accuracy, macro_f1]\n"
+    (tmp_path / "own.yaml").write_text(text)
+    own = settings(str(tmp_path / "own.yaml"), tmp_path)
+    assert open_task(own).task.labels == ("1", "3") and open_task(own).task.judged_by == "accuracy and macro_f1"
+    assert triples(examples_of(own, "train")) == [("good, really", "hm", 1), ('a "b"\nc', "no", 0), ("fine", "x", 1)]
+    assert triples(examples_of(own, "valid")) == [("r", "t", 1), ("s", "u", 0)]
+    few = settings(str(tmp_path / "own.yaml"), tmp_path, examples_per_class=1)
+    assert [row.text for row in examples_of(few, "train").rows] == ["good, really", 'a "b"\nc']
+
+
+ROWS = ["text\tlabel", "a\tx", "b\ty"]
+YAML = "train: train.tsv\nvalid: dev.tsv\ntext: text\nlabel: label\n"
+WRONG = {  # what is wrong -> (YAML, files, what the message says)
+    "unknown key": (YAML + "lable: x\n", {}, "unknown key lable; did you mean label?"),
+    "no text": ("train: a\nlabel: b\n", {}, "says nothing of text"),
+    "not YAML": ("train: [", {}, "while parsing"),
+    "a list": ("- a\n", {}, "no mapping of names to values"),
+    "unknown metric": (YAML + "metrics: [acuracy]\n", {}, "there is no metric acuracy; did you mean accuracy?"),
+    "metric of numbers": (
+        YAML + "metrics: [pearson]\n",
+        {},
+        "the metric pearson is for numbers, and the labels are classes",
+    ),
+    "f1 of three": (YAML + "metrics: [f1]\nlabels: [a, b, c]\n", {}, "is for two classes, and there are 3"),
+    "labels as truth values": (YAML + "labels: [yes, no]\n", {}, "without quotes"),
+    "one label": (YAML + "labels: [x]\n", {}, "at least two classes, and there is one, 'x'"),
+    "label twice": (YAML + "labels: [x, y, x]\n", {}, "the label 'x' is there twice"),
+    "no file": (YAML, {"train.tsv": ROWS}, "has no dev.tsv"),
+    "no column": (
+        YAML,
+        {"train.tsv": ["txt\tlabel", "a\tx", "b\ty"], "dev.tsv": ROWS},
+        "no column 'text'; did you mean txt?",
+    ),
+    "no label column": (YAML, {"train.tsv": ["text\tlabels", "a\tx"], "dev.tsv": ROWS}, "no column 'label'"),
+    "unknown label": (
+        YAML + "labels: [x, z]\n",
+        {"train.tsv": ROWS, "dev.tsv": ROWS},
+        "the label 'y' is none of the task's",
+    ),
+    "empty label": (
+        YAML + "labels: [x, y]\n",
+        {"train.tsv": ["text\tlabel", "a\t"], "dev.tsv": ROWS},
+        "the label is empty",
+    ),
+    "one class only": (
+        YAML + "labels: [x, y]\n",
+        {"train.tsv": ["text\tlabel", "a\tx", "b\tx"], "dev.tsv": ROWS},
+        "all 2 examples have the label 'x'",
+    ),
+    "empty file": (YAML + "labels: [x, y]\n", {"train.tsv": [], "dev.tsv": ROWS}, "is empty"),
+    "header alone": (YAML + "labels: [x, y]\n", {"train.tsv": ["text\tlabel"], "dev.tsv": ROWS}, "holds no examples"),
+    "not separated": (
+        YAML + "labels: [x, y]\n",
+        {"train.tsv": ["text\tlabel", "a,x", "b,y"], "dev.tsv": ROWS},
+        "line 2: 1 columns",
+    ),
+    "no number": (YAML + "regression: true\n", {"train.tsv": ROWS, "dev.tsv": ROWS}, "the label 'x' is no number"),
+    "one number": (
+        YAML + "regression: true\n",
+        {"train.tsv": ["text\tlabel", "a\t1", "b\t1"], "dev.tsv": ROWS},
+        "have the same number",
+    ),
+    "broken JSON": (
+        YAML.replace("train.tsv", "a.jsonl") + "labels: [x, y]\n",
+        {"a.jsonl": ['{"text": '], "dev.tsv": ROWS},
+        "line 1",
+    ),
+    "JSON list": (
+        YAML.replace("train.tsv", "a.jsonl") + "labels: [x, y]\n",
+        {"a.jsonl": ["[1]"], "dev.tsv": ROWS},
+        "no object",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_tasks_are_told_once(what, tmp_path):
+    text, files, wanted = WRONG[what]
+    (tmp_path / "task.yaml").write_text(text)
+    own = settings(str(tmp_path / "task.yaml"), write(tmp_path, files))
+    with pytest.raises(Failure) as problem:
+        examples_of(own, "train")
+    assert wanted in str(problem.value) and isinstance(problem.value, (DataError, SettingsError))
+
+
+def test_names_and_folders_that_are_not_there(tmp_path):
+    with pytest.raises(UsageError, match="did you mean MNLI"):
+        find_task("MNIL")
+    with pytest.raises(DataError, match="no such folder"):
+        examples_of(settings("RTE", tmp_path / "nowhere"), "train")
+    with pytest.raises(DataError, match="no such file"):
+        examples_of(settings("RTE", train_data=[str(tmp_path / "a.tsv")]), "train")
+    with pytest.raises(SettingsError, match="2 files, and training takes one"):
+        examples_of(settings("RTE", train_data=["a", "b"]), "train")
+    write(tmp_path, {"train.json": [json.dumps(dict(text="t", label="true"))], "dev.json": []})
+    with pytest.raises(DataError, match="is not as CLUEWSC has them"):
+        examples_of(settings("CLUEWSC", tmp_path), "train")
+
+
+def test_classes_without_examples_are_told(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y, z]\n")
+    own = settings(str(tmp_path / "task.yaml"), write(tmp_path, {"train.tsv": ROWS, "dev.tsv": ROWS}))
+    assert "no example of 1 of 3 classes: z" in examples_of(own, "train").notes[0]
