@@ -124,7 +124,6 @@ def test_a_real_array_through_kills(tmp_path, root, monkeypatch):
     local = root / "scripts" / "slurm" / "local_cluster.sh"
     monkeypatch.setenv("SLURM_CONF", f"{tmp_path}/cluster/slurm.conf")
     monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.chdir(root)
     corpus = SmallCorpus(tmp_path, 600)
     corpus.run(tmp_path / "calm")
     output = tmp_path / "out"
