@@ -35,13 +35,14 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
     state = "complete" if done == total else f"{done} of {total} tasks are done"
     sections = [
         Section("What became of the text", pictures=[("Documents and bytes that go on", _funnel(funnel))], wide=True),
-        Section("By stage", grids=[_stages(funnel, counts, rate)]),
+        Section("By stage", grids=[_stages(funnel, rate)]),
         Section("By rule", grids=[_rules(funnel, rate), _changes(counts)]),
         Section("Set aside", grids=[_set_aside(plan, counts)]),
         Section("What the corpus is like", pictures=_nature(counts)),
-        Section("Figures of the filters", pictures=_figures(counts)),
+        Section("Figures of the filters", pictures=_figures(counts), folded=True),
         Section("Duplicates and other stages", pictures=_histograms(counts), grids=_examples(counts)),
         Section("Samples, dropped and kept", grids=_side_by_side(samples)),
+        Section("Time", grids=[_times(counts, funnel[0]["bytes"])]),
     ]
     return page("Corpus", f"{output}, plan {plan.id}: {state}", _tiles(funnel, tokens, counts), sections)
 
@@ -115,7 +116,7 @@ def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tupl
 # ---------------------------------------------------------------------------------------------------- tables
 
 
-def _stages(funnel: list[dict], counts: dict, rate: Optional[float]) -> Grid:
+def _stages(funnel: list[dict], rate: Optional[float]) -> Grid:
     head = ["stage", "documents", "of those before", "MB of text", *(["tokens, about"] if rate else [])]
     rows, before = [], None
     for row in funnel:
@@ -123,8 +124,15 @@ def _stages(funnel: list[dict], counts: dict, rate: Optional[float]) -> Grid:
         cells = [row["name"], f"{row['documents']:,}", share, f"{row['bytes'] / 1e6:,.2f}"]
         rows.append([*cells, *([f"{row['bytes'] * rate:,.0f}"] if rate else [])])
         before = row["documents"]
-    speed = [f"{name} {found['seconds']:,.1f} s" for name, found in counts.items()]
-    return Grid("Seconds of a core: " + ", ".join(speed), head, rows)
+    return Grid("", head, rows)
+
+
+def _times(counts: dict, read: int) -> Grid:
+    rows = [
+        [name, f"{found['tasks']:,}", f"{found['seconds']:,.1f}", f"{read / 1e6 / max(found['seconds'], 1e-3):,.1f}"]
+        for name, found in counts.items()
+    ]
+    return Grid("", ["phase", "tasks done", "seconds of a core", "MB of input a second"], rows)
 
 
 def _rules(funnel: list[dict], rate: Optional[float]) -> Grid:
@@ -176,13 +184,14 @@ def _side_by_side(samples: dict[str, list[dict]]) -> list[Grid]:
 
 
 def _told(entry: Optional[dict]) -> str:
+    """A sample in a cell: what it is on the first line, how its text begins on the second."""
     if entry is None:
         return ""
-    figures = ", ".join(f"{name} {_short(value)}" for name, value in entry["figures"].items())
+    figures = "" if entry["rule"] == KEPT else ", ".join(f"{k} {_short(v)}" for k, v in entry["figures"].items())
     name = entry.get("url") or entry.get("id") or ""
     head = " | ".join(filter(None, (str(name)[:100], f"{entry['characters']:,} characters", figures)))
-    text = entry["text"][:SHOWN] + (" ..." if entry["characters"] > SHOWN else "")
-    return f"{head}\n{text}"
+    text = " ".join(entry["text"].split())[:SHOWN]
+    return f"{head}\n{text}" + " ..." * (entry["characters"] > SHOWN)
 
 
 def _short(value: Any) -> str:
@@ -309,7 +318,7 @@ def _histograms(counts: dict) -> list[tuple[str, str]]:
         for name, entry in found.items():
             if name in ("lengths", "figures", "dropped", "changed", "domains", "rejected", "damaged"):
                 continue
-            if isinstance(entry, dict) and entry and all(_is_number(bucket) for bucket in entry):
+            if isinstance(entry, dict) and any(entry.values()) and all(_is_number(bucket) for bucket in entry):
                 pictures.append((f"{phase}: {name}", _columns({name: (entry, BLUE)}, name)))
     return pictures
 

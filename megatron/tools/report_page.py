@@ -28,6 +28,7 @@ table { border-collapse: collapse; width: 100% } td { border-top: 1px solid var(
 tr:first-child td { border-top: 0 } td:first-child { color: var(--soft); width: 38% }
 td { overflow-wrap: anywhere; vertical-align: top }
 .grid td, .grid th { min-width: 112px; padding-right: 16px; text-align: left } .grid td:first-child { width: auto }
+.grid td { white-space: pre-line }
 .grid thead + tbody tr:first-child td { border-top: 1px solid var(--line) } th { font-weight: 650; padding: 5px 8px 5px 0 }
 i.key { display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin: 0 6px 3px 0; background: var(--key) }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 10px 0 }

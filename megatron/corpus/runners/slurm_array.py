@@ -7,6 +7,7 @@ array ends well all the same: `afterok` then lets the next phase do what does no
 is submitted again by whoever waits, or by the same command.
 """
 
+import os
 import shutil
 import subprocess
 import time
@@ -20,7 +21,8 @@ from megatron.corpus.plan import TASKS, CorpusPlan
 from megatron.corpus.runners.local import run_local
 from megatron.errors import Failure, SettingsError
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "slurm" / "corpus_array.sbatch"
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "scripts" / "slurm" / "corpus_array.sbatch"
 POLL = 2.0  # seconds between looks at the queue
 
 
@@ -58,6 +60,8 @@ def run_slurm(
     """
     if not shutil.which("sbatch"):
         raise SettingsError("--runner slurm needs sbatch", do="run it on a node where jobs are submitted")
+    if not SCRIPT.exists():
+        raise SettingsError(f"--runner slurm needs {SCRIPT}", do="run it from the source tree, not from the wheel")
     for _ in range(MOST_ATTEMPTS):
         before = agenda.left
         jobs = submit(agenda, output, arrays, flags, memory_gb)
@@ -90,7 +94,8 @@ def submit(agenda: Agenda, output: Path, arrays: int, flags: Sequence[str], memo
         words += [f"--output={output.absolute() / 'logs'}/%x-%A_%a.log", *flags]
         words += [f"--dependency=afterok:{jobs[-1]}", "--kill-on-invalid-dep=yes"] if jobs else []
         words += [str(SCRIPT), str(output.absolute()), phase, str(parts), f"{memory_gb:g}"]
-        done = subprocess.run(words, capture_output=True, text=True)
+        env = os.environ | {"CORPUS_ROOT": str(ROOT)}  # the jobs may start in any folder
+        done = subprocess.run(words, capture_output=True, text=True, env=env)
         if done.returncode:
             raise Failure(f"sbatch ended with code {done.returncode}", done.stderr.strip()[:500], " ".join(words))
         jobs.append(done.stdout.strip().split(";")[0])
