@@ -25,7 +25,7 @@ def filters():
     pytest.importorskip("eldc", reason="eldc is not installed")
     rules = ("gopher_repetition", "gopher", "c4", "fineweb")
     loose = dict(gopher=dict(min_words=1, min_stop_words=None), c4=dict(min_sentences=None), fineweb=dict())
-    loose["gopher_repetition"] = dict(top_ngrams=[], duplicate_ngrams=[[5, 1.0]])
+    loose["gopher_repetition"] = dict(top_ngrams={}, duplicate_ngrams={5: 1.0})
     names = [("gate", {}), ("ftfy", {}), ("language", {}), *((name, loose[name]) for name in rules)]
     return [(name, build_filter(name, **options)) for name, options in names]
 
@@ -88,15 +88,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.full
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
-@pytest.mark.parametrize("kind", ["a line of 2 GB", "lists in a line"])
+@pytest.mark.parametrize("kind", ["a line of 640 MB", "lists in a line"])
 def test_bombs_stay_small(suffix, kind, tmp_path, root):
-    """2 GB of one line out of a small file; and a line just short enough, of what takes most memory when it is parsed."""
+    """640 MB of one line out of a small file; and a line just short enough, of what takes most memory when it is parsed."""
     path = tmp_path / f"bomb.jsonl{suffix}"
     with opener(path, suffix) as file:
         if kind == "lists in a line":
             file.write(b"[" + b"[]," * (5 << 20) + b"[]]\n")
         else:
-            for _ in range(128):
+            for _ in range(40):
                 file.write(b"a" * (16 << 20))
     assert path.stat().st_size < 3 << 20
     words = [sys.executable, "-c", BOMBS, str(path), str(tmp_path / "out.jsonl")]
