@@ -4,8 +4,8 @@
     keep_english = build_filter("language", keep=["en"])
     keep_english({"text": "..."})  # -> stage.Verdict
 
-A filter is made once a process from its options: keyword arguments with defaults. Names may have underscores for hyphens; one
-with a colon, "package.module:Class", is a filter of one's own.
+A filter is made once a process from its options: keyword arguments with defaults. Names may have underscores for
+hyphens; one with a colon, "package.module:Class", is a filter of one's own.
 """
 
 import importlib
