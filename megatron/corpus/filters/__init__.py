@@ -4,8 +4,8 @@
     keep_english = build_filter("language", keep=["en"])
     keep_english({"text": "..."})  # -> stage.Verdict
 
-A filter is made once a process from its options: keyword arguments with defaults. A name with a colon,
-"package.module:Class", is a filter of one's own.
+A filter is made once a process from its options: keyword arguments with defaults. Names may have underscores for
+hyphens; one with a colon, "package.module:Class", is a filter of one's own.
 """
 
 import importlib
@@ -23,13 +23,13 @@ FILTERS: dict[str, str] = {
     "language": f"{_HERE}.language:LanguageFilter",
     "ftfy": f"{_HERE}.repair:TextRepair",
     "gopher": f"{_HERE}.gopher:Gopher",
-    "gopher_chinese": f"{_HERE}.gopher:GopherChinese",
-    "gopher_repetition": f"{_HERE}.repetition:GopherRepetition",
-    "gopher_repetition_chinese": f"{_HERE}.repetition:GopherRepetitionChinese",
+    "gopher-chinese": f"{_HERE}.gopher:GopherChinese",
+    "gopher-repetition": f"{_HERE}.repetition:GopherRepetition",
+    "gopher-repetition-chinese": f"{_HERE}.repetition:GopherRepetitionChinese",
     "c4": f"{_HERE}.c4:C4",
-    "c4_chinese": f"{_HERE}.c4:C4Chinese",
+    "c4-chinese": f"{_HERE}.c4:C4Chinese",
     "fineweb": f"{_HERE}.fineweb:FineWeb",
-    "fineweb_chinese": f"{_HERE}.fineweb:FineWebChinese",
+    "fineweb-chinese": f"{_HERE}.fineweb:FineWebChinese",
     "megatron": f"{_HERE}.length:ShortDocuments",
     "tasks": f"{_HERE}.tasks:CleaningTasks",
     "fasttext": f"{_HERE}.classifier:FastTextClassifier",
@@ -39,7 +39,7 @@ FILTERS: dict[str, str] = {
 
 def filter_class(name: str) -> type:
     """The class of a filter: of the table, or "package.module:Class". Raises SettingsError where there is none."""
-    place = FILTERS.get(name, name)
+    place = FILTERS.get(name.replace("_", "-"), name)
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):
         do = f"known: {', '.join(FILTERS)}; or one of your own as package.module:Class"

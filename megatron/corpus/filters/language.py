@@ -7,7 +7,7 @@ langdetect  what Megatron-LM's cleaning uses, with its seed fixed, so that it sa
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Optional
+from typing import Literal, Optional, Union
 
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import DataError, SettingsError
@@ -19,7 +19,7 @@ Detector = Callable[[str], tuple[str, float]]  # text -> (language, score from 0
 class LanguageFilter:
     """Keeps documents in some languages, and notes the language of each under `key`.
 
-    keep: ISO 639-1 codes; "zh" means "zh-cn" and "zh-tw" too. None keeps all that have a language
+    keep: ISO 639-1 codes; "zh" means "zh-cn" and "zh-tw" too; a text: between commas. None keeps all that have a language
     min_score: what the detector has to be sure of, as it says itself; scores of different detectors do not compare
     model: file of lid.176 for fasttext
     longest: characters that are looked at, from the beginning
@@ -28,7 +28,7 @@ class LanguageFilter:
 
     def __init__(
         self,
-        keep: Optional[Sequence[str]] = ("en",),
+        keep: Optional[Union[Sequence[str], str]] = ("en",),
         min_score: float = 0.0,
         detector: Literal["eldc", "fasttext", "langdetect"] = "eldc",
         model: Optional[str] = None,
@@ -37,7 +37,7 @@ class LanguageFilter:
     ):
         if detector not in DETECTORS:
             raise SettingsError(f"language detector {detector!r} is unknown", do=f"known: {', '.join(DETECTORS)}")
-        self.keep = None if keep is None else frozenset([keep] if isinstance(keep, str) else keep)
+        self.keep = None if keep is None else frozenset(keep.split(",") if isinstance(keep, str) else keep)
         self.min_score, self.longest, self.key = min_score, longest, key
         self.detect = DETECTORS[detector](model, scored=min_score > 0)
 

@@ -7,7 +7,7 @@ character counted once: after one that occurred before, the search goes on behin
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Optional
 
 import numpy as np
@@ -16,10 +16,11 @@ from megatron.corpus.filters.rules import Rule, above, judged
 from megatron.corpus.filters.words import Words, cut
 from megatron.corpus.stage import Document, Verdict
 
-Limits = Sequence[tuple[int, float]]  # (n, most characters of the text)
+Limits = Mapping[int, float]  # n -> most characters of the text, as a share
 
-TOP = ((2, 0.20), (3, 0.18), (4, 0.16))
-DUPLICATE = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+TOP = {2: 0.20, 3: 0.18, 4: 0.16}
+DUPLICATE = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+CHINESE_TOP, CHINESE_DUPLICATE = ({2 * n: limit for n, limit in limits.items()} for limits in (TOP, DUPLICATE))
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 _MIXERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64)
 
@@ -41,8 +42,9 @@ class GopherRepetition:
         self.max_lines, self.max_line_characters = max_duplicate_lines, max_duplicate_line_characters
         self.max_paragraphs = max_duplicate_paragraphs
         self.max_paragraph_characters = max_duplicate_paragraph_characters
-        self.top_ngrams = [(int(n), limit) for n, limit in top_ngrams]
-        self.duplicate_ngrams = [(int(n), limit) for n, limit in duplicate_ngrams]
+        # The names of a mapping are texts once it has been JSON.
+        self.top_ngrams = [(int(n), limit) for n, limit in top_ngrams.items()]
+        self.duplicate_ngrams = [(int(n), limit) for n, limit in duplicate_ngrams.items()]
 
     def __call__(self, document: Document) -> Verdict:
         return judged(document, self._rules(document["text"]))
@@ -79,8 +81,8 @@ class GopherRepetitionChinese(GopherRepetition):
         max_duplicate_paragraphs: Optional[float] = 0.3,
         max_duplicate_line_characters: Optional[float] = 0.2,
         max_duplicate_paragraph_characters: Optional[float] = 0.2,
-        top_ngrams: Limits = tuple((2 * n, limit) for n, limit in TOP),
-        duplicate_ngrams: Limits = tuple((2 * n, limit) for n, limit in DUPLICATE),
+        top_ngrams: Limits = CHINESE_TOP,
+        duplicate_ngrams: Limits = CHINESE_DUPLICATE,
     ):
         super().__init__(
             max_duplicate_lines,

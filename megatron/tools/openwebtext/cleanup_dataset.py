@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         filters(options, vocabulary), "reason" if options.dropped_output else "nothing", options.longest_line << 20
     )
     print(f" > filtering {' '.join(inputs)}", flush=True)
-    progress = Progress(options.log_interval)
+    progress = CleanupProgress(options.log_interval)
     totals = clean_files(
         sources,
         cleaner,
@@ -141,7 +141,7 @@ def filters(options: CleanupOptions, vocabulary: TokenizerSettings) -> list:
     return chosen
 
 
-class Progress:
+class CleanupProgress:
     """Megatron-LM's lines of counters, each `interval` documents and at the end."""
 
     def __init__(self, interval: int):

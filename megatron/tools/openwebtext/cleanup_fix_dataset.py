@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     for source, (cleaned, filtered) in zip(sources, outputs):
         print(f" > working on {source.path} ...", flush=True)
         cleaner = LineCleaner(tasks, "document", options.longest_line << 20)
-        report = Interval(options.log_interval)
+        report = CleanupInterval(options.log_interval)
         stop = options.on_bad_line == "stop"
         totals = clean_files([source], cleaner, cleaned, filtered, options.workers, (0, 1), report, stop)
         print(summary(totals, options.tasks), flush=True)
@@ -101,7 +101,7 @@ def output_names(path: str, folder: str) -> tuple[str, str]:
     return tuple(os.path.join(folder, f"{stem}_{kind}{suffix}") for kind in ("cleaned", "filtered"))
 
 
-class Interval:
+class CleanupInterval:
     """A line each `interval` documents."""
 
     def __init__(self, interval: int):
