@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands whose files stand without a flag, as those of Megatron-LM's tools do: `shuf IN -o OUT --seed 1`.
+
+files, flags = divide(argv, Options, {"-o": "--output"})
+options = parse(flags, dict(shuf=Options), prog=...)["shuf"]
+[source] = expect(files, "IN", prog)
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron.errors import UsageError
+from megatron.settings.spelling import NO, YES, settings_of, spellings_of
+
+SWITCHES = ("-h", "--help", "--help-all", "--print-config", "--then")
+VALUED = ("--config", "-c")
+
+
+def divide(
+    argv: list[str], kind: type, letters: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], list[str]]:
+    """(words that belong to no flag, flags with their values). A lone `-` is a word: stdin.
+
+    kind: the command's dataclass of settings. letters: short flags -> the long ones that they stand for. A flag of
+    true or false takes the next word only where that is true or false; one of several values takes all words up to
+    the next flag; any other takes one. `--` ends the flags.
+    """
+    known = spellings_of(settings_of(dict(one=kind)))
+    files, flags, at = [], [], 0
+    while at < len(argv):
+        word, at = argv[at], at + 1
+        if word == "--":
+            return files + argv[at:], flags
+        if word == "-" or not word.startswith("-"):
+            files.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        flag = letters.get(flag, flag)
+        flag = flag if not flag.startswith("--") else flag.replace("_", "-")
+        count = 0 if equals else _values(flag, known, argv[at:])
+        flags += [flag + equals + value, *argv[at : at + count]]
+        at += count
+    return files, flags
+
+
+def _values(flag: str, known: Mapping, rest: list[str]) -> int:
+    """How many of the words behind a flag are its values."""
+    until = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
+    if flag in VALUED:
+        return min(1, until)
+    if flag in SWITCHES or flag not in known:
+        return 0
+    spelling = known[flag]
+    if spelling.setting.many:
+        return until
+    if spelling.implies is not None or spelling.setting.kind is bool:
+        return int(bool(rest) and rest[0].lower() in (*YES, *NO))
+    return min(1, len(rest))
+
+
+def expect(files: list[str], names: str, prog: str) -> list[str]:
+    """The files, where there are as many as `names` has words. Raises UsageError otherwise."""
+    wanted = names.split()
+    if len(files) == len(wanted):
+        return files
+    given = f"{len(files)} given: {' '.join(files)}" if files else "none given"
+    plural = "s are" if len(wanted) > 1 else " is"
+    raise UsageError(f"{len(wanted)} file{plural} wanted ({given})", do=f"{prog} {names}; --help tells the flags")
