@@ -23,14 +23,8 @@ import numpy as np
 
 from megatron.corpus.duplicates import candidates, compare
 from megatron.corpus.duplicates.candidates import load_pairs
-from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of
-from megatron.corpus.duplicates.signatures import (
-    Fingerprints,
-    Signing,
-    saved_fingerprints,
-    text_sizes,
-    write_fingerprints,
-)
+from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of, saved_below, text_sizes
+from megatron.corpus.duplicates.signatures import Fingerprints, Signing, write_fingerprints
 from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.corpus.stage import Counts, Made, StagePhase
 from megatron.errors import SettingsError, did_you_mean
@@ -248,7 +242,7 @@ def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
     """[shard, removal lists, fingerprints ...] -> the shard without what goes."""
     asked = read_options(options)
     numbering, earlier = _numbering(inputs[2:], asked)
-    names = [*map(str, saved_fingerprints(asked.against)), *range(options["shards"])]
+    names = [*map(str, _earlier(asked)), *range(options["shards"])]
     removed = Removed.read(inputs[1] / f"{options['shard']:06d}.npy")
     sizes = text_sizes(inputs[2 + options["shard"]])
     return copy_without(inputs[0], removed, sizes, numbering, names, REASON, output)
@@ -256,15 +250,19 @@ def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 def _fingerprints(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:
     """(fingerprints of the earlier corpus and of this one, how many documents the earlier one has)."""
-    before = saved_fingerprints(asked.against)
+    before = _earlier(asked)
     prints = Fingerprints([*before, *folders], asked.signing)
     return prints, int(prints.numbering.starts[len(before)])
 
 
 def _numbering(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Numbering, int]:
     """(numbers of the documents of both corpora, how many shards the earlier one has)."""
-    before = saved_fingerprints(asked.against)
+    before = _earlier(asked)
     return numbering_of([*before, *folders]), len(before)
+
+
+def _earlier(asked: NearDuplicateOptions) -> list[Path]:
+    return saved_below(asked.against, "signatures.bin", "sign")
 
 
 def _edges(number: int) -> tuple[int, int]:

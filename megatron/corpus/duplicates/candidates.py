@@ -8,15 +8,16 @@ Pairs are kept as [pairs, 2] int64, the smaller number first, sorted, each once.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from megatron.corpus.duplicates.key_runs import fitting_ranges, partition_of_keys
 from megatron.corpus.duplicates.signatures import Fingerprints
 
 PAIRS = "pairs.npy"
 RECORD = 96  # bytes of memory that a record takes while it is sorted, with a pair or two of it
-_KEYS = 1 << 64
 
 
 def candidate_pairs(
@@ -26,24 +27,13 @@ def candidate_pairs(
 
     earlier: documents below this number are of an earlier corpus: they are not paired with each other
     """
+    count = partial(prints.count, band)
     found, records = [np.zeros((0, 2), np.int64)], 0
-    for first, last in _ranges(
-        prints, band, _KEYS * partition // partitions, _KEYS * (partition + 1) // partitions, memory
-    ):
+    for first, last in fitting_ranges(count, *partition_of_keys(partition, partitions), max(1, memory // RECORD)):
         keys, documents = prints.records(band, first, last)
         records += len(keys)
         found.append(_pairs(keys, documents, links, earlier))
     return sorted_pairs(np.concatenate(found)), records
-
-
-def _ranges(prints: Fingerprints, band: int, first: int, end: int, memory: int) -> Iterator[tuple[int, int]]:
-    """[first, end) of the keys as ranges (first, last) of so many records that they fit into memory."""
-    if prints.count(band, first, end - 1) * RECORD <= memory or end - first == 1:
-        yield first, end - 1
-        return
-    middle = (first + end) // 2
-    yield from _ranges(prints, band, first, middle, memory)
-    yield from _ranges(prints, band, middle, end, memory)
 
 
 def _pairs(keys: np.ndarray, documents: np.ndarray, links: int, earlier: int) -> np.ndarray:
@@ -93,7 +83,7 @@ def load_pairs(path: Path) -> np.ndarray:
 
 def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.ndarray]:
     """The pairs of many files whose first document is in [first, end), each once, in order, some `most` at a time."""
-    parts = [part for file in files if len(part := _between(load_pairs(file), first, end))]
+    parts = [part for file in files if len(part := between_pairs(load_pairs(file), first, end))]
     if sum(map(len, parts)) > most and end - first > 1:
         middle = (first + end) // 2
         del parts  # and so the maps of the files
@@ -103,6 +93,7 @@ def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.nd
         yield sorted_pairs(np.concatenate(parts))
 
 
-def _between(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
+def between_pairs(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Of sorted pairs, those whose first document is in [first, end)."""
     start, stop = np.searchsorted(pairs[:, 0], [first, end])
     return pairs[start:stop]

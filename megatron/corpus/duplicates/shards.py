@@ -104,6 +104,27 @@ def numbering_of(folders: Sequence[Path]) -> Numbering:
     return Numbering.of(read_facts(folder)["documents"] for folder in folders)
 
 
+def text_sizes(folder: Path) -> np.ndarray:
+    """Bytes of the text of each document of a shard, from the folder of a first phase, [documents]."""
+    return np.fromfile(Path(folder) / "sizes.bin", "<u4")
+
+
+def saved_below(folders: Sequence[str], name: str, phase: str) -> list[Path]:
+    """What a first phase has left of an earlier corpus: folders with a file of this name below the given ones, sorted.
+
+    Raises DataError where there is none.
+    """
+    found = []
+    for folder in folders:
+        below = sorted(path.parent for path in Path(folder).rglob(name))
+        if not below:
+            raise DataError(
+                f"{folder}: holds no fingerprints", do=f"against: folders that the phase {phase} has filled"
+            )
+        found += below
+    return found
+
+
 # -------------------------------------------------------------------------------------------------------- what goes on
 
 

@@ -160,11 +160,6 @@ def write_fingerprints(shard: Path, folder: Path, how: Signing, text_key: str = 
     return dict(documents=documents, signed=len(rows), without_text=unreadable, bytes=size)
 
 
-def text_sizes(folder: Path) -> np.ndarray:
-    """Bytes of the text of each document of a shard, [documents]."""
-    return np.fromfile(Path(folder) / "sizes.bin", "<u4")
-
-
 def _mapped(path: Path, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     if 0 in shape:  # an empty file cannot be mapped
         return np.zeros(shape, kind)
@@ -223,17 +218,3 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     return ", ".join(
         f"{key} {found.get(key)} (now {value})" for key, value in wanted.items() if found.get(key) != value
     )
-
-
-def saved_fingerprints(folders: Sequence[str]) -> list[Path]:
-    """The fingerprints of an earlier corpus: every folder of them below the given ones, sorted by path.
-
-    Raises DataError where there is none.
-    """
-    found = []
-    for folder in folders:
-        below = sorted(path.parent for path in Path(folder).rglob("signatures.bin"))
-        if not below:
-            raise DataError(f"{folder}: holds no fingerprints", do="against: folders that the phase `sign` has filled")
-        found += below
-    return found

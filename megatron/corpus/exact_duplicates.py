@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact duplicates: documents with the same text. The first one stays.
+
+    digest    a shard each       a 128-bit hash of each text, sorted
+    match     a partition each   documents with the hash of an earlier one
+    remove    a shard each       the shard without them
+
+With `normalize: space`, runs of white space count as one blank; with `words`, texts with the same words in lower case are
+the same. `against` names folders that `digest` has filled for an earlier corpus: what is in it goes, too. The chance that
+among 10^9 documents two different ones have the same hash is 10^-20.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from megatron.corpus.duplicates.candidates import between_pairs, load_pairs, save_pairs
+from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.shards import (
+    Numbering,
+    Removed,
+    blocks_of_lines,
+    copy_without,
+    encoded,
+    numbering_of,
+    saved_below,
+    text_of,
+    text_sizes,
+)
+from megatron.corpus.duplicates.shingles import codes_of, word_bounds
+from megatron.corpus.stage import Counts, Made, StagePhase
+from megatron.errors import DataError, SettingsError, did_you_mean
+
+VERSION = "1"  # of what the tasks of this stage write
+REASON = "exact_duplicate"
+RECORD = 96  # bytes of memory a document takes in `match`
+OWN = ("memory", "shards", "shard", "partition", "of_partitions")
+NORMALIZE = ("none", "space", "words")
+
+
+@dataclass(frozen=True)
+class ExactDuplicateOptions:
+    """Options of the stage."""
+
+    normalize: Literal["none", "space", "words"] = "none"
+    against: list[str] = field(default_factory=list)
+    text_key: str = "text"
+    documents_per_shard: int = 100_000  # a guess, for the number of partitions
+    partitions: int = 0  # 0: as many as the memory of a task asks for
+
+
+OPTIONS = ExactDuplicateOptions
+
+
+def read_options(options: Mapping[str, Any]) -> ExactDuplicateOptions:
+    """The stage's options, checked. Raises SettingsError."""
+    given = {name: value for name, value in options.items() if name not in OWN}
+    known = [one.name for one in fields(ExactDuplicateOptions)]
+    for name in given:
+        if name not in known:
+            raise SettingsError(f"exact_duplicates has no option {name}{did_you_mean(name, known)}")
+    made = ExactDuplicateOptions(**given)
+    if made.normalize not in NORMALIZE:
+        raise SettingsError(f"normalize of exact duplicates is {made.normalize!r}", do=f"known: {', '.join(NORMALIZE)}")
+    if min(made.documents_per_shard, made.partitions + 1) < 1:
+        raise SettingsError("documents_per_shard of exact duplicates starts at 1, partitions at 0")
+    if isinstance(made.against, str):
+        raise SettingsError(f"against of exact duplicates is {made.against!r}: a list of folders")
+    return made
+
+
+def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
+    """The phases of this stage. memory: bytes that a task may take."""
+    asked = read_options(options)
+    partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
+
+    def each_partition(made: Made) -> list[dict[str, Any]]:
+        return [dict(memory=memory, partition=number, of_partitions=partitions) for number in range(partitions)]
+
+    def each_shard(made: Made) -> list[dict[str, Any]]:
+        return [dict(shard=number, shards=len(made["documents"])) for number in range(len(made["documents"]))]
+
+    return [
+        StagePhase("digest", digest, lambda made: [[shard] for shard in made["documents"]]),
+        StagePhase("match", match, lambda made: [[*made["digest"]] for _ in range(partitions)], each_partition),
+        StagePhase(
+            "remove",
+            remove,
+            lambda made: [[shard, *made["digest"], *made["match"]] for shard in made["documents"]],
+            each_shard,
+        ),
+    ]
+
+
+def digest(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[shard] -> the hashes of its texts."""
+    asked = read_options(options)
+    writer = RunWriter(output, dict(checks="<u8", rows="<u4"))
+    documents, signed = 0, 0
+    with open(output / "sizes.bin", "wb") as sizes:
+        marks, rows = [], []
+        for lines in blocks_of_lines(inputs[0]):
+            texts = [text_of(line, asked.text_key) for line in lines]
+            sizes.write(np.array([len(encoded(text or "")) for text in texts], "<u4"))
+            for row, text in enumerate(texts, documents):
+                if text is not None:
+                    marks.append(xxhash.xxh3_128_digest(normalized(text, asked.normalize)))
+                    rows.append(row)
+            documents += len(texts)
+    halves = np.frombuffer(b"".join(marks), ">u8").reshape(-1, 2).astype(np.uint64)
+    writer.add(halves[:, 0], checks=halves[:, 1], rows=np.array(rows, np.uint32))
+    signed = len(rows)
+    writer.close(documents=documents, normalize=asked.normalize)
+    return dict(documents=documents, without_text=documents - signed)
+
+
+def normalized(text: str, how: str) -> bytes:
+    """What of a text has to be equal.
+
+    >>> normalized(" A  b. ", "space"), normalized("A, b.", "words")
+    (b'A b.', b'a\\x00b')
+    """
+    if how == "space":
+        text = " ".join(text.split())
+    elif how == "words":
+        text = text.lower()
+        starts, stops = word_bounds(codes_of(text))
+        text = "\0".join(text[start:stop] for start, stop in zip(starts.tolist(), stops.tolist()))
+    return encoded(text)
+
+
+def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Hashes of all shards -> (document, the first one with its text) of a partition."""
+    asked = read_options(options)
+    before = _earlier(asked)
+    folders = [*before, *inputs]
+    reader, numbering = RunReader(folders), numbering_of(folders)
+    for folder, facts in zip(folders, reader.facts):
+        if facts.get("normalize") != asked.normalize:
+            told = f"{folder}: made with normalize {facts.get('normalize')} (now {asked.normalize})"
+            raise DataError(told, do="use the same options, or digest the earlier corpus again")
+    first, end = partition_of_keys(options["partition"], options["of_partitions"])
+    found = []
+    for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
+        whose, columns = reader.read(low, high)
+        documents = numbering.starts[whose] + columns["rows"]
+        order = np.lexsort((documents, columns["checks"], columns["keys"]))
+        keys, checks, documents = columns["keys"][order], columns["checks"][order], documents[order]
+        again = np.zeros(len(order), bool)
+        again[1:] = (keys[1:] == keys[:-1]) & (checks[1:] == checks[:-1])
+        kept = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
+        found.append(np.stack([documents[again], documents[kept[again]]], 1))
+    pairs = np.concatenate(found)
+    pairs = pairs[pairs[:, 0] >= numbering.starts[len(before)]]
+    save_pairs(output / "duplicates.npy", pairs[np.argsort(pairs[:, 0])])
+    return dict(to_remove=len(pairs))
+
+
+def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """[shard, hashes ..., duplicates ...] -> the shard without what goes."""
+    asked, shard, shards = read_options(options), options["shard"], options["shards"]
+    before = _earlier(asked)
+    numbering = numbering_of([*before, *inputs[1 : 1 + shards]])
+    removed = removed_of(inputs[1 + shards :], numbering, shard + len(before))
+    names = [*map(str, before), *range(shards)]
+    return copy_without(inputs[0], removed, text_sizes(inputs[1 + shard]), numbering, names, REASON, output)
+
+
+def removed_of(folders: list[Path], numbering: Numbering, shard: int) -> Removed:
+    """What the tasks of `match` say of a shard."""
+    first, end = numbering.starts[shard : shard + 2].tolist()
+    pairs = [between_pairs(load_pairs(folder / "duplicates.npy"), first, end) for folder in folders]
+    pairs = np.concatenate([np.zeros((0, 2), np.int64), *pairs])
+    pairs = pairs[np.argsort(pairs[:, 0])]
+    return Removed(pairs[:, 0] - first, pairs[:, 1])
+
+
+def _earlier(asked: ExactDuplicateOptions) -> list[Path]:
+    return saved_below(asked.against, "checks.bin", "digest")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of near-duplicates from the pairs that find_duplicates found: step two of three.
+
+    python -m megatron.tools.openwebtext.group_duplicate_url process_stage_one.json process_stage_two.json 0.9
+    python -m megatron.tools.openwebtext.group_duplicate_url IN OUT --jaccard-threshold 0.9
+
+Documents of a pair of at least this similarity (default: 0.7) are of one group, and so are those of pairs that share a
+document. A line of OUT is a group: {"0": ["first", "second", ...]}, numbered and listed in the order of IN.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line, whole_file
+from megatron.tools.positional import divide, expect
+
+PROG = "python -m megatron.tools.openwebtext.group_duplicate_url"
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What counts as the same."""
+
+    jaccard_threshold: float = setting("pairs of at least this similarity are of one group", 0.7)
+    debug: bool = setting("tracebacks with error messages", False)
+
+
+def main(argv: list[str]) -> None:
+    """IN OUT [THRESHOLD]"""
+    files, flags = divide(argv, GroupOptions)
+    threshold = None
+    if len(files) == 3:
+        threshold = _number(files.pop())
+        if any(flag.partition("=")[0] == "--jaccard-threshold" for flag in flags):
+            raise UsageError(f"the threshold is given twice: {threshold}, and by --jaccard-threshold")
+    options = parse(
+        flags,
+        dict(group=GroupOptions),
+        prog=f"{PROG} IN OUT [THRESHOLD]",
+        description="Groups of near-duplicates from pairs.",
+        common=("jaccard_threshold",),
+    )["group"]
+    source, target = expect(files, "IN OUT", PROG)
+    threshold = options.jaccard_threshold if threshold is None else threshold
+    if not 0 <= threshold <= 1:
+        raise SettingsError(f"a threshold of {threshold}: similarities are 0 to 1")
+    found = groups_of(source, threshold)
+    with whole_file(target) as file:
+        for number, names in enumerate(found):
+            file.write(json_line({str(number): names}))
+    documents_of = sum(map(len, found))
+    print(f"{len(found):,} groups of {documents_of:,} documents: {documents_of - len(found):,} would be removed")
+
+
+def groups_of(path: str, threshold: float) -> list[list[str]]:
+    """The groups of more than one document. Raises DataError where the file holds no pairs, though it holds lines."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    left_out, understood = LeftOut(path), 0
+    for number, _, line in documents(path, left_out):
+        pairs = list(pairs_of(line))
+        understood += bool(pairs)
+        if not pairs:
+            left_out.add(number, "no pairs with a similarity")
+        for main_name, other, similarity in pairs:
+            first, second = root(main_name), root(other)
+            if similarity >= threshold:
+                parent[second] = first
+    left_out.tell()
+    if left_out.counts and not understood:
+        raise DataError(f"{path}: holds no pairs", do="give the --output of find_duplicates")
+    groups: dict[str, list[str]] = {}
+    for name in parent:  # in the order in which they were met
+        groups.setdefault(root(name), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def pairs_of(line: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(document, other document, similarity) of a line: {main: [{other: .9}, ...]}, or {main: {other: .9}}."""
+    for name, others in line.items():
+        for other in others if isinstance(others, list) else [others]:
+            for key, similarity in other.items() if isinstance(other, dict) else ():
+                if isinstance(similarity, (int, float)) and not isinstance(similarity, bool):
+                    yield name, key, similarity
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise UsageError(f"{word} is no threshold", do=f"{PROG} IN OUT 0.7") from None
+
+
+if __name__ == "__main__":
+    run_main(main)
