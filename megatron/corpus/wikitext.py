@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of a wiki page to plain text: paragraphs, headings and lists stay; tables, notes, pictures and templates go.
+
+    plain_text("'''Anarchism''' is a [[political philosophy|philosophy]].<ref>A note</ref>")
+    'Anarchism is a philosophy.'
+
+mwparserfromhell makes the tree. A template goes with all that is in it, unless it is one that stands for words of a
+sentence (`{{lang|fr|mot}}`, `{{convert|5|km}}`). Formulas stay, between dollars. Blank lines part paragraphs;
+a heading is a line of its own; items of a list begin with "- ". Sections that hold nothing, or sources and links, go.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Marks in text under construction: characters that XML forbids, so that no page has them.
+HEADING, ITEM, BREAK = "\x01", "\x02", "\x03"  # what a line is
+LITERAL = str.maketrans("{}[]|' ", "\x0e\x0f\x10\x11\x12\x13\x14")  # what is no markup, in formulas and code
+AS_WRITTEN = str.maketrans("\x0e\x0f\x10\x11\x12\x13\x14", "{}[]|' ")
+
+
+def _words() -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for line in Path(__file__).with_name("wikitext_words.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            found[line.strip("[]")] = []
+        elif line and line[0] != "#":
+            found[list(found)[-1]].append(line)
+    return {name: tuple(words) for name, words in found.items()}
+
+
+WORDS = _words()
+
+
+@dataclass(frozen=True)
+class WikiSite:
+    """What a page's text depends on beside its source. Words in lower case."""
+
+    files: frozenset[str] = frozenset(WORDS["files"])  # namespaces of pictures and sounds
+    categories: frozenset[str] = frozenset(WORDS["categories"])
+    sections_of_links: frozenset[str] = frozenset(WORDS["sections of links"])
+    lists: bool = True  # items of lists are text
+
+
+def plain_text(source: str, site: WikiSite = WikiSite()) -> str:  # noqa: B008  # it cannot be changed
+    """The text of a page. "" where nothing is left."""
+    import mwparserfromhell
+
+    source = choose_variant(without_notes(source.translate(_NOT_OURS)))
+    tree = mwparserfromhell.parse(source, skip_style_tags=True)
+    return _laid_out(_render(tree, site), site).translate(AS_WRITTEN)
+
+
+_NOT_OURS = dict.fromkeys([*AS_WRITTEN, *map(ord, (HEADING, ITEM, BREAK))])
+_NOTE = re.compile(r"(<!--)|(-->)|(<ref\b[^<>]*/\s*>)|(<ref\b[^<>]*>)|(</ref\s*>)", re.IGNORECASE)
+
+
+def without_notes(source: str) -> str:
+    """The source without comments and notes, which are a third of it. An open one goes up to the end.
+
+    >>> without_notes("a<!-- <ref> --> b<ref name=x>c</ref> d<ref name=x />.")
+    'a b d.'
+    """
+    kept, at, inside = [], 0, ""
+    for found in _NOTE.finditer(source):
+        begins_comment, ends_comment, whole, begins, ends = found.groups()
+        if inside:
+            if inside == "comment" and ends_comment or inside == "note" and ends:
+                inside, at = "", found.end()
+            continue
+        if ends_comment or ends:
+            continue  # of nothing: it stays
+        kept.append(source[at : found.start()])
+        at = found.end()
+        inside = "comment" if begins_comment else "note" if begins else ""
+    return "".join(kept) + ("" if inside else source[at:])
+
+
+_VARIANT = re.compile(r"-\{([^{}]*)\}-")
+_SIMPLIFIED = ("zh-hans", "zh-cn", "zh-sg", "zh")
+
+
+def choose_variant(source: str) -> str:
+    """Words that Chinese pages give in several scripts, in simplified Chinese where it is there, else in the first one.
+
+    >>> choose_variant("-{zh-hans:Jisuanji; zh-hant:Diannao}- -{as it is}- -{H|zh-cn:a;zh-tw:b}-.")
+    'Jisuanji as it is .'
+    """
+    return _VARIANT.sub(lambda found: _chosen(found[1]), source) if "-{" in source else source
+
+
+def _chosen(text: str) -> str:
+    flags, bar, words = text.rpartition("|")
+    if bar and set(re.split(r"[;\s]+", flags.strip())) & set("HT-"):
+        return ""  # a rule for the page, its title, or one that ends
+    by_script = dict(
+        (part.partition(":")[0].strip(), part.partition(":")[2].strip())
+        for part in words.split(";")
+        if re.match(r"\s*zh(-\w+)*\s*:", part)
+    )
+    if not by_script:
+        return words
+    return next((by_script[script] for script in _SIMPLIFIED if script in by_script), next(iter(by_script.values())))
+
+
+# ---- the tree ----------------------------------------------------------------------------------------------------------
+
+
+def _render(nodes, site: WikiSite) -> str:
+    """The text of nodes, with marks at the beginnings of lines that are no paragraphs."""
+    return "".join(_RENDER[type(node).__name__](node, site) for node in nodes.nodes) if nodes is not None else ""
+
+
+def _heading(node, site: WikiSite) -> str:
+    return f"\n{HEADING}{node.level}{_render(node.title, site).strip()}\n"
+
+
+def _wikilink(node, site: WikiSite) -> str:
+    title = str(node.title).strip()
+    space, colon, _ = title.partition(":")
+    if colon and space:
+        space = space.strip().lower()
+        if space in site.files or space in site.categories:
+            return ""
+        if node.text is None and re.fullmatch(r"[a-z]{2,3}(-[a-z]+)*|simple", title.partition(":")[0]):
+            return ""  # the same page in another language
+    if node.text is not None:
+        return _render(node.text, site)
+    return title.lstrip(":").replace("_", " ")
+
+
+def _external_link(node, site: WikiSite) -> str:
+    if not node.brackets:
+        return str(node.url)
+    return "" if node.title is None else _render(node.title, site).strip()
+
+
+def _entity(node, site: WikiSite) -> str:
+    try:
+        return node.normalize().translate(_NOT_OURS)
+    except (ValueError, OverflowError):
+        return ""  # of no character
+
+
+DROPPED = frozenset(
+    """ref references table gallery imagemap timeline score graph mapframe maplink templatestyles indicator categorytree
+    inputbox style script hiero section noinclude includeonly audio video chart""".split()
+)
+BLOCKS = frozenset("p div blockquote center poem ul ol dl pre source syntaxhighlight".split())
+
+
+def _tag(node, site: WikiSite) -> str:
+    name = str(node.tag).strip().lower()
+    if name in DROPPED:
+        return ""
+    if name == "br":
+        return "\n"
+    if node.wiki_markup is not None and name in ("li", "dt", "dd"):
+        return ITEM if name == "li" else ""
+    if name in ("math", "chem", "ce"):
+        formula = " ".join(str(node.contents or "").split())
+        return f"${formula}$".translate(LITERAL) if formula else ""
+    text = _render(node.contents, site)
+    if name in ("nowiki", "pre", "source", "syntaxhighlight"):
+        text = text.translate(LITERAL)
+    if name in BLOCKS:
+        return f"\n{BREAK}\n{text}\n{BREAK}\n"
+    return f"\n{ITEM}{text}" if name == "li" else text
+
+
+def _template(node, site: WikiSite) -> str:
+    name = " ".join(str(node.name).replace("_", " ").split()).lower()
+    words = [_render(parameter.value, site).strip() for parameter in node.params if not parameter.showkey]
+    if name in TEMPLATES:
+        return TEMPLATES[name](words)
+    if re.fullmatch(r"lang-[a-z-]{2,12}", name):
+        return _word(words, 0)
+    return ""
+
+
+_RENDER: dict[str, Callable] = dict(
+    Text=lambda node, site: node.value,
+    Heading=_heading,
+    Wikilink=_wikilink,
+    ExternalLink=_external_link,
+    HTMLEntity=_entity,
+    Tag=_tag,
+    Template=_template,
+    Comment=lambda node, site: "",
+    Argument=lambda node, site: "" if node.default is None else _render(node.default, site),
+)
+
+
+# ---- templates that stand for words of a sentence ------------------------------------------------------------------------
+
+
+def _word(words: list[str], number: int) -> str:
+    return words[number] if len(words) > number else ""
+
+
+def _measure(words: list[str]) -> str:
+    """`{{convert|5|to|10|km|mi}}` -> "5 to 10 km"."""
+    if len(words) >= 4 and words[1].lower() in ("to", "and", "or", "by", "x", "-", "\u2013", "and(-)"):
+        joint = dict(x="\u00d7", by="by").get(words[1].lower(), words[1])
+        between = "" if joint in "-\u2013" else " "
+        return f"{words[0]}{between}{joint}{between}{words[2]} {words[3]}"
+    return " ".join(words[:2])
+
+
+def _translated(words: list[str]) -> str:
+    """`{{nihongo|English|kanji|romaji}}` -> "English (kanji, romaji)"."""
+    others = ", ".join(word for word in words[1:3] if word)
+    return f"{_word(words, 0)} ({others})" if others and _word(words, 0) else _word(words, 0) or others
+
+
+def _fraction(words: list[str]) -> str:
+    """`{{frac|1|2}}` -> "1/2", `{{frac|3|1|2}}` -> "3 1/2"."""
+    *whole, top, bottom = words if len(words) > 1 else ["", *words] if words else ["", ""]
+    return " ".join([*whole, f"{top}/{bottom}".strip("/")])
+
+
+def _quotation(words: list[str]) -> str:
+    return f"\n{BREAK}\n{_word(words, 0)}\n{BREAK}\n"
+
+
+def _as_of(words: list[str]) -> str:
+    return "As of " + " ".join(reversed(words[:3])) if words else ""
+
+
+TEMPLATES: dict[str, Callable[[list[str]], str]] = {
+    **dict.fromkeys(WORDS["first word"], lambda words: _word(words, 0)),
+    **dict.fromkeys(("transl", "translit", "transliteration"), lambda words: words[-1] if words else ""),
+    **dict.fromkeys(("convert", "cvt"), _measure),
+    **dict.fromkeys(("nihongo", "nihongo2"), _translated),
+    **dict.fromkeys(("frac", "fraction", "sfrac"), _fraction),
+    **dict.fromkeys(("quote", "quotation", "cquote", "blockquote", "bquote", "quote box"), _quotation),
+    **dict.fromkeys(("chem", "chem2"), "".join),
+    **dict.fromkeys(("circa", "c."), lambda words: f"c. {_word(words, 0)}".strip()),
+    **dict.fromkeys(("snd", "spnd", "spaced ndash"), lambda words: " \u2013 "),
+    **dict.fromkeys(("nbsp", "spaces"), lambda words: " "),
+    **dict.fromkeys(("mdash", "mdashb"), lambda words: "\u2014"),
+    "lang": lambda words: _word(words, 1),
+    "tsl": lambda words: _word(words, 3) or _word(words, 2),
+    "as of": _as_of,
+    "'": lambda words: "'",
+    "'s": lambda words: "'s",
+    "ndash": lambda words: "\u2013",
+    "=": lambda words: "=",
+    "!": lambda words: "|",
+}
+
+
+# ---- lines -------------------------------------------------------------------------------------------------------------
+
+_LEFTOVERS = (  # what is no text, where the tree could not be made of it or a template went
+    (re.compile(r"'{2,5}"), ""),
+    (re.compile(r"__[A-Z]{3,}__"), ""),
+    (re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}"), ""),
+    (re.compile(r"[^\S\n]+"), " "),
+    (re.compile(r"([(\uff08\[])[ ,;:\uff0c\uff1b\uff1a\u3001]+"), r"\1"),
+    (re.compile(r"[ ,;:\uff0c\uff1b\uff1a\u3001]+([)\uff09\]])"), r"\1"),
+    (re.compile(r" ?\(\)| ?\[\]|\uff08\uff09"), ""),
+    (re.compile(r" +([.,;:?!)])(?=\s|$)"), r"\1"),
+)
+_OF_A_TABLE = re.compile(r"\{\||\|[-}]?|!!")  # at the beginning of a line
+
+
+def _laid_out(text: str, site: WikiSite) -> str:
+    """Marked lines as the text that is given: sections, paragraphs, items."""
+    blocks: list[tuple[int, str]] = []  # (level of a heading or 0, text)
+    paragraph: list[str] = []
+
+    def end() -> None:
+        if paragraph:
+            blocks.append((0, "\n".join(paragraph)))
+            paragraph.clear()
+
+    for line in text.split("\n"):
+        items = line.startswith(ITEM)
+        if line.startswith(HEADING):
+            end()
+            blocks.append((int(line[1]), _tidy(line[2:])))
+            continue
+        line = _tidy(line.replace(ITEM, "").replace(BREAK, ""))
+        if not line or _OF_A_TABLE.match(line):
+            if not items:
+                end()
+        elif not items:
+            paragraph.append(line)
+        elif site.lists:
+            paragraph.append(f"- {line}")
+    end()
+    return "\n\n".join(_sections(blocks, site))
+
+
+def _tidy(line: str) -> str:
+    for pattern, by in _LEFTOVERS:
+        line = pattern.sub(by, line)
+    return line.strip().strip("\u3000")
+
+
+def _sections(blocks: list[tuple[int, str]], site: WikiSite) -> list[str]:
+    """The blocks without sections of links, and without headings that nothing follows."""
+    kept: list[tuple[int, str]] = []
+    above = 0  # level of a section of links; what is below it goes, too
+    for level, text in blocks:
+        if level:
+            if above and level > above:
+                continue
+            above = level if text.lower() in site.sections_of_links else 0
+            while kept and kept[-1][0] >= level:
+                kept.pop()  # it had nothing
+        if not above:
+            kept.append((level, text))
+    while kept and kept[-1][0]:
+        kept.pop()
+    return [text for _, text in kept]

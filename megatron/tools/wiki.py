@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wiki's dump -> the plain texts of its articles, in folders as WikiExtractor writes them.
+
+    python -m megatron.tools.wiki enwiki-latest-pages-articles.xml.bz2 --output text --json --workers 8
+
+text/AA/wiki_00, wiki_01 ... hold lines {"id", "revid", "url", "title", "text"}; preprocess_data.py --input text takes them.
+Redirects, other namespaces than --namespaces and pages without text are left out. The folder appears when all of it is
+there, with the same bytes for any --workers. What a text keeps of a page: megatron/corpus/wikitext.py.
+"""
+
+import bz2
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
+from megatron.corpus.wikitext import WikiSite, plain_text
+from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.parse import parse
+from megatron.settings.schema import setting
+from megatron.storage.durable import WriterLock, storage_errors, sync_folder
+from megatron.tools.positional import divide, expect
+
+PROG = "python -m megatron.tools.wiki"
+SECONDS = 20  # that a page may take: broken markup can take time with the square of its length
+PIECES_AHEAD = 4  # of each worker
+SHOWN = 5  # pages that were set aside, of which the title is told
+
+
+@dataclass(frozen=True)
+class WikiOptions:
+    """Which pages, and how they are written. The names of the first five are WikiExtractor's."""
+
+    output: str = setting("folder of the texts (-o)", "text")
+    bytes: str = setting("size of a file (-b): a number, or with K, M or G; 0: a file for each article", "1M")
+    compress: bool = setting("pack the files by bzip2 (-c)", False)
+    json: bool = setting("lines of JSON; --no-json: <doc> elements", True)
+    namespaces: str = setting("numbers of the namespaces that are taken: 0,14 (-ns)", "0")
+    workers: Optional[int] = setting("processes (default: one per core)", None, "--processes")
+    lists: bool = setting("items of lists are text, too", True)
+    min_text_length: int = setting("articles of fewer characters are left out", 1)
+    templates: Optional[str] = setting("accepted; templates are not expanded", None)
+    quiet: bool = setting("no progress lines (-q)", False)
+
+
+LETTERS = {"-o": "--output", "-b": "--bytes", "-c": "--compress", "-ns": "--namespaces", "-q": "--quiet"}
+
+
+def main(argv: list[str]) -> None:
+    """DUMP: extract."""
+    files, flags = divide([word for word in argv if word != "--no-templates"], WikiOptions, LETTERS)
+    common = tuple(WikiOptions.__dataclass_fields__)
+    options = parse(
+        flags, dict(wiki=WikiOptions), prog=f"{PROG} DUMP", description=__doc__.split("\n")[0], common=common
+    )["wiki"]
+    [dump] = expect(files, "DUMP", PROG)
+    file_bytes(options.bytes)
+    if (options.workers or 1) < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
+        raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
+    if not os.path.isfile(dump) and not os.path.exists(dump):
+        raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
+    try:
+        import mwparserfromhell  # noqa: F401  # said before anything is written
+    except ImportError as error:
+        do = "pip install 'megatron[corpus]' (or mwparserfromhell)"
+        raise DataError("dumps of wikis need the package mwparserfromhell", str(error), do) from None
+    start = time.perf_counter()
+    counts, set_aside = extract(dump, options)
+    seconds = time.perf_counter() - start
+    left_out = " | ".join(f"{name}: {counts[name]:,}" for name in LEFT_OUT if counts[name])
+    speed = f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s"
+    print(f"{counts['articles']:,} articles in {options.output} | {left_out or 'nothing left out'} | {speed}")
+    for title in set_aside[:SHOWN]:
+        print(f"set aside: {title}", file=sys.stderr)
+
+
+LEFT_OUT = dict(redirects="", namespace="", empty="", unparsed="")  # reasons, in the order in which they are told
+
+
+def file_bytes(text: str) -> int:
+    """`1M` -> 1048576. Raises SettingsError."""
+    found = re.fullmatch(r"(\d+)([kKmMgG]?)", text)
+    if not found:
+        raise SettingsError(f"--bytes {text}: a number is wanted, or one with K, M or G")
+    return int(found[1]) << dict(k=10, m=20, g=30).get(found[2].lower(), 0)
+
+
+def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
+    """Write the folder. Returns what was counted, and the titles of pages that could not be read, with reasons."""
+    target = Path(options.output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"--output {target} is there and not empty", do="give another one, or remove it")
+    aside = target.with_name(f".{target.name}.partial")
+    counts, set_aside = Counter(), []
+    with storage_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir(exist_ok=True)
+        lock = WriterLock(aside)
+        try:
+            for path in aside.iterdir():  # of a run that was killed
+                if path.name != ".lock":
+                    shutil.rmtree(path)
+            with ArticleFiles(aside, file_bytes(options.bytes), options.compress) as files:
+                for texts, counted, titles in _all_pieces(dump, options):
+                    counts.update(counted)
+                    set_aside += titles
+                    for text in texts:
+                        files.write(text)
+                    if not options.quiet and counts["articles"] // 10_000 > (counts["articles"] - len(texts)) // 10_000:
+                        print(f"{counts['articles']:,} articles", flush=True)
+            (aside / ".lock").unlink()
+            if target.exists():
+                target.rmdir()
+            os.replace(aside, target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            lock.release()
+    return counts, set_aside
+
+
+class ArticleFiles:
+    """AA/wiki_00 ... AA/wiki_99, AB/wiki_00 ...: a file is full before the article that it cannot hold."""
+
+    def __init__(self, folder: Path, size: int, compress: bool):
+        self._folder, self._size, self._compress = folder, size, compress
+        self._number, self._file, self._written = 0, None, 0
+
+    def __enter__(self) -> "ArticleFiles":
+        return self
+
+    def __exit__(self, *of_error) -> None:
+        self._close()
+
+    def write(self, text: str) -> None:
+        """Write one article."""
+        data = text.encode()
+        if self._file is None or self._written + len(data) > self._size:
+            self._close()
+            self._file, self._written = self._open(), 0
+        self._file.write(data)
+        self._written += len(data)
+
+    def _open(self):
+        folder, number = divmod(self._number, 100)
+        self._number += 1
+        name = _letters(folder)
+        (self._folder / name).mkdir(exist_ok=True)
+        path = self._folder / name / f"wiki_{number:02}"
+        return bz2.open(f"{path}.bz2", "wb") if self._compress else open(path, "wb")
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _letters(number: int) -> str:
+    """0 -> AA, 1 -> AB, 26 -> BA, 676 -> AAA.
+
+    >>> [_letters(n) for n in (0, 1, 26, 675, 676)]
+    ['AA', 'AB', 'BA', 'ZZ', 'AAA']
+    """
+    width, first = 2, 0
+    while number - first >= 26**width:
+        first += 26**width
+        width += 1
+    number -= first
+    return "".join(chr(65 + number // 26**place % 26) for place in reversed(range(width)))
+
+
+# ---- pieces of the dump, in processes ------------------------------------------------------------------------------------
+
+Extracted = tuple[list[str], Counter, list[str]]  # articles as they are written; counts; titles that were set aside
+
+
+@dataclass
+class _Given:
+    """A piece of the dump, and the worker that has it."""
+
+    piece: bytes
+    worker: int
+    future: Future = field(default_factory=Future)
+
+
+def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
+    """What comes of each piece, in the order of the dump. A worker that dies is replaced; its page is set aside."""
+    source, workers = WikiDump(dump), options.workers or os.cpu_count() or 1
+    pools: list[Optional[ProcessPoolExecutor]] = [None] * workers
+    given: deque[_Given] = deque()
+
+    def submit(task: _Given) -> None:
+        pools[task.worker] = pools[task.worker] or ProcessPoolExecutor(1)
+        task.future = pools[task.worker].submit(extract_piece, task.piece, options, source.base)
+
+    def first() -> Extracted:
+        task = given.popleft()
+        try:
+            return task.future.result()
+        except BrokenProcessPool:
+            pools[task.worker] = None
+            result = _one_by_one(task.piece, options, source.base)
+            for other in given:
+                if other.worker == task.worker:
+                    submit(other)
+            return result
+
+    try:
+        for number, piece in enumerate(source.pieces()):
+            given.append(_Given(piece, number % workers))
+            submit(given[-1])
+            if len(given) >= PIECES_AHEAD * workers:
+                yield first()
+        while given:
+            yield first()
+    finally:
+        for pool in pools:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _one_by_one(piece: bytes, options: WikiOptions, base: str) -> Extracted:
+    """A piece that brought its worker down: each page in a process of its own, so that the others are kept."""
+    texts, counts, titles, at = [], Counter(), [], 0
+    while (end := piece.find(END, at)) >= 0:
+        page, at = piece[at : end + len(END)], end + len(END)
+        try:
+            with ProcessPoolExecutor(1) as pool:
+                more = pool.submit(extract_piece, page, options, base).result()
+        except BrokenProcessPool:
+            more = [], Counter(unparsed=1, bytes=len(page)), [f"{_title(page)}: it took too long, or too much"]
+        texts += more[0]
+        counts.update(more[1])
+        titles += more[2]
+    return texts, counts, titles
+
+
+def _title(page: bytes) -> str:
+    found = re.search(rb"<title>([^<]*)", page)
+    return html.unescape(found[1].decode(errors="replace")) if found else "?"
+
+
+def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
+    """What comes of some pages. The process ends where one of them takes more than SECONDS."""
+    texts, counts, titles = [], Counter(bytes=len(piece)), []
+    site, taken = WikiSite(lists=options.lists), options.namespaces.split(",")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        pages = list(pages_of(piece))
+    except BadPages as error:
+        return [], counts + Counter(unparsed=piece.count(END)), [f"{_title(piece)} and what follows: {error}"]
+    for page in pages:
+        reason = "redirects" if page.redirect else "namespace" if page.namespace not in taken else ""
+        text = ""
+        if not reason:
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            try:
+                text = plain_text(page.text, site)
+            except Exception as error:  # of the parser, at markup that it cannot take
+                reason = "unparsed"
+                titles.append(f"{page.title}: {type(error).__name__}")
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            reason = reason or ("" if len(text) >= max(1, options.min_text_length) else "empty")
+        counts[reason or "articles"] += 1
+        if not reason:
+            texts.append(written(page, text, base, options.json))
+    return texts, counts, titles
+
+
+def written(page: WikiPage, text: str, base: str, as_json: bool) -> str:
+    """An article as it stands in a file."""
+    url = f"{base}?curid={page.id}"
+    if as_json:
+        record = dict(id=page.id, revid=page.revision, url=url, title=page.title, text=text)
+        return json.dumps(record, ensure_ascii=False) + "\n"
+    quoted = [html.escape(word) for word in (page.id, url, page.title)]
+    return '<doc id="{}" url="{}" title="{}">\n'.format(*quoted) + f"{page.title}\n\n{text}\n\n</doc>\n"
+
+
+if __name__ == "__main__":
+    run_main(main, sys.argv[1:])
