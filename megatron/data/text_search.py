@@ -51,7 +51,7 @@ def search(tokens: TokenFiles, variants: Iterable[Sequence[int]]) -> list[Holder
 def ngrams_of(ids: np.ndarray) -> tuple[int, np.ndarray]:
     """(n, hashes of the n-grams) of a text's inner tokens; of all of them where it is short."""
     inner = ids[EDGE:-EDGE] if len(ids) > 4 * EDGE else ids[1:-1] if len(ids) > 2 else ids
-    n = min(LONGEST, len(inner))
+    n = min(LONGEST, (len(inner) + 1) // 2)  # several of them, so that parts of a text are found too
     return n, next(iter(all_ngram_hashes(spread(inner), [n])))
 
 

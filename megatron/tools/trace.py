@@ -59,7 +59,7 @@ COMMON = (*TraceOptions.__dataclass_fields__, "load", "data_path", "vocab_file",
 def main(argv: list[str]) -> None:
     """Find the run, answer."""
     history, options, tokenizer = settle(argv)
-    trace = Trace(history, options, tokenizer)
+    trace = DocumentTrace(history, options, tokenizer)
     for note in history.notes:
         print(f"note: {note}", file=sys.stderr)
     for iteration in options.iter or ():
@@ -134,7 +134,7 @@ def check(options: TraceOptions) -> TraceOptions:
 
 
 @dataclass
-class Trace:
+class DocumentTrace:
     """Answers questions about a run."""
 
     history: Any  # training.launches.RunHistory
@@ -187,8 +187,8 @@ class Trace:
     def tell_sample(self, place: int) -> None:
         """The documents of a place in the order, and the steps that read it."""
         when = self.when(np.array([place]))
-        readers = [one for one in self.history.launches if any(own is one for own, _, _ in when)]
-        for launch in readers or self.history.launches[-1:]:
+        readers = [one for one in self.launches if any(own is one for own, _, _ in when)]
+        for launch in readers or self.launches[-1:]:
             steps = [step for own, step, _ in when if own is launch]
             told = "; ".join(map(self._words_of_when, steps)) or "no step reads it"
             iterations = [step.iteration for step in steps]
@@ -203,7 +203,7 @@ class Trace:
         sequences = sequences_of_document(tokens, document)
         length = int(tokens.sequence_lengths[sequences.start : sequences.stop].sum())
         seen = []
-        for launch in self.history.launches if self.options.of == "train" else self.history.launches[-1:]:
+        for launch in self.launches:
             dataset = self.dataset(launch)
             places = self.places(launch, prefix, sequences)
             for _, step, place in self.when(places, [launch]):
@@ -258,6 +258,11 @@ class Trace:
             self.tell_document(prefix, holder.document, dict(share=round(holder.share, 4), exact=exact))
 
     # -- the run -------------------------------------------------------------------------------------------------------
+
+    @property
+    def launches(self) -> list:
+        """The launches whose data is asked about: evaluations are told of as the last one has them."""
+        return self.history.launches if self.options.of == "train" else self.history.launches[-1:]
 
     def dataset(self, launch):
         """The samples of a launch, of the split that is asked about."""
@@ -314,7 +319,7 @@ class Trace:
         if self.options.of == "train":
             return [
                 (launch, step, place)
-                for launch in launches or self.history.launches
+                for launch in launches or self.launches
                 for step, place in self.history.steps_with(launch, places)
             ]
         launch = self.history.launches[-1]
@@ -366,7 +371,7 @@ class Trace:
         """The token files of all launches: prefix -> files."""
         from megatron.data.places import files_of
 
-        return {key: files for launch in self.history.launches for key, files in files_of(self.dataset(launch)).items()}
+        return {key: files for launch in self.launches for key, files in files_of(self.dataset(launch)).items()}
 
     @cached_property
     def tokenizer(self):

@@ -44,7 +44,7 @@ class EvaluationPass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunLaunch:
     """Steps first + 1 to last. consumed: samples before them. dp: ranks that read samples of their own."""
 
     config: Config
@@ -68,7 +68,7 @@ class RunHistory:
     left_out  iterations whose samples are passed over, also of those to come
     """
 
-    launches: list[Launch]
+    launches: list[RunLaunch]
     recorded: Mapping[int, dict] = field(default_factory=dict)
     done: int = 0
     left_out: frozenset[int] = frozenset()
@@ -80,14 +80,14 @@ class RunHistory:
         """The last step of the run as it was started last."""
         return self.launches[-1].last
 
-    def launch_of(self, iteration: int) -> Launch:
+    def launch_of(self, iteration: int) -> RunLaunch:
         """The launch that has a step. Raises DataError for one that there is not."""
         for launch in self.launches:
             if launch.first < iteration <= launch.last:
                 return launch
         raise DataError(f"there is no iteration {iteration}: the run has 1 to {self.last:,}")
 
-    def step(self, launch: Launch, iteration: int, bounds: Optional[np.ndarray] = None) -> TrainingStep:
+    def step(self, launch: RunLaunch, iteration: int, bounds: Optional[np.ndarray] = None) -> TrainingStep:
         """What a step of a launch reads. bounds: of the launch, where they are known already."""
         bounds = launch.bounds() if bounds is None else bounds
         first, behind = bounds[iteration - launch.first - 1 : iteration - launch.first + 1].tolist()
@@ -96,7 +96,7 @@ class RunHistory:
         ledger = str(record.get("ledger") or "")
         return TrainingStep(iteration, first, behind - first, iteration <= self.done, skipped, ledger)
 
-    def steps_with(self, launch: Launch, places: np.ndarray) -> list[tuple[TrainingStep, int]]:
+    def steps_with(self, launch: RunLaunch, places: np.ndarray) -> list[tuple[TrainingStep, int]]:
         """(step, place) of each place of the order of training that a launch reads."""
         bounds = launch.bounds()
         places = places[(places >= bounds[0]) & (places < bounds[-1])]
@@ -152,7 +152,7 @@ def consumed_bounds(batch: Batch, dp: int, consumed: int, steps: int) -> np.ndar
 def planned(config: Config, dp: int) -> RunHistory:
     """A run that has not begun: settings with their derived values, on `dp` data-parallel ranks."""
     skipped = frozenset(config.guard.iterations_to_skip or ())
-    return RunHistory([Launch(config, dp, 0, total_iterations(config.batch, dp), 0)], left_out=skipped)
+    return RunHistory([RunLaunch(config, dp, 0, total_iterations(config.batch, dp), 0)], left_out=skipped)
 
 
 def read_run(folder: str) -> RunHistory:
@@ -196,7 +196,7 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
         if bound is not None and first >= bound:
             continue  # all that it did was taken back
         bound = first
-        launches.append(Launch(config, dp, first, max(last, first), 0, record.get("mesh") or {}))
+        launches.append(RunLaunch(config, dp, first, max(last, first), 0, record.get("mesh") or {}))
     launches.reverse()
     consumed, known = 0, []
     if launches[0].first:
@@ -227,11 +227,11 @@ def _of_checkpoint(record: dict) -> RunHistory:
     dp = data_ranks(record.get("mesh") or {})
     iteration, consumed = int(state.get("iteration", 0)), int(state.get("consumed_samples", 0))
     last = max(total_iterations(config.batch, dp), iteration)
-    launch = Launch(config, dp, 0, last, 0, record.get("mesh") or {})
+    launch = RunLaunch(config, dp, 0, last, 0, record.get("mesh") or {})
     notes = ["there is no metrics.jsonl: the run is taken to have had the checkpoint's settings from its first step"]
     bounds = launch.bounds()
     if int(bounds[iteration]) != consumed:
-        launch = Launch(config, dp, iteration, last, consumed, record.get("mesh") or {})
+        launch = RunLaunch(config, dp, iteration, last, consumed, record.get("mesh") or {})
         notes = [
             f"there is no metrics.jsonl, and the checkpoint's settings do not lead to its {consumed:,} samples at "
             f"iteration {iteration}: of the steps up to there nothing is known"
@@ -239,7 +239,7 @@ def _of_checkpoint(record: dict) -> RunHistory:
     return RunHistory([launch], {}, iteration, _left_out([launch], record), notes=notes)
 
 
-def _left_out(launches: list[Launch], checkpoint: Optional[dict]) -> frozenset[int]:
+def _left_out(launches: list[RunLaunch], checkpoint: Optional[dict]) -> frozenset[int]:
     found = set(launches[-1].config.guard.iterations_to_skip or ())
     if checkpoint:
         found |= set((checkpoint.get("state") or {}).get("left_out") or ())
