@@ -203,6 +203,18 @@ class Facts:
             self.settings.hidden_size,
         )
 
+    def keeps_last_sum(self, kind: str) -> bool:
+        """Whether something behind a layer's last sum over tensor parallel ranks keeps what is made of it."""
+        return self.settings.hidden_dropout > 0
+
+    def embedded_tokens(self, share: RankSetup) -> int:
+        """Tokens of a micro-batch that the first stage embeds, as many as a rank has of them."""
+        return self.loss_tokens(share)
+
+    def loss_tokens(self, share: RankSetup) -> int:
+        """Tokens of a micro-batch that the output layer and the loss see, as many as a rank has of them."""
+        return self._tokens(share)
+
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @property
@@ -279,7 +291,7 @@ class Facts:
 
     def branch_saved_bytes(self, share: RankSetup, branch: Branch) -> Bytes:
         """Bytes that a branch keeps with nothing recomputed."""
-        n = self._tokens_of(share, branch)
+        n = self.tokens_of(share, branch)
         rest, h, e = self._between(share, n), self.settings.hidden_size, share.element
         kept = Bytes({"norms": self.norm_saved_bytes(share, rest * h, h), "dropout masks": self._mask(share, branch)})
         kept[branch.name] += (rest * h + n * branch.inputs) * e + branch.kept  # inputs of both products
@@ -326,7 +338,7 @@ class Facts:
         """
         h, kept = self.settings.hidden_size, 0
         for branch in self.branches(share, kind):
-            n, (other, columns) = self._tokens_of(share, branch), branch.memory or (0, 0)
+            n, (other, columns) = self.tokens_of(share, branch), branch.memory or (0, 0)
             kept += (n + self._between(share, n)) * h + n * (sum(branch.outputs) + branch.inputs) + other * columns
         return kept * share.element
 
@@ -383,7 +395,7 @@ class Facts:
         """Of these tokens, those that a rank holds between layers."""
         return tokens // (share.tp if share.sp else 1)
 
-    def _tokens_of(self, share: RankSetup, branch: Optional[Branch]) -> int:
+    def tokens_of(self, share: RankSetup, branch: Optional[Branch]) -> int:
         """Tokens of a micro-batch that go through a branch."""
         return self._tokens(share) if branch is None or branch.tokens is None else branch.tokens
 
@@ -395,7 +407,7 @@ class Facts:
 
     def _mask(self, share: RankSetup, branch: Optional[Branch] = None) -> int:
         """Bytes of what a dropout of hidden states keeps."""
-        whole = self._between(share, self._tokens_of(share, branch)) * self.settings.hidden_size
+        whole = self._between(share, self.tokens_of(share, branch)) * self.settings.hidden_size
         return whole if self.settings.hidden_dropout > 0 else 0
 
 

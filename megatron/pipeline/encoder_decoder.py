@@ -26,7 +26,7 @@ def settled(config: Config) -> Config:
     """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
     own, model = own_settings(config), config.model
     encoder, decoder = _layers(own, model.num_layers)
-    short = own.decoder_seq_length or min(SHORT, model.seq_length)
+    short = min(SHORT, model.seq_length) if own.decoder_seq_length is None else own.decoder_seq_length
     own = replace(own, encoder_num_layers=encoder, decoder_num_layers=decoder, decoder_seq_length=short)
     config = replace(config, model=replace(model, num_layers=encoder + decoder), extra={**config.extra, GROUP: own})
     if own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size:
@@ -112,4 +112,4 @@ def _by_work(config: Config) -> Optional[list[int]]:
     if layers < stages or not facts.has_shape or min(facts.source, facts.target, config.model.hidden_size) < 1:
         return None
     output = 2.0 * facts.target * config.model.hidden_size * facts.vocab_size
-    return balanced([facts.layer_flops(n) for n in range(layers)], stages, last=output)
+    return balanced([facts.layer_flops(n, causal=0.5) for n in range(layers)], stages, last=output)

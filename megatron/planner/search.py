@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
+from megatron.model.balance import balanced
 from megatron.model.facts import RankSetup
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
@@ -384,6 +385,13 @@ def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     layout, job = plan.layout, plan.job
     if layout.pp == 1 or layout.chunks > 1 or layout.recompute.no_recompute_layers:
         return None
+    if len(job.facts.layer_kinds) > 1:  # layers of unequal work
+        ends = dict(zip(("first", "last"), speed.end_costs(job, layout, cluster), strict=True))
+        counts = balanced(speed.layer_costs(job, layout, cluster), layout.pp, **ends)
+        layers = ",".join(map(str, counts))
+        return (
+            evaluate(job, replace(layout, stage_layers=layers), cluster)[0] if layers != layout.stage_layers else None
+        )
     one, first, last = (
         speed.stage_seconds(job, layout, cluster, *ends) for ends in ((False, False), (True, False), (False, True))
     )

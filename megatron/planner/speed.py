@@ -134,6 +134,19 @@ def useful_flops(job: Job) -> float:
     return job.facts.flops() * job.global_batch * job.facts.seq_length
 
 
+def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
+    """A micro-batch through each layer by itself, forward and backward."""
+    facts, granularity, share = job.facts, layout.recompute.recompute_granularity or "", layout.rank_setup(job)
+    one = lambda layer: _stage(job, share, (((facts.layer_kind(layer), granularity), 1),), False, False, cluster).both
+    return [one(layer) for layer in range(facts.num_layers)]
+
+
+def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]:
+    """What the first and the last stage do for a micro-batch beside their layers."""
+    share = layout.rank_setup(job)
+    return _stage(job, share, (), True, False, cluster).both, _stage(job, share, (), False, True, cluster).both
+
+
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """A micro-batch through one layer, forward and backward, with what the first or last stage does beside."""
     layer = ((job.facts.layer_kind(0), layout.recompute.recompute_granularity or ""), 1)
@@ -193,11 +206,12 @@ def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tup
 @lru_cache(maxsize=65536)
 def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
     """layers: ((kind, granularity of recomputation), how many), ..."""
-    tp_seconds, sp = _tensor_parallel_seconds(job, share, cluster), share.sp
-    total = Pass()
+    total, sp = Pass(), share.sp
     for (kind, granularity), count in layers:
         work, branches = _layer(job, share, kind, cluster), job.facts.branches(share, kind)
         repeated, messages = _repeated(job, share, kind, granularity, cluster)
+        tokens = sum(job.facts.tokens_of(share, branch) + (branch.memory or (0,))[0] / 2 for branch in branches)
+        tp_seconds = _tensor_parallel_seconds(job, share, cluster, int(tokens / len(branches)))
         waiting = 2 * len(branches) * tp_seconds
         ahead, back = _context_parallel_seconds(share, branches, granularity, cluster)
         layer = Pass(
@@ -207,15 +221,18 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
             ahead + back,
         )
         total += layer.times(count)
-    n, h, e, d = (_tokens(job, share), job.facts.settings.hidden_size, job.element, cluster.device)
+    facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
+        n = facts.embedded_tokens(share)
+        tp_seconds = _tensor_parallel_seconds(job, share, cluster, n)
         total += Pass(
             4 * n * h * e / d.bandwidth + tp_seconds,
             4 * n * h * e / d.bandwidth + tp_seconds * sp,
             tp_seconds * (1 + sp),
         )
     if last:
-        rows = job.facts.vocabulary_rows(share.tp)
+        n, rows = facts.loss_tokens(share), facts.vocabulary_rows(share.tp)
+        tp_seconds = _tensor_parallel_seconds(job, share, cluster, n)
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
         # The loss makes its gradients at once, but for that of the weight.
@@ -235,7 +252,8 @@ def _layer(job: Job, share: RankSetup, kind: str, cluster: Cluster) -> float:
 
 
 def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
-    n, h, drops = (_tokens(job, share), job.facts.settings.hidden_size, job.facts.settings.hidden_dropout)
+    n, h = job.facts.tokens_of(share, branch), job.facts.settings.hidden_size
+    drops = job.facts.settings.hidden_dropout
     rest = n // (share.tp if share.sp else 1)
     # Elements read and written: a norm, a residual addition with its dropout, and what lies between.
     moved = rest * h * (5 + 0.5 * (drops > 0)) + branch.moved
@@ -245,8 +263,9 @@ def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
 
 def _products(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
     """Seconds of a branch's matrix products."""
-    n, h = _tokens(job, share), job.facts.settings.hidden_size
+    n, h = job.facts.tokens_of(share, branch), job.facts.settings.hidden_size
     sizes = [(n, h, columns) for columns in branch.outputs] + [(n, branch.inputs, h)]
+    sizes += [(branch.memory[0], h, branch.memory[1])] if branch.memory else []
     return sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in sizes)
 
 
@@ -263,9 +282,9 @@ def _repeated(job: Job, share: RankSetup, kind: str, granularity: str, cluster: 
     return core, 0
 
 
-def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster) -> float:
-    """Seconds of one tensor parallel sum."""
-    size = _tokens(job, share) * job.facts.settings.hidden_size * job.element
+def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, tokens: int) -> float:
+    """Seconds of one tensor parallel sum of the hidden states of so many tokens."""
+    size = tokens * job.facts.settings.hidden_size * job.element
     # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
     op = "all_gather" if share.sp else "all_reduce"
     return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
@@ -280,11 +299,6 @@ def _context_parallel_seconds(share: RankSetup, branches, granularity: str, clus
             total += calls * each
             ahead += each if op != "reduce_scatter" else 0.0
     return ahead, total - ahead
-
-
-def _tokens(job: Job, share: RankSetup) -> int:
-    """Tokens of a micro-batch, as many as a rank has of them."""
-    return job.facts.seq_length // share.cp * share.micro_batch_size
 
 
 def _core(job: Job, core: Optional[CoreAttention], device: Device) -> float:

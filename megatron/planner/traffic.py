@@ -58,23 +58,30 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         layout.pipeline(job.facts.num_layers),
         layout.rank_setup(job),
     )
-    n = job.facts.seq_length // layout.cp * layout.micro_batch_size
-    whole = n * job.facts.settings.hidden_size * job.element
-    reduces = gathers = scatters = 0
+    facts, n = job.facts, job.facts.loss_tokens(share)
+    row = facts.settings.hidden_size * job.element
+    reduces, gathers, scatters = Counter(), Counter(), Counter()  # tokens of a call -> calls
     for stage in pipeline.stages_of(rank):
         layers = pipeline.layers[stage]
-        branches = sum(len(job.facts.branches(share, job.facts.layer_kind(layer))) for layer in layers)
         twice = recomputed(job, layout, layers)
-        first, last = stage == 0, stage == len(pipeline.stages) - 1
-        if layout.sp:
-            gathers += 3 * branches + twice[0] + first + last  # inputs of column-parallel layers twice
-            scatters += 2 * branches + twice[1] + first + last
-        else:
-            reduces += 2 * branches + twice[1] + first + last
-    found = [
-        Transfer("activations", op, "tp", num_microbatches * calls * whole, num_microbatches * calls)
-        for op, calls in (("all_reduce", reduces), ("all_gather", gathers), ("reduce_scatter", scatters))
-    ]
+        ends = Counter({facts.embedded_tokens(share): stage == 0})
+        ends.update({n: stage == len(pipeline.stages) - 1})
+        reduces.update(ends), gathers.update(ends), scatters.update(ends)
+        reduces.update(twice[1]), gathers.update(twice[0]), scatters.update(twice[1])
+        for branch in (branch for layer in layers for branch in facts.branches(share, facts.layer_kind(layer))):
+            tokens = facts.tokens_of(share, branch)
+            gathers[tokens] += 3  # inputs of column-parallel layers twice
+            reduces[tokens] += 2
+            scatters[tokens] += 2
+            if branch.memory:  # the input of another product
+                gathers[branch.memory[0]] += 2
+                reduces[branch.memory[0]] += 1
+                scatters[branch.memory[0]] += 1
+    asked = (("all_gather", gathers), ("reduce_scatter", scatters)) if layout.sp else (("all_reduce", reduces),)
+    found = []
+    for op, sizes in asked:
+        whole, calls = sum(tokens * count for tokens, count in sizes.items()), sum(sizes.values())
+        found.append(Transfer("activations", op, "tp", num_microbatches * whole * row, num_microbatches * calls))
     if pipeline.stages[-1][0] == rank:
         chunks = num_microbatches * job.facts.loss_chunks(share)
         found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * num_microbatches, chunks))
@@ -106,18 +113,23 @@ def _context_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     ]
 
 
-def recomputed(job: Job, layout: Layout, layers) -> tuple[int, int]:
-    """(gatherings, sums) that recomputing these layers of a stage repeats; it stops at the last tensor that is needed."""
-    gathers, sums, share, facts = 0, 0, layout.rank_setup(job), job.facts
+def recomputed(job: Job, layout: Layout, layers) -> tuple[Counter, Counter]:
+    """(gatherings, sums) that recomputing these layers of a stage repeats, tokens of one -> how many; it stops at the last
+    tensor that is needed.
+    """
+    gathers, sums, share, facts = Counter(), Counter(), layout.rank_setup(job), job.facts
     for group in recompute_groups(layers, layout.recompute):
-        branches = [branch for layer in group.layers for branch in facts.branches(share, facts.layer_kind(layer))]
-        if group.granularity == "full":
-            gathers += len(branches)
-            sums += len(branches) - (
-                facts.settings.hidden_dropout == 0
-            )  # after the last sum only a dropout keeps anything
-        elif group.granularity == "full_attn":
-            gathers += sum(branch.core is not None for branch in branches)
+        kinds = [facts.layer_kind(layer) for layer in group.layers]
+        branches = [branch for kind in kinds for branch in facts.branches(share, kind)]
+        whole = group.granularity == "full"
+        for branch in branches if whole else []:
+            sums[facts.tokens_of(share, branch)] += 1
+        if whole and not facts.keeps_last_sum(kinds[-1]):  # nothing behind it keeps anything
+            sums[facts.tokens_of(share, branches[-1])] -= 1
+        for branch in branches:
+            if whole or group.granularity == "full_attn" and branch.core is not None:
+                gathers[facts.tokens_of(share, branch)] += 1
+                gathers.update({branch.memory[0]: 1} if branch.memory else {})
     return gathers, sums
 
 

@@ -133,9 +133,9 @@ SMALL = """--model-type BERT --num-layers 4 --hidden-size 32 --num-attention-hea
 POST = "--post-norm --untie-embeddings-and-output-weights"
 LAYOUTS = """
     tp2sp-pp2 post dropout
-    pp2-dp2-zero3-zbh1 full micro2
 """.strip().splitlines()
 FULL = """
+    pp2-dp2-zero3-zbh1 full micro2
     tp2 dropout
     tp4sp post full_attn
     pp4 dropout

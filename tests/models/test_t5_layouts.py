@@ -28,10 +28,10 @@ RECOMPUTE = {
 CASES = """
     tp2sp-pp2 t5 dropout
     pp2-dp2-zero3-zbh1 full
-    pp2vp2 rope dropout selective
-    pp2-zbv t5 full_attn
 """.strip().splitlines()
 FULL = """
+    pp2vp2 rope dropout selective
+    pp2-zbv t5 full_attn
     tp2 dropout
     tp4sp t5
     tp2sp rope full dropout

@@ -82,6 +82,9 @@ class BertFacts(GPTFacts):
     def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
         return _branches(self, share)
 
+    def keeps_last_sum(self, kind: str) -> bool:
+        return self.own.post_norm or super().keeps_last_sum(kind)
+
     def flops(self, context: Optional[int] = None) -> float:
         """The head's own product with it."""
         return super().flops(context) + 3 * 2.0 * self.settings.hidden_size**2

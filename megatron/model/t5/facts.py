@@ -73,7 +73,8 @@ class T5Facts(GPTFacts):
     @property
     def target(self) -> int:
         """Tokens of a target."""
-        return self.own.decoder_seq_length or min(SHORT, self.source)
+        told = self.own.decoder_seq_length
+        return min(SHORT, self.source) if told is None else told
 
     @property
     def seq_length(self) -> int:
@@ -153,8 +154,10 @@ class T5Facts(GPTFacts):
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
-    def layer_flops(self, layer: int) -> float:
-        """FLOPs of a layer's forward pass for one sample."""
+    def layer_flops(self, layer: int, causal: float = 1.0) -> float:
+        """FLOPs of a layer's forward pass for one sample. causal: the share of pairs that causal attention computes; 1: as
+        throughputs are counted.
+        """
         m, (s, t) = self.settings, (self.source, self.target)
         each = 2 * m.hidden_size  # of a column for a token
         queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
@@ -164,7 +167,7 @@ class T5Facts(GPTFacts):
         if layer < self.encoder_layers:
             return s * own + s * s * pairs
         cross = each * (t * 2 * queries + s * 2 * keys) + t * s * pairs
-        return t * own + t * t * pairs + cross
+        return t * own + causal * t * t * pairs + cross
 
     def flops(self, context: Optional[int] = None) -> float:
         """Of one of a sample's tokens, as a mean over those of source and target."""
@@ -180,6 +183,12 @@ class T5Facts(GPTFacts):
 
     def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
         return _branches(self, share, kind)
+
+    def keeps_last_sum(self, kind: str) -> bool:
+        return kind == ENCODER_END or super().keeps_last_sum(kind)
+
+    def embedded_tokens(self, share: RankSetup) -> int:
+        return self.seq_length * share.micro_batch_size
 
     def _tokens(self, share: RankSetup) -> int:
         """Tokens of a micro-batch that the output layer and the loss see: those of targets."""
