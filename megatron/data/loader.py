@@ -15,11 +15,10 @@ from typing import Optional
 import numpy as np
 import torch
 
-from megatron.data import masks
+from megatron.data import masks, named_arrays
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_position, micro_batch_samples
 from megatron.errors import DataError, SettingsError
-from megatron.model import sample_arrays
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
@@ -82,7 +81,7 @@ class MicroBatch:
         """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
         if self.arrays is not None:
             arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
-            return _named(arrays, self.samples, self.hash)
+            return named_batch(arrays, self.samples, self.hash)
         others = ("samples", "document_starts", "hash", "arrays")
         names = [field.name for field in fields(self) if field.name not in others]
         tensors = {name: getattr(self, name) for name in names}
@@ -91,8 +90,10 @@ class MicroBatch:
         )
 
 
-def _named(arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int]) -> MicroBatch:
-    """The micro-batch of named arrays."""
+def named_batch(
+    arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int] = (0, 0)
+) -> MicroBatch:
+    """The micro-batch of named arrays, [length, b] or [b] each."""
     tokens = next(iter(arrays.values()))
     return MicroBatch(tokens, arrays[LABELS], samples, arrays[LOSS_MASK], hash=hashes, arrays=arrays)
 
@@ -204,11 +205,11 @@ class MicroBatchLoader:
     def _of_arrays(self, positions: range, samples: list[dict[str, np.ndarray]]) -> MicroBatch:
         """The micro-batch of these samples, dicts of arrays."""
         rows = {name: np.stack([sample[name] for sample in samples]) for name in self.arrays}
-        hashes = batch_hash(positions, map(sample_arrays.hashed, samples))
+        hashes = batch_hash(positions, map(named_arrays.hashed, samples))
         if self.whole and positions.stop > len(self.dataset):
             rows[LOSS_MASK][np.asarray(positions) >= len(self.dataset)] = 0.0
         arrays = {name: torch.from_numpy(np.ascontiguousarray(row.T)) for name, row in rows.items()}
-        batch = _named(arrays, torch.arange(positions.start, positions.stop), hashes)
+        batch = named_batch(arrays, torch.arange(positions.start, positions.stop), hashes)
         return batch.pinned() if self.pin_memory else batch
 
     def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
@@ -225,7 +226,7 @@ class MicroBatchLoader:
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a place of the order of training."""
         sample = self.sample(place)
-        return sample_hash(place, hashed(*sample) if self.arrays is None else sample_arrays.hashed(sample))
+        return sample_hash(place, hashed(*sample) if self.arrays is None else named_arrays.hashed(sample))
 
     def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
         """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
@@ -261,7 +262,7 @@ class MicroBatchLoader:
     def _checked(self, given, place: int):
         where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
         if self.arrays is not None:
-            return sample_arrays.checked(given, self.arrays, where)
+            return named_arrays.checked(given, self.arrays, where)
         ids, mask = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":

@@ -21,7 +21,7 @@ from megatron.settings.parse import given, parse_pretrain
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
-MODEL_TYPES = {"GPT": "pretrain_gpt", "finetune": "finetune"}  # model type -> module with `recipe()`
+MODEL_TYPES = {"GPT": "pretrain_gpt"}  # model type -> module with `recipe()`
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 

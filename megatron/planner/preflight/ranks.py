@@ -24,13 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoint.boxes import Box, find_flaw
-from megatron.data.loader import MicroBatch
-from megatron.data.loader import _named as batch_of
+from megatron.data.loader import MicroBatch, named_batch
 from megatron.errors import Failure
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.recipe import MODEL_TYPES, recipe_of
+from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
-from megatron.model.sample_arrays import SampleArray
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
@@ -293,6 +291,19 @@ def check_shapes(design: Design) -> Check:
     return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), design.blame)
 
 
+def _meta_batch(design: Design, mesh: Mesh, b: int) -> MicroBatch:
+    """A micro-batch without memory, of the arrays that the recipe names, if it does."""
+    recipe = recipe_of(design.config)
+    if recipe.arrays is None:
+        tokens = torch.empty((design.facts.seq_length // mesh.cp.size, b), dtype=torch.int64, device="meta")
+        return MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
+    arrays = {
+        name: torch.empty((*array.shape, b), dtype=torch.float32 if array.mask else torch.int64, device="meta")
+        for name, array in recipe.arrays(design.config, design.facts.vocab_size).items()
+    }
+    return named_batch(arrays, torch.arange(b))
+
+
 def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
     """The first two groups of layers that are alike: of one kind, with the same recomputation.
 
@@ -332,11 +343,6 @@ def _fake_process_group(ranks: int):
         dist.destroy_process_group()
 
 
-def _empty(array: SampleArray, b: int) -> torch.Tensor:
-    """An array of b samples, without memory."""
-    return torch.empty((*array.shape, b), dtype=torch.float32 if array.mask else torch.int64, device="meta")
-
-
 def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
     """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
     for tensors that have none.
@@ -345,16 +351,14 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     wire = design.facts.message(
         RankSetup(tp=mesh.tp.size, cp=mesh.cp.size, sp=config.parallel.sequence_parallel, micro_batch_size=b)
     )
-    tokens = torch.empty((design.facts.seq_length // mesh.cp.size, b), dtype=torch.int64, device="meta")
-    batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b))
-    if arrays := (recipe_of(config).arrays or (lambda config, size: None))(config, design.facts.vocab_size):
-        batch = batch_of({name: _empty(array, b) for name, array in arrays.items()}, batch.samples, batch.hash)
+    batch = _meta_batch(design, mesh, b)
     given = None
     if not stage.first:
         given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)
     out = stage.eval()(given, batch)
     out, sums = out if isinstance(out, tuple) else (out, {})
-    out, expected = (next(iter(sums.values())), ()) if stage.last else (out, wire)
+    minimised = [name for name, weight in sums_of(recipe_of(config), config).items() if weight]
+    out, expected = (sum(sums[name] for name in minimised if name in sums), ()) if stage.last else (out, wire)
     wrong = [f"output {tuple(out.shape)} instead of {expected}"] if tuple(out.shape) != expected else []
     if not stage.last and out.dtype != design.dtype:
         wrong.append(f"output in {out.dtype} instead of {design.dtype}")
