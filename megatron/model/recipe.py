@@ -22,7 +22,7 @@ from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
 # model type -> module with `recipe()`
-MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert", "finetune": "finetune"}
+MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
 Z_LOSS = "z loss"  # what the sum of z-losses is called
 
 

@@ -433,6 +433,11 @@ class Batch:
     eval_same_samples: bool = setting(
         "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
     )
+    eval_requests: Optional[str] = setting(
+        "file of requests (JSON lines: context, continuations, gold): how often the likeliest is the right one, at each "
+        "evaluation",
+        None,
+    )
     skip_train: bool = setting(
         "no training: --eval-iters batches of validation and test data, in the layout that is given",
         False,

@@ -136,21 +136,25 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Samples that are made up, of the same form."""
+    common = config.model.seq_length, vocab_size, config.logging.seed
     if task_settings(config).pet_pattern is not None:
-        return named_recipe(DEFAULT).build_datasets(config, tokenizer, vocab_size, sizes, log)
+        from megatron.tasks.pet import MockSentences
+
+        return tuple(MockSentences(size, *common, split) if size else None for split, size in enumerate(sizes))
     from megatron.tasks.samples import MockTaskSamples
 
-    task, seed = open_task(task_settings(config)).task, config.logging.seed
-    common = task, config.model.seq_length, vocab_size, seed
-    return tuple(MockTaskSamples(size, *common, split) if size else None for split, size in enumerate(sizes))
+    task = open_task(task_settings(config)).task
+    return tuple(MockTaskSamples(size, task, *common, split) if size else None for split, size in enumerate(sizes))
 
 
 def arrays(config, vocab_size):
-    """What a sample consists of; of a pattern, tokens and their loss mask, as in pretraining."""
+    """What a sample consists of."""
+    if task_settings(config).pet_pattern is not None:
+        from megatron.tasks.pet import pet_arrays
+
+        return pet_arrays(config.model.seq_length, vocab_size)
     from megatron.tasks.samples import sample_arrays
 
-    if task_settings(config).pet_pattern is not None:
-        return None
     return sample_arrays(open_task(task_settings(config)).task, config.model.seq_length, vocab_size)
 
 

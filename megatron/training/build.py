@@ -42,7 +42,14 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
-from megatron.training.datasets import all_paths, build_batches, build_datasets, build_vocabulary, verify_data
+from megatron.training.datasets import (
+    all_paths,
+    build_batches,
+    build_datasets,
+    build_requests,
+    build_vocabulary,
+    verify_data,
+)
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rules import idle, remarks
 from megatron.training.start_log import drift_told, end_of_document, nothing_left, resumed, summary, tell
@@ -114,6 +121,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         train_loader=train,
         valid_loader=valid,
         test_loader=test,
+        request_loader=build_requests(config, recipe, context, tokenizer, vocab_size, log),
         checkpoint_manager=checkpoint_manager,
         metrics=build_metrics(config, context, facts, state, console, code, recipe.perplexities),
         watch=watch,

@@ -2,6 +2,7 @@
 """Vocabulary, samples and micro-batches of a run."""
 
 import time
+from dataclasses import replace
 from typing import Any, Optional
 
 from megatron.data import gpt_dataset, manifest
@@ -9,6 +10,7 @@ from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import nearby
+from megatron.data.requests import open_requests
 from megatron.errors import DataError, SettingsError
 from megatron.model.recipe import Recipe
 from megatron.mpu.initialize import RankContext
@@ -172,3 +174,21 @@ def build_batches(
             strict=True,
         )
     ]
+
+
+def build_requests(
+    config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int, log
+) -> Optional[MicroBatchLoader]:
+    """The loader of --eval-requests; None without it. Raises SettingsError for a model that gives no scores of tokens."""
+    path = config.batch.eval_requests
+    if path is None:
+        return None
+    if recipe.arrays and recipe.arrays(config, vocab_size):
+        raise SettingsError(
+            f"--eval-requests {path}: a model of type {recipe.model_type} does not continue texts",
+            do="leave the flag out",
+        )
+    found = open_requests(path, tokenizer, config.model.seq_length, log)
+    # The end of a document is where a text without context begins: what follows it counts.
+    plain = replace(config, data=replace(config.data, eod_mask_loss=False))
+    return build_batches(plain, replace(recipe, collate=None), context, (None, None, found), tokenizer, vocab_size)[2]

@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import replace
+from typing import Optional
 
 import torch
 
@@ -12,9 +13,11 @@ from megatron.settings import schema
 from megatron.telemetry.phases import phase
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import evaluation_facts
-from megatron.training.measures import judge
+from megatron.training.measures import Measures, RequestMeasures, judge
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
+
+REQUESTS = "requests"  # what the split is called
 
 
 def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> bool:
@@ -23,7 +26,7 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
     """
     batch = run.config.batch
     wanted = due(batch.eval_interval, run.state.iteration) or (epoch and due(batch.eval_epoch, epoch))
-    if not (run.valid_loader and wanted):
+    if not ((run.valid_loader or run.request_loader) and wanted):
         return False
     last = run.state.iteration >= run.train_iters
     saves = last and run.checkpoint_manager is not None
@@ -31,8 +34,12 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
         with run.metrics.paused("saving"):
             save_ahead(run)
     with run.metrics.paused("evaluating"):
-        final = last and ends_with_validation(run) and run.best_manager is None  # else the best one's is the final one
-        judge(run, evaluate(run, run.valid_loader, "validation", final=final))
+        if run.valid_loader:
+            final = (
+                last and ends_with_validation(run) and run.best_manager is None
+            )  # else the best one's is the final one
+            judge(run, evaluate(run, run.valid_loader, "validation", final=final))
+        evaluate_requests(run, final=last)
         garbage.collect()
     return saves
 
@@ -49,12 +56,14 @@ def save_ahead(run: Run) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, float]:
+def evaluate(
+    run: Run, batches, split: str, final: bool = False, measures: Optional[Measures] = None
+) -> dict[str, float]:
     """Mean losses over `--eval-iters` (`--test-iters`) global batches of a split, or over all of it; all ranks get them.
 
     Each validation goes on behind the one before, unless the settings say that all have the same samples.
     """
-    started = time.perf_counter()
+    started, measures = time.perf_counter(), measures or run.measures
     size = run.config.batch.global_batch_size
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
@@ -62,8 +71,8 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
     goes_on = split == "validation" and not validates_same_samples(run.config)
     start = consumed = run.state.consumed_valid_samples if goes_on else 0
-    if run.measures:
-        run.measures.begin(run.stages)
+    if measures:
+        measures.begin(run.stages)
     with phase("evaluate"):
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
@@ -77,9 +86,12 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     if goes_on:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
-    if run.measures:
-        means = means if tokens else {}  # of samples whose labels nobody knows
-        means |= measured(run, batches, split, final)
+    if measures:
+        measures.end(run.stages)
+        values = measures.collected.whole(run.context, len(batches.dataset))
+        # There is no loss of samples whose labels nobody knows, and none of all possible continuations.
+        means = means if tokens and split != REQUESTS else {}
+        means |= measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
     run.metrics.record_eval(
         run.state.iteration,
         run.state.consumed_samples,
@@ -94,11 +106,11 @@ def evaluate(run: Run, batches, split: str, final: bool = False) -> dict[str, fl
     return means
 
 
-def measured(run: Run, batches, split: str, final: bool) -> dict[str, float]:
-    """What the recipe's measures find in what was collected."""
-    run.measures.end(run.stages)
-    values = run.measures.collected.whole(run.context, len(batches.dataset))
-    return run.measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
+def evaluate_requests(run: Run, final: bool = False) -> None:
+    """The accuracy over --eval-requests, unless this step's is known."""
+    if run.request_loader and run.requests_at != run.state.iteration:
+        run.requests_at = run.state.iteration
+        evaluate(run, run.request_loader, REQUESTS, final, RequestMeasures(run.config))
 
 
 def num_batches(run: Run, batches, split: str) -> int:

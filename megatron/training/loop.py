@@ -17,7 +17,7 @@ from megatron.settings import schema
 from megatron.telemetry.memory import memory_line, memory_use
 from megatron.telemetry.phases import Listening
 from megatron.training.build import build_run
-from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due
+from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due, evaluate_requests
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
 from megatron.training.measures import enough, restore_best
@@ -87,6 +87,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
+    evaluate_requests(run, final=True)
     run.hooks.call("end", run)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.data.requests import request_figures
 from megatron.errors import Failure
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
@@ -85,6 +86,16 @@ class Measures:
 
     def _take(self, batch, found: torch.Tensor) -> None:
         self.collected.take(batch.samples, self.values(batch, found))
+
+
+class RequestMeasures(Measures):
+    """How often a model's likeliest continuation is the right one; values are log-likelihoods of samples [b, 1]."""
+
+    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
+        return -(found * batch.loss_mask).sum(0, dtype=torch.float64).unsqueeze(-1)
+
+    def figures(self, values: np.ndarray, dataset: Any, split: str, final: bool, rank: int) -> dict[str, float]:
+        return request_figures(dataset, values[:, 0])
 
 
 def best_manager(config: schema.Config, measures: Optional[Measures], context: RankContext, log):

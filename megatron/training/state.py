@@ -120,6 +120,8 @@ class Run:
     recorder: Optional[Recorder]
     profiler: Profiler
     origin: dict[str, Any]  # what checkpoints say of the code and libraries that wrote them
+    request_loader: Optional[MicroBatchLoader] = None  # --eval-requests
+    requests_at: int = -1  # the step behind which they were evaluated last
     measures: Any = None  # training.measures.Measures, of a recipe that has some
     best_manager: Optional[CheckpointManager] = None
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
@@ -228,7 +230,7 @@ class Run:
             self.checkpoint_manager.close(None if orderly else patience, copies=error is not None)
         if self.best_manager:
             self.best_manager.close(None if orderly else 0.0)
-        for batches in (self.train_loader, self.valid_loader, self.test_loader):
+        for batches in (self.train_loader, self.valid_loader, self.test_loader, self.request_loader):
             if batches:
                 batches.close()
         stop = self.watch.stop.why if self.watch.stop else ""

@@ -29,7 +29,7 @@ ALWAYS = """
     data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples train_epochs lr_step_unit save_epoch eval_epoch log_epoch
-    log_memory_interval eval_iters test_iters exit_interval exit_duration_in_mins
+    log_memory_interval eval_iters test_iters eval_requests exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend deterministic_mode cross_entropy_chunk manual_gc_interval
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
     recompute_granularity recompute_method recompute_num_layers

@@ -145,6 +145,7 @@ CHECKS = dict(
         eval_iters=f"{STEP}::test_evaluations",
         test_iters=f"{STEP}::test_test_data_have_a_number_of_batches_of_their_own",
         eval_epoch="test_epochs::test_validation_behind_every_second_epoch",
+        eval_requests="test_requests::test_requests_in_the_loop_are_those_of_the_plain_network",
         eval_same_samples="test_validation::test_the_same_samples_each_time",
         skip_train="test_skip_train::test_the_last_evaluation_of_training_in_another_layout",
         exit_interval=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",

@@ -68,6 +68,17 @@ class Toy:
 
 def outputs(weights, tokens: list[list[int]]) -> torch.Tensor:
     """Of each text, by itself and without padding, the head's outputs: [n, c]."""
+    return torch.stack([hidden(weights, text)[-1] @ weights["head.weight"].T for text in tokens])
+
+
+def token_scores(weights, text: list[int]) -> torch.Tensor:
+    """Log-probability of each token of a text behind those before it: [n - 1]."""
+    scores = hidden(weights, text[:-1]) @ weights["embedding.word.weight"][:VOCABULARY].T
+    return scores.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+
+
+def hidden(weights, text: list[int]) -> torch.Tensor:
+    """The states behind the final norm, [n, h]."""
 
     def linear(name, x):
         weight = weights[f"{name}.weight"]
@@ -76,20 +87,21 @@ def outputs(weights, tokens: list[list[int]]) -> torch.Tensor:
     def norm(name, x):
         return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 
-    found = []
-    for text in tokens:
-        ids = torch.tensor(text)
-        x = weights["embedding.word.weight"][ids] + weights["embedding.position.weight"][: len(ids)]
-        for n in range(LAYERS):
-            block = f"blocks.{n}."
-            qkv = linear(block + "attention.qkv", norm(block + "attention_norm", x))
-            q, k, v = qkv.view(len(ids), HEADS, 3, -1).permute(2, 1, 0, 3)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + linear(block + "attention.output", mixed.transpose(0, 1).reshape(x.shape))
-            wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
-            x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
-        found.append(norm("final_norm", x)[-1] @ weights["head.weight"].T)
-    return torch.stack(found)
+    ids = torch.tensor(text)
+    x = weights["embedding.word.weight"][ids] + weights["embedding.position.weight"][: len(ids)]
+    for n in range(LAYERS):
+        block = f"blocks.{n}."
+        qkv = linear(block + "attention.qkv", norm(block + "attention_norm", x))
+        q, k, v = qkv.view(len(ids), HEADS, 3, -1).permute(2, 1, 0, 3)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(block + "attention.output", mixed.transpose(0, 1).reshape(x.shape))
+        wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
+        x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
+    return norm("final_norm", x)
+
+
+def double(weights) -> dict[str, torch.Tensor]:
+    return {name: values.detach().double() for name, values in weights.items()}
 
 
 def losses(weights, toy: Toy, split: str, places: Optional[list[int]] = None) -> torch.Tensor:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests: contexts with possible continuations, of which one is right. A sample is one of them, whose tokens count.
+
+A file has one JSON object a line, texts as they are (whatever is to stand between context and continuation is part of
+the one or the other):
+
+    {"context": "The capital of France is", "continuations": [" Paris", " Rome"], "gold": 0, "task": "capitals"}
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+from megatron.errors import DataError, SettingsError
+
+FORM = '{"context": "...", "continuations": ["...", "..."], "gold": 0}'
+
+
+class Request(NamedTuple):
+    """gold: number of the right continuation. task: a name that figures are told under, or ""."""
+
+    context: str
+    continuations: tuple[str, ...]
+    gold: int
+    task: str = ""
+
+
+class Scored(NamedTuple):
+    """Tokens, of which those from `start` on are scored."""
+
+    ids: list[int]
+    start: int
+
+
+def read_requests(path: str) -> list[Request]:
+    """The requests of a file. Raises DataError naming the line of a bad one."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--eval-requests {path}: {error}") from None
+    found = [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(f"--eval-requests {path} holds no requests", do=f"lines of the form {FORM}")
+    return found
+
+
+def _request(where: str, line: str) -> Request:
+    try:
+        row = json.loads(line)
+        context, continuations, gold = row["context"], row["continuations"], row["gold"]
+    except (ValueError, KeyError, TypeError) as error:
+        told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{where} is no request: {told}", do=f"lines of the form {FORM}") from None
+    texts = isinstance(continuations, list) and all(isinstance(text, str) and text for text in continuations)
+    if not isinstance(context, str) or not texts or len(continuations) < 2:
+        raise DataError(
+            f"{where} is no request: a text and at least two continuations that are not empty",
+            do=f"lines of the form {FORM}",
+        )
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(continuations):
+        raise DataError(f"{where}: gold is {gold!r}, and the continuations have numbers 0 to {len(continuations) - 1}")
+    return Request(context, tuple(continuations), gold, str(row.get("task", "")))
+
+
+def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
+    """The tokens of both texts together, of which those of the continuation are scored. Spaces at the end of the context
+    belong to the continuation, as tokens have them; without a context it stands behind the end of a document.
+    """
+    stripped = context.rstrip(" ")
+    continuation, context = context[len(stripped) :] + continuation, stripped
+    before = tokenizer.encode(context) if context else []
+    whole = tokenizer.encode(context + continuation)
+    start = min(len(before), len(whole) - 1)
+    if start:
+        return Scored(whole, start)
+    if tokenizer.eod is None:
+        raise SettingsError("a request without context needs a tokenizer with an end-of-document token")
+    return Scored([tokenizer.eod, *whole], 1)
+
+
+def sample_of(scored: Scored, seq_length: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, loss mask), [seq_length + 1] each. What is too long loses its beginning."""
+    ids, start = scored.ids[-seq_length - 1 :], scored.start - max(0, len(scored.ids) - seq_length - 1)
+    row, mask = np.full(seq_length + 1, fill, np.int64), np.zeros(seq_length + 1, np.float32)
+    row[: len(ids)] = ids
+    mask[max(start, 1) : len(ids)] = 1.0  # the first token is predicted by nothing
+    return row, mask
+
+
+@dataclass(frozen=True)
+class RequestSamples:
+    """A sample for each continuation, in order. choices: how many each request has. whole: all of them are evaluated."""
+
+    scored: Sequence[Scored]
+    choices: Sequence[int]
+    seq_length: int
+    fill: int = 0
+    requests: Sequence[Request] = ()
+    whole: bool = field(default=True)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], tokenizer, seq_length: int) -> "RequestSamples":
+        pairs = [encode_pair(tokenizer, one.context, text) for one in requests for text in one.continuations]
+        return cls(pairs, [len(one.continuations) for one in requests], seq_length, tokenizer.eod or 0, requests)
+
+    def __len__(self) -> int:
+        return len(self.scored)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return sample_of(self.scored[index], self.seq_length, self.fill)
+
+    @property
+    def cut(self) -> int:
+        """How many samples are too long and lose their beginning."""
+        return sum(len(one.ids) > self.seq_length + 1 for one in self.scored)
+
+
+def request_figures(dataset: RequestSamples, scores: np.ndarray) -> dict[str, float]:
+    """Accuracy of the likeliest continuation, and of the likeliest one by character, over all requests and of each task.
+
+    scores: log-likelihood of each sample [n], in nats
+    """
+    right: dict[str, list[tuple[bool, bool]]] = {}
+    start = 0
+    for request, count in zip(dataset.requests, dataset.choices):
+        own = scores[start : start + count]
+        lengths = np.array([max(1, len(text.strip())) for text in request.continuations])
+        found = int(own.argmax()) == request.gold, int((own / lengths).argmax()) == request.gold
+        for name in {"", request.task}:
+            right.setdefault(name, []).append(found)
+        start += count
+    figures = {}
+    for name in sorted(right):
+        plain, normalised = np.mean(right[name], axis=0)
+        figures |= {f"accuracy {name}".strip(): float(plain), f"normalised accuracy {name}".strip(): float(normalised)}
+    return figures
+
+
+def open_requests(path: Optional[str], tokenizer, seq_length: int, log) -> Optional[RequestSamples]:
+    """The samples of --eval-requests; None without it."""
+    if path is None:
+        return None
+    if tokenizer is None:
+        raise SettingsError(
+            f"--eval-requests {path}: texts need a tokenizer", do="--vocab-file and --merge-file, or its like"
+        )
+    found = RequestSamples.of(read_requests(path), tokenizer, seq_length)
+    told = f"; {found.cut} are longer than --seq-length {seq_length} and lose their beginning" if found.cut else ""
+    log(f" > {len(found.requests):,} requests with {len(found):,} continuations in {path}{told}")
+    return found

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pattern-exploiting training (arXiv:2001.07676): a task as text. The pattern is a sentence with a place for the label, the
+verbaliser says which words stand there for each label, and the label whose words the model thinks likeliest is chosen.
+
+A model that looks back alone scores the words of the label where the text stands before them. Where some of the text
+comes behind, all from the label on is scored: how likely the text is behind each label. Words of several tokens count by
+the sum of their log-probabilities.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from megatron.data.requests import RequestSamples, Scored, sample_of
+from megatron.errors import DataError, UsageError, did_you_mean
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
+from megatron.tasks.description import Task
+from megatron.tasks.evaluation import TaskMeasures
+from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.samples import TOKENS, cut
+from megatron.tasks.settings import open_task
+from megatron.training.measures import RequestMeasures
+
+FIELDS = ("text", "pair", "label")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A sentence in pieces: ("text", ""), ("pair", ""), ("label", "") and ("", words between them).
+
+    >>> Pattern.of("{text} It was {label}.").pieces
+    (('text', ''), ('', ' It was '), ('label', ''), ('', '.'))
+    """
+
+    pieces: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, pattern: str, pairs: bool = False) -> "Pattern":
+        """Raises UsageError for a sentence without {label} or {text}. pairs: the task has two texts."""
+        parts = re.split(r"\{(\w+)\}", pattern)
+        pieces = [("", word) if number % 2 == 0 else (word, "") for number, word in enumerate(parts) if word]
+        names = [name for name, _ in pieces if name]
+        for name in names:
+            if name not in FIELDS:
+                raise UsageError(
+                    f"--pet-pattern {pattern!r}: there is no {{{name}}}{did_you_mean(name, FIELDS)}",
+                    do="{label}, {text}, and {pair} for the second text",
+                )
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"--pet-pattern {pattern!r} has {{{twice}}} twice")
+        if "label" not in names or not {"text", "pair"} & set(names):
+            raise UsageError(f"--pet-pattern {pattern!r} needs {{label}} and {{text}}", do="'{text} It was {label}.'")
+        if "pair" in names and not pairs:
+            raise UsageError(f"--pet-pattern {pattern!r}: the task has no second text for {{pair}}")
+        return cls(tuple(pieces))
+
+    @cached_property
+    def text_behind(self) -> bool:
+        """Whether some of the text comes behind the label."""
+        names = [name for name, _ in self.pieces]
+        return bool({"text", "pair"} & set(names[names.index("label") :]))
+
+    def filled(
+        self, example: TaskExample, label: str, encode, eod: Optional[int], length: int, reserve: int = 0
+    ) -> Scored:
+        """The sentence as at most `length` tokens, and where those begin that are scored.
+
+        encode: text -> ids. reserve: tokens that there is room for in the place of the label, so that the text, which loses
+        its end, is the same for all labels. A space before a piece is its first character, as tokens have it.
+        """
+        ids: list[tuple[str, list[int]]] = [("", [] if eod is None else [eod])]
+        space = ""
+        for name, words in self.pieces:
+            text = space + {"": words, "text": example.text, "pair": example.pair or "", "label": label}[name]
+            space = " " if not name and text.endswith(" ") else ""
+            ids.append((name, list(encode(text[: len(text) - len(space)]))))
+            if name == "label" and not self.text_behind:
+                break
+        texts = [piece for name, piece in ids if name in ("text", "pair")]
+        others = sum(max(len(piece), reserve) if name == "label" else len(piece) for name, piece in ids)
+        room = max(0, length - others + sum(map(len, texts)))
+        for piece, kept in zip(texts, [room] if len(texts) == 1 else cut(*map(len, texts), room)):
+            del piece[kept:]
+        start = sum(len(piece) for _, piece in ids[: [name for name, _ in ids].index("label")])
+        return Scored([one for _, piece in ids for one in piece], start)
+
+
+def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
+    """What stands for each label of the task, in order. Raises DataError where labels are missing, unknown or alike."""
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--pet-verbalizer {path}: {error}") from None
+    form = '{"0": "bad", "1": "good"}'
+    if not isinstance(given, Mapping) or not all(isinstance(words, str) and words.strip() for words in given.values()):
+        raise DataError(f"--pet-verbalizer {path} is no mapping of labels to words", do=f"as {form}")
+    for label in given:
+        if label not in task.labels:
+            raise DataError(
+                f"--pet-verbalizer {path}: {task.name} has no label {label!r}{did_you_mean(label, task.labels)}",
+                f"it has {', '.join(task.labels[:20])}",
+            )
+    if missing := [label for label in task.labels if label not in given]:
+        raise DataError(f"--pet-verbalizer {path} says nothing of {', '.join(missing[:20])}", do=f"as {form}")
+    words = tuple(given[label] for label in task.labels)
+    if twice := next((one for one in words if words.count(one) > 1), None):
+        raise DataError(f"--pet-verbalizer {path}: {twice!r} stands for two labels")
+    return words
+
+
+@dataclass(frozen=True)
+class PetSamples:
+    """Training samples: the sentence with the words of the right label, of which those that are scored are learned."""
+
+    examples: Examples
+    pattern: Pattern
+    words: Sequence[str]
+    tokenizer: Any
+    seq_length: int
+    reserve: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        example = self.examples.rows[index]
+        tokenizer, length = self.tokenizer, self.seq_length
+        filled = self.pattern.filled(
+            example, self.words[int(example.label)], tokenizer.encode, tokenizer.eod, length + 1, self.reserve
+        )
+        return named(*sample_of(filled, length, tokenizer.eod or 0))
+
+
+@dataclass(frozen=True)
+class PetRequests(RequestSamples):
+    """Samples of an evaluation: each example with the words of each label."""
+
+    examples: Optional[Examples] = None
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return named(*super().__getitem__(index))
+
+
+@dataclass(frozen=True)
+class MockSentences:
+    """Samples that are made up (--mock-data)."""
+
+    size: int
+    seq_length: int
+    vocab_size: int
+    seed: int
+    split: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        draw = np.random.default_rng((self.seed, self.split, index))
+        ids = draw.integers(self.vocab_size, size=self.seq_length + 1)
+        return named(ids, (draw.random(len(ids)) < 0.5).astype(np.float32))
+
+
+def pet_arrays(seq_length: int, vocab_size: int) -> dict[str, SampleArray]:
+    """What a sample consists of."""
+    ids = SampleArray(seq_length, below=vocab_size)
+    return {TOKENS: ids, LABELS: ids, LOSS_MASK: SampleArray(seq_length, mask=True)}
+
+
+def named(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """ids and what each of them counts, [seq_length + 1] each, as `pet_arrays`."""
+    return {TOKENS: ids[:-1], LABELS: ids[1:], LOSS_MASK: mask[1:]}
+
+
+def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, seq_length: int, log) -> tuple:
+    """(train, valid, test) of a task with a pattern."""
+    task = open_task(settings).task
+    if task.regression:
+        raise UsageError(f"--pet-pattern: {task.name} has numbers for labels, which no words stand for")
+    pattern = Pattern.of(settings.pet_pattern, task.text_pair is not None)
+    words = read_verbalizer(settings.pet_verbalizer, task)
+    encode, eod, length = tokenizer.encode, tokenizer.eod, seq_length + 1
+    reserve = max(len(encode(f" {label}")) for label in words)
+    if found["train"] is not None:
+        first = pattern.filled(found["train"].rows[0], words[0], encode, None, length)
+        log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
+
+    def requests(examples: Optional[Examples]) -> Optional[PetRequests]:
+        if examples is None:
+            return None
+        scored = [
+            pattern.filled(example, label, encode, eod, length, reserve) for example in examples.rows for label in words
+        ]
+        return PetRequests(scored, [len(words)] * len(examples.rows), seq_length, eod or 0, examples=examples)
+
+    train = found["train"] and PetSamples(found["train"], pattern, words, tokenizer, seq_length, reserve)
+    return train, requests(found["valid"]), requests(found["test"])
+
+
+class PetMeasures(TaskMeasures):
+    """The metrics of a task with a pattern; values are log-probabilities of an example with a label [b, 1]."""
+
+    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
+        return RequestMeasures.values(self, batch, found)
+
+    def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
+        if not isinstance(dataset, PetRequests):
+            return {}  # made up
+        predicted = values.reshape(-1, self.classes).argmax(1)
+        return self.judged(predicted, dataset.examples, split, final, rank)
