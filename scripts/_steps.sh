@@ -1,6 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the quickstarts, behind _env.sh: numbered steps that say how long they take. What they make is in $RUN.
+# Sourced by the quickstarts, behind _env.sh: their flags, and numbered steps that say how long they take.
 
+if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
+flags=()
+read_flags() { # the words given to a script that has set RUN, its folder, and ITERATIONS; other flags stay in `flags`
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --fresh) rm -rf "$RUN" ;;
+            --train-iters)
+                [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--train-iters '${2:-}' is not a number of steps"
+                ITERATIONS=$2
+                shift
+                ;;
+            -h | --help) sed -n '3,/^set /s/^# \{0,1\}//p' "scripts/$(basename "$0")"; exit ;;
+            *) flags+=("$1") ;;
+        esac
+        shift
+    done
+    mkdir -p "$RUN"
+}
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
 # Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
 # Python is here than there: the best of several, so that a busy machine makes little difference to it.
@@ -19,7 +37,6 @@ told() { # seconds, a command; what it says comes at its end, and until then how
     rm -f "$RUN/said.txt" "$RUN/said.errors"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
-if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
 others() { # what other programs take from it, in words; nothing on a quiet machine
     python -c 'from megatron.mpu.cpu_threads import busy_cores, cores; busy = busy_cores()
 if busy > 0.3: print(f"  other programs use {busy:.1f} of {cores()} cores now, so it will take longer")'

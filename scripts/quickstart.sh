@@ -12,23 +12,8 @@ source scripts/_steps.sh
 
 RUN=runs/quickstart
 ITERATIONS=600
-flags=()
-while [ $# -gt 0 ]; do
-    case $1 in
-        --fresh) rm -rf "$RUN" ;;
-        --train-iters)
-            [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--train-iters '${2:-}' is not a number of steps"
-            ITERATIONS=$2
-            shift
-            ;;
-        -h | --help) sed -n '3,9s/^# \{0,1\}//p' scripts/quickstart.sh; exit ;;
-        *) flags+=("$1") ;;
-    esac
-    shift
-done
+read_flags "$@"
 given=(${flags[@]+"${flags[@]}"})
-
-mkdir -p "$RUN"
 VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt")
 
 step 1/7 "A corpus from the documentation that comes with Python"
