@@ -2,6 +2,7 @@
 """The settings of text generation."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import setting
@@ -39,3 +40,28 @@ class Sampling:
         ]
         if wrong:
             raise SettingsError("\n  ".join(wrong))
+
+
+@dataclass(frozen=True)
+class Search:
+    """How an encoder-decoder looks for a target."""
+
+    num_beams: int = setting("beam search over this many targets; 1: greedy, or sampling", 1, "--beam-width")
+    length_penalty: float = setting("beam search: a target's score is divided by its length to this power", 1.0)
+    decoder_start_id: Optional[int] = setting(
+        "the token that targets begin with (default: the tokenizer's [CLS] or <s>, or 0)", None
+    )
+    decoder_end_id: Optional[int] = setting(
+        "the token that ends targets (default: the tokenizer's [SEP] or </s>, or its end of document)", None
+    )
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise SettingsError for values that mean nothing."""
+        if self.num_beams < 1:
+            raise SettingsError(f"--num-beams {self.num_beams}: has to be at least 1")
+        drawn = dict(top_k=sampling.top_k, top_p=sampling.top_p, temperature=sampling.temperature not in (0, 1))
+        if self.num_beams > 1 and any(drawn.values()):
+            given = ", ".join(f"--{name.replace('_', '-')}" for name, so in drawn.items() if so)
+            raise SettingsError(
+                f"--num-beams {self.num_beams} draws nothing: {given} has no place in it", do="leave it out"
+            )

@@ -36,6 +36,12 @@ class Cache:
             store[layer][self.length : end] = new
         return self._keys[layer][:end], self._values[layer][:end]
 
+    def reorder(self, order: torch.Tensor) -> None:
+        """Sequence n goes on from what was kept of sequence order[n]."""
+        for store in (self._keys, self._values):
+            for kept in store.values():
+                kept[: self.length] = kept[: self.length, order]
+
     def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
         """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, None while none were given."""
         if self._document_ids is None:

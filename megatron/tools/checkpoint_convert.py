@@ -53,7 +53,7 @@ class ToMegatronOptions:
 
 
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSettings) -> None:
-    """Export a GPT-2 or Llama for Hugging Face transformers; nothing is written if both models do not agree."""
+    """Export a GPT-2, Llama, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import huggingface
     from megatron.mpu.initialize import DTYPES
@@ -92,7 +92,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
 
 
 def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
-    """Import a GPT-2 or Llama of Hugging Face transformers; nothing is written if both models do not agree."""
+    """Import a GPT-2, Llama, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.inference.convert import huggingface
 
     told = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, Search
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
@@ -48,6 +48,7 @@ COMMON = (
     "top_p",
     "repetition_penalty",
     "sampling_seed",
+    "num_beams",
     "device",
     "json",
 )
@@ -56,13 +57,14 @@ COMMON = (
 def main(argv: list[str]) -> None:
     groups = parse(
         argv,
-        dict(generate=GenerateOptions, sampling=Sampling, tokenizer=TokenizerSettings),
+        dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.generate",
         description="Continue texts with a trained model.",
         common=COMMON,
     )
-    settings, sampling = groups["generate"], groups["sampling"]
+    settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     sampling.check()
+    search.check(sampling)
     prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
 
     choose_waiting()  # before torch is loaded
@@ -74,26 +76,28 @@ def main(argv: list[str]) -> None:
     if device.type == "cpu":
         use_threads()
     loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
-    if not hasattr(loaded.model, "logits"):
+    pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
+    if not (pairs or hasattr(loaded.model, "logits")) or loaded.config.model.model_type == "BERT":
         raise SettingsError(
             f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
-            "its module has no method logits, as a GPT has",
+            "its module has no method logits for the next token, as a GPT has",
+        )
+    if not pairs and search.num_beams > 1:
+        raise SettingsError(
+            f"--num-beams {search.num_beams}: beam search is there for encoder-decoders", do="leave it out"
         )
     tokenizer = open_tokenizer(loaded, groups["tokenizer"])
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
-    start = time.perf_counter()
-    answers = generate(
-        loaded.model,
-        [tokenizer.encode(prompt) for prompt in prompts],
-        sampling,
-        longest=loaded.longest,
-        end=tokenizer.eod,
-        use_cache=settings.use_cache,
-    )
+    start, texts = time.perf_counter(), [tokenizer.encode(prompt) for prompt in prompts]
+    if pairs:
+        answers = targets_of(loaded, tokenizer, texts, sampling, search)
+    else:
+        more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache)
+        answers = generate(loaded.model, texts, sampling, **more)
     seconds = time.perf_counter() - start
-    show(prompts, answers, tokenizer, as_json=settings.json)
-    if any(len(tokenizer.encode(p)) + sampling.tokens_to_generate > loaded.longest for p in prompts):
+    show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
+    if not pairs and any(len(tokenizer.encode(p)) + sampling.tokens_to_generate > loaded.longest for p in prompts):
         print(f"note: the model ends at {loaded.longest} tokens, prompt included", file=sys.stderr)
     count = sum(map(len, answers))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
@@ -119,14 +123,31 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     return prompts
 
 
-def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool) -> None:
-    """Print prompts with their continuations."""
+def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search) -> list[list[int]]:
+    """What an encoder-decoder answers to each source."""
+    from megatron.inference.sequences import generate_targets
+
+    facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
+    start = _special(tokenizer, "bos", "cls") if start is None else start
+    end = _special(tokenizer, "eos", "sep", "eod") if end is None else end
+    lengths = (facts.source, facts.target)
+    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end)
+
+
+def _special(tokenizer, *names: str) -> Optional[int]:
+    """The first of these special tokens that a tokenizer has."""
+    found = (getattr(tokenizer, name, None) for name in names)
+    return next((token for token in found if token is not None), None)
+
+
+def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:
+    """Print prompts with their continuations. apart: what stands between both."""
     for number, (prompt, answer) in enumerate(zip(prompts, answers)):
         text = tokenizer.decode(answer)
         if as_json:
             print(json.dumps(dict(prompt=prompt, text=text, tokens=answer), ensure_ascii=False))
         else:
-            print(("" if number == 0 else "-" * 40 + "\n") + prompt + text)
+            print(("" if number == 0 else "-" * 40 + "\n") + prompt + apart + text)
 
 
 if __name__ == "__main__":

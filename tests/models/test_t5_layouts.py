@@ -27,9 +27,9 @@ RECOMPUTE = {
 # micro2, a granularity of recomputation
 CASES = """
     tp2sp-pp2 t5 dropout
-    pp2-dp2-zero3-zbh1 full
 """.strip().splitlines()
 FULL = """
+    pp2-dp2-zero3-zbh1 full
     pp2vp2 rope dropout selective
     pp2-zbv t5 full_attn
     tp2 dropout

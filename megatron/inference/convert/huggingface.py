@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2 and Llama to and from Hugging Face transformers, tensor by tensor on CPU, and only if both models agree.
+"""GPT-2, Llama, T5 and BERT to and from Hugging Face transformers, tensor by tensor on CPU, and only if both models agree.
 
 Before anything appears under its name, both models run on fixed prompts in fp32. If their logits differ by more than
 `BOUND` x the largest logit, the conversion is an error and leaves nothing behind. The weights pass through memory one
@@ -22,10 +22,10 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving, needed
+from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import Loaded, load_model, open_tokenizer
-from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_names import kind_of, matches, our_settings, their_settings
+from megatron.model.recipe import config_of
 from megatron.settings import schema
 
 BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
@@ -45,10 +45,9 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
     Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
     """
     with Reader(path) as reader, arriving(out) as folder:
-        config, vocab_size = schema.from_record(needed(reader, "config")), needed(reader, "vocab_size")
-        kind = kind_of(config.model)
-        plan = []
-        for match in matches(kind, config.model):
+        config, vocab_size = config_of(needed(reader, "config")), needed(reader, "vocab_size")
+        family, plan = exported(config, vocab_size), []
+        for match in family.matches:
             stored = reader.tensors.get(match.ours)
             if stored is None:
                 raise CheckpointError(f"{path} has no tensor {match.ours}")
@@ -58,15 +57,14 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
             )
         files = hf_files.write_tensors(folder, plan, dtype)
         end, notices = _export_vocabulary(path, config, vocab_size, folder, given, check)
-        settings = their_settings(config.model, vocab_size, end, str(dtype).removeprefix("torch."))
+        settings = family.theirs(end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if check:
             loaded = load_model(path, precision="fp32")
             for parameter in loaded.model.parameters():
                 parameter.data = parameter.data.to(dtype).float()
-            prompts = _prompts(vocab_size, loaded.longest)
-            notices.append(_agree(_our_logits(loaded, prompts), _their_logits(folder, prompts)))
-        return [f"{out}: {kind} in {', '.join(files)}", *notices]
+            notices.append(_compared(family, loaded, folder))
+        return [f"{out}: {family.kind} in {', '.join(files)}", *notices]
 
 
 def _export_vocabulary(
@@ -107,15 +105,16 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: what a run saves of its position (`run.State.record`). Raises CheckpointError when the folder holds another kind
     of model, lacks a tensor or has one too many, or when our model computes something else.
     """
-    kind, model, vocab_size = our_settings(hf_files.read_json(source / "config.json"))
+    family = imported(hf_files.read_json(source / "config.json"))
+    kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
     files = hf_files.TensorFiles(source)
     if model.num_layers > len(files.shapes):  # before anything is made for each of them
         raise CheckpointError(
             f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"
         )
-    wanted = {match.ours: match for match in matches(kind, model)}
-    names = _fitting_names(source, files, kind, model)
-    shapes = {name: placed.shape for name, placed in GPTFacts(model, vocab_size).weights.items()}
+    wanted = {match.ours: match for match in family.matches}
+    names = _fitting_names(source, files, family)
+    shapes = {name: placed.shape for name, placed in family.facts.weights.items()}
     assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
     for name, match in wanted.items():
         for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
@@ -135,7 +134,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
-        content = imported_state(model, vocab_size, state, origin, tokenizer)
+        content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
@@ -143,25 +142,22 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         if check:
             loaded = load_model(folder, precision="fp32")
-            prompts = _prompts(vocab_size, loaded.longest)
-            notices.append(_agree(_our_logits(loaded, prompts), _their_logits(source, prompts)))
+            notices.append(_compared(family, loaded, source))
         return notices
 
 
-def _fitting_names(source: Path, files: hf_files.TensorFiles, kind: str, model: schema.Model) -> dict[str, str]:
+def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) -> dict[str, str]:
     """Their name -> name in the files, which may lack the prefix. CheckpointError lists what is missing or unknown."""
-    wanted = [name for match in matches(kind, model) for name in match.theirs]
+    wanted = [name for match in family.matches for name in match.theirs]
     names = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in wanted}
     missing = [name for name, found in names.items() if found not in files.shapes]
     ignored = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old versions saved
-    tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
-    extra = [
-        name for name in set(files.shapes) - set(names.values()) if not name.endswith(ignored) and name not in tied
-    ]
+    unknown = set(files.shapes) - set(names.values()) - set(family.beside)
+    extra = [name for name in unknown if not name.endswith(ignored)]
     if missing or extra:
         lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in sorted(extra)[:6])]
         raise CheckpointError(
-            f"{source} does not hold the {kind} of its config.json: {len(missing)} tensors are missing, "
+            f"{source} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
             f"{len(extra)} are unknown",
             "\n  ".join(lines),
         )
@@ -171,22 +167,11 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, kind: str, model: 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def _prompts(vocab_size: int, longest: int) -> torch.Tensor:
-    """Token ids [s, b] that every comparison uses."""
-    generator = torch.Generator().manual_seed(20240229)
-    return torch.randint(vocab_size, (min(longest, 48), 3), generator=generator)
-
-
-def _our_logits(loaded: Loaded, prompts: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return loaded.model.logits(prompts)
-
-
-def _their_logits(folder: Path, prompts: torch.Tensor) -> torch.Tensor:
-    """[s, b, vocabulary] of the model in a Hugging Face folder, in fp32."""
-    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(prompts.t()).logits.transpose(0, 1).float()
+@torch.no_grad()
+def _compared(family: Family, loaded: Loaded, folder: Path) -> str:
+    """How near our model is to that of a Hugging Face folder, in words, both in fp32. Raises CheckpointError where not."""
+    prompts = prompts_for(family.facts)
+    return _agree(family.ours(loaded.model, prompts), family.run(_transformers(), folder, prompts).float())
 
 
 def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> str:

@@ -2,9 +2,10 @@
 """A checkpoint whose weights come from another library: what it says of itself, and how it is written."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
 from megatron.checkpoint.folder import Saver
@@ -66,8 +67,10 @@ def imported_state(
     position: dict[str, Any],
     origin: str,
     tokenizer: Optional[schema.TokenizerSettings] = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The content of state.json. position: of a run that has not begun (`run.State.record`).
+    """The content of state.json. position: of a run that has not begun (`run.State.record`). extra: groups of settings of
+    the model's own.
 
     Sizes that follow from others are spelled out, as a training run does before it saves: they are compared with the
     settings of the run that goes on.
@@ -83,7 +86,7 @@ def imported_state(
     return dict(
         state=position,
         optimizer_steps=None,
-        config=asdict(schema.from_record(record)),
+        config=asdict(replace(schema.from_record(record), extra=dict(extra))),
         vocab_size=vocab_size,
         mesh={},
         origin=origin,

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that are exchanged with Hugging Face transformers: for each kind its tensors beside ours, its settings, and
+how both are run on the same tokens to be compared.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.model.bert import hf_names as bert_names
+from megatron.model.bert.facts import BertFacts
+from megatron.model.bert.settings import GROUP as BERT
+from megatron.model.facts import Facts
+from megatron.model.gpt import hf_names as gpt_names
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.hf_names import Match
+from megatron.model.t5 import hf_names as t5_names
+from megatron.model.t5.facts import T5Facts
+from megatron.model.t5.settings import GROUP as ENCODER_DECODER
+from megatron.settings.schema import Config
+
+PROMPT = 48  # tokens of a comparison, or fewer
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model that both sides have.
+
+    facts:    of ours
+    matches:  its tensors
+    theirs:   (id that ends a document or None, format of the weights) -> the content of config.json
+    ours:     (loaded model, prompts [s, b]) -> what is compared
+    run:      (transformers, folder, prompts) -> the same of theirs
+    extra:    groups of settings that the model has of its own
+    beside:   tensors that files may hold besides: copies of others
+    """
+
+    kind: str
+    facts: Facts
+    matches: list[Match]
+    theirs: Callable[[Optional[int], str], dict[str, Any]]
+    ours: Callable[[Any, torch.Tensor], torch.Tensor]
+    run: Callable[[Any, Any, torch.Tensor], torch.Tensor]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+
+def exported(config: Config, vocab_size: int) -> Family:
+    """The family of a trained model. Raises SettingsError where transformers has none of its shape."""
+    made = {"GPT": _gpt, "T5": _t5, "BERT": _bert}
+    kind = config.model.model_type
+    facts = {"T5": T5Facts, "BERT": BertFacts}.get(kind, GPTFacts).of(config, vocab_size)
+    if kind == "T5":
+        t5_names.refuse_other(facts)
+    elif kind == "BERT":
+        bert_names.refuse_other(facts)
+    return made.get(kind, _gpt)(facts)
+
+
+def imported(settings: dict[str, Any]) -> Family:
+    """The family of a folder, from the content of its config.json. Raises CheckpointError for what is not read here."""
+    kind = settings.get("model_type")
+    if kind == "t5":
+        model, own, vocab_size = t5_names.our_settings(settings)
+        return _t5(T5Facts(model, vocab_size, own))
+    if kind == "bert":
+        model, own, vocab_size = bert_names.our_settings(settings)
+        return _bert(BertFacts(model, vocab_size, own))
+    if kind not in ("gpt2", "llama", "mistral"):
+        raise CheckpointError(
+            f"model_type {kind!r} in config.json is not read here", "there are: gpt2, llama, mistral, t5, bert"
+        )
+    _, model, vocab_size = gpt_names.our_settings(settings)
+    return _gpt(GPTFacts(model, vocab_size), kind)
+
+
+def prompts_for(facts: Facts) -> torch.Tensor:
+    """Token ids [s, b] that every comparison uses."""
+    m = facts.settings
+    longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
+    generator = torch.Generator().manual_seed(20240229)
+    return torch.randint(facts.vocab_size, (min(longest, PROMPT), 3), generator=generator)
+
+
+# ---- GPT-2, Llama, Mistral -------------------------------------------------------------------------------------------
+
+
+def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
+    model = facts.settings
+    kind = kind or gpt_names.kind_of(model)
+    tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
+
+    def run(transformers, folder, prompts):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return theirs(prompts.t()).logits.transpose(0, 1)
+
+    return Family(
+        kind,
+        facts,
+        gpt_names.matches(kind, model),
+        lambda end, dtype: gpt_names.their_settings(model, facts.vocab_size, end, dtype),
+        lambda ours, prompts: ours.logits(prompts),
+        run,
+        beside=tied,
+    )
+
+
+# ---- T5 --------------------------------------------------------------------------------------------------------------
+
+
+def _t5(facts: T5Facts) -> Family:
+    def run(transformers, folder, prompts):
+        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        source, target = _halves(prompts)
+        return theirs(input_ids=source.t(), decoder_input_ids=target.t()).logits.transpose(0, 1)
+
+    def their_settings(end, dtype):
+        ids = dict(pad_token_id=0, decoder_start_token_id=0, eos_token_id=1 if end is None else end)
+        return t5_names.their_settings(facts, ids, dtype)
+
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *(("lm_head.weight",) * facts.tied))
+    cross = (
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # old files have it, nothing reads it
+    )
+    return Family(
+        "t5",
+        facts,
+        t5_names.matches("t5", facts),
+        their_settings,
+        lambda ours, prompts: ours.logits(*_halves(prompts)),
+        run,
+        extra={ENCODER_DECODER: facts.own},
+        beside=(*copies, cross),
+    )
+
+
+def _halves(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two of three tokens are a source, the others its target."""
+    cut = 2 * len(prompts) // 3
+    return prompts[:cut], prompts[cut:]
+
+
+# ---- BERT ------------------------------------------------------------------------------------------------------------
+
+
+def _bert(facts: BertFacts) -> Family:
+    second = facts.own.bert_binary_head
+
+    def run(transformers, folder, prompts):
+        kind = transformers.BertForPreTraining if second else transformers.BertForMaskedLM
+        theirs = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        found = theirs(input_ids=prompts.t(), token_type_ids=_types(prompts).t())
+        if not second:
+            return found.logits.transpose(0, 1)
+        return torch.cat((found.prediction_logits.flatten(), found.seq_relationship_logits.flatten()))
+
+    def ours(model, prompts):
+        words = model.logits(prompts, types=_types(prompts))
+        if not second:
+            return words
+        follows = model.follows(prompts, types=_types(prompts))
+        return torch.cat((words.transpose(0, 1).flatten(), follows.flatten()))
+
+    heads = () if second else ("bert.pooler.dense", "cls.seq_relationship")
+    others = [f"{name}.{kind}" for name in heads for kind in ("weight", "bias")]
+    tied = ["cls.predictions.decoder.weight"] * facts.tied
+    return Family(
+        "bert",
+        facts,
+        bert_names.matches(facts),
+        lambda end, dtype: bert_names.their_settings(facts, dtype),
+        ours,
+        run,
+        extra={BERT: facts.own},
+        beside=("bert.embeddings.position_ids", "cls.predictions.decoder.bias", *tied, *others),
+    )
+
+
+def _types(prompts: torch.Tensor) -> torch.Tensor:
+    """The second half of the tokens is another sentence."""
+    return (torch.arange(len(prompts)) >= len(prompts) // 2).long().unsqueeze(1).expand_as(prompts)
