@@ -49,3 +49,33 @@ python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
     --train-data-path "$RUN/train_text_sentence" --valid-data-path "$RUN/held_out_text_sentence" \
     --eval-interval 200 --eval-iters 8 --log-interval 20 \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 ${flags[@]+"${flags[@]}"}
+
+step 5/7 "Gaps that it fills in: the likeliest words, by beam search"
+fill() {
+    python -m megatron.tools.generate --load "$RUN/checkpoints" --num-beams 4 --tokens-to-generate 12 --prompt \
+        "Return a new <extra_id_0> object." "Raise <extra_id_0> if the file does not exist." \
+        "The default value of this argument is <extra_id_0>." >"$RUN/gaps.txt.partial"
+    mv "$RUN/gaps.txt.partial" "$RUN/gaps.txt"
+}
+rm -f "$RUN/gaps.txt"
+told 5 fill
+sed 's/^/  | /' "$RUN/gaps.txt"
+
+step 6/7 "Passages of eight packages, with the package as their label; no module is in both files"
+label() {
+    python - "$RUN" <<'END'
+import hashlib, json, sys
+packages = "asyncio email http importlib tkinter turtle unittest xml".split()
+files = {part: open(f"{sys.argv[1]}/{part}.jsonl", "w") for part in ("task_train", "task_valid")}
+for line in [*open(f"{sys.argv[1]}/train.jsonl"), *open(f"{sys.argv[1]}/held_out.jsonl")]:
+    page = json.loads(line)
+    package = page["source"].removeprefix("docs/").partition(".")[0]
+    if package in packages:
+        for passage in page["text"].split("\n\n"):
+            text = " ".join(passage.replace(package, "").split())
+            held_out = hashlib.sha256(text.encode()).digest()[0] < 40
+            if len(text) > 80:
+                print(json.dumps(dict(text=text, label=package)), file=files["task_valid" if held_out else "task_train"])
+END
+    wc -l "$RUN"/task_*.jsonl
+}

@@ -38,11 +38,19 @@ class Loaded:
         return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
 
 
-def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, step: Optional[int] = None) -> Loaded:
+def load_model(
+    folder: str,
+    *,
+    device="cpu",
+    precision: Optional[str] = None,
+    step: Optional[int] = None,
+    mesh: Optional[Mesh] = None,
+) -> Loaded:
     """The model of a checkpoint folder (or of one checkpoint in it), weights alone, on one device.
 
     precision: fp32, bf16 or fp16; default: that of the training run, but fp32 for fp16 on a CPU, which is slow at it.
     step: a certain iteration instead of the newest.
+    mesh: of ranks whose `tp` divides each matrix (default: this process has all of it).
     Raises CheckpointError when nothing valid is there.
     """
     record = _record(location(folder), step)
@@ -51,18 +59,18 @@ def load_model(folder: str, *, device="cpu", precision: Optional[str] = None, st
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     dtype, vocab_size = DTYPES[precision], record["vocab_size"]
-    plain = replace(
-        config, parallel=schema.Parallel(), recompute=schema.Recompute(), precision=schema.Precision(precision)
-    )
-    model = recipe_of(config).build_model(plain, Mesh(), vocab_size, dtype=dtype, device="meta")
+    mesh = mesh or Mesh()
+    parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size)
+    plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
+    model = recipe_of(config).build_model(plain, mesh, vocab_size, dtype=dtype, device="meta")
     place_buffers(model, device)
-    axis_of = partial(getattr, Mesh())  # of one rank
+    axis_of = partial(getattr, mesh)
     units = flat_units_of(model, axis_of)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
     pieces = []
     for own in owned_ranges(units, axis_of):
         materialise(own.unit, weights[own.unit.buffer_slice])
-        pieces += pieces_of(own, weights.__getitem__, Mesh().coordinates)
+        pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     restored = restore(location(folder), pieces, step=step, cast=True)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model for lm-evaluation-harness (`pip install lm_eval`): log-likelihoods, rolling ones, and greedy texts.
+
+All ranks of a job run the same evaluation: those of `mesh.dp` take turns at the batches, those of `mesh.tp` have a part of
+each matrix, and then all of them hold all answers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.errors import SettingsError
+from megatron.inference.generation import generate
+from megatron.inference.sampling import Sampling
+from megatron.mpu.initialize import RankContext
+
+LONGEST_TEXT = 256  # tokens of a generated text where a task does not say
+
+
+class HarnessModel(TemplateLM):
+    """model: has `logits`, as `model.gpt.GPT`; longest: tokens that it can look at; batch_size: texts side by side."""
+
+    def __init__(self, model, tokenizer, context: RankContext, *, longest: int, batch_size: int):
+        super().__init__()
+        if tokenizer.eod is None:
+            raise SettingsError("the tokenizer has no end-of-document token, behind which texts without context stand")
+        self.model, self.words, self.context = model, tokenizer, context
+        self.max_length, self.batch = longest, batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.words.eod
+
+    def tok_encode(self, string: str, add_special_tokens: Optional[bool] = None, **kwargs) -> list[int]:
+        return list(self.words.encode(string))
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
+        """(sum of the log-probabilities of the continuation, whether each of its tokens is the likeliest one) of each.
+        What is too long loses its beginning.
+        """
+        pairs = [(list(before)[-self.max_length :], list(after)[-self.max_length :]) for _, before, after in requests]
+        return self.shared(pairs, lambda pair: len(pair[0]) + len(pair[1]), self.score)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Sum of the log-probabilities of all tokens of each text behind the end of a document, in windows side by side."""
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.eot_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        scores = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
+        return [sum(next(scores)[0] for _ in text) for text in windows]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """The greedy continuation of each context, up to the first of its `until`."""
+        asked = [(request.args[0], dict(request.args[1])) for request in requests]
+        for _, options in asked:
+            if options.get("do_sample") and options.get("temperature", 1.0):
+                raise SettingsError("a task asks for texts that are drawn (do_sample)", do="give it do_sample: false")
+        return self.shared(asked, lambda one: len(one[0]), self.write, together=lambda one: _room(one[1]))
+
+    # ---- batches ------------------------------------------------------------------------------------------------------
+
+    def shared(
+        self,
+        items: Sequence[Any],
+        size: Callable[[Any], int],
+        work: Callable[[list], list],
+        together: Callable[[Any], Any] = lambda item: None,
+    ) -> list:
+        """work(batch) -> results, over all items in the order of their size; each data parallel rank does its share of the
+        batches, and all get all results, in the order of `items`. together: what items of a batch have in common.
+        """
+        order = sorted(range(len(items)), key=lambda place: (str(together(items[place])), -size(items[place]), place))
+        batches: list[list[int]] = []
+        for place in order:
+            same = batches and together(items[batches[-1][0]]) == together(items[place])
+            if not same or len(batches[-1]) == self.batch:
+                batches.append([])
+            batches[-1].append(place)
+        dp, found = self.context.mesh.dp, {}
+        for own in batches[dp.rank :: dp.size]:
+            found |= dict(zip(own, work([items[place] for place in own]), strict=True))
+        whole = {place: one for part in self.context.all_gather_object(found) for place, one in part.items()}
+        return [whole[place] for place in range(len(items))]
+
+    @torch.no_grad()
+    def score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """`_loglikelihood_tokens` of a batch. Texts are filled up behind their end, which nothing before it sees."""
+        texts = [(before + after)[-self.max_length - 1 :] for before, after in pairs]
+        s, device = max(map(len, texts)) - 1, next(self.model.parameters()).device
+        tokens, wanted = torch.zeros((s, len(texts)), dtype=torch.int64), torch.zeros((s, len(texts)), dtype=torch.bool)
+        for row, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
+            tokens[: len(text) - 1, row] = torch.tensor(text[:-1])
+            wanted[len(text) - 1 - len(after) : len(text) - 1, row] = True
+        logits = self.model.logits(tokens.to(device), wanted=wanted.to(device)).log_softmax(-1)  # [k, v]
+        rows = wanted.nonzero()[:, 1].to(device)  # of which text each is
+        found = []
+        for row, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
+            own, labels = logits[rows == row], torch.tensor(text[len(text) - len(after) :], device=device)
+            greedy = bool((own.argmax(-1) == labels).all())
+            found.append((own.gather(1, labels[:, None]).double().sum().item(), greedy))
+        return found
+
+    def write(self, asked: list[tuple[str, dict]]) -> list[str]:
+        """`generate_until` of a batch."""
+        most = min(_room(asked[0][1]), self.max_length - 1)
+        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-(self.max_length - most) :] for text, _ in asked]
+        sampling = Sampling(tokens_to_generate=most, greedy=True)
+        texts = generate(self.model, prompts, sampling, longest=self.max_length, end=self.eot_token_id)
+        return [
+            cut(self.words.decode(text), options.get("until")) for text, (_, options) in zip(texts, asked, strict=True)
+        ]
+
+
+def _room(options: dict) -> int:
+    """Tokens that a text may have."""
+    return int(options.get("max_gen_toks") or options.get("max_new_tokens") or LONGEST_TEXT)
+
+
+def cut(text: str, until) -> str:
+    """A text up to the first of some strings.
+
+    >>> cut("one. two; three", [";", "."])
+    'one'
+    """
+    ends = [until] if isinstance(until, str) else until or []
+    return text[: min([text.find(end) for end in ends if end and end in text], default=len(text))]

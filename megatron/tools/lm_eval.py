@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate a trained model with lm-evaluation-harness (extra `eval`).
+
+    python -m megatron.tools.lm_eval --load runs/quickstart/checkpoints --tasks lambada_openai hellaswag
+    python -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --offline        (docs/finetuning.md)
+    torchrun --nproc-per-node 4 -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --tensor-model-parallel-size 2
+
+Tasks are names of the harness's own, or YAML files in its form, whose data may be local files. Ranks that are no part of
+the tensor parallel size share the batches.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
+from megatron.mpu.cpu_threads import choose_waiting
+from megatron.settings import rank_env
+from megatron.settings.parse import parse
+from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """What to evaluate, on what."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint")
+    tasks: list[str] = setting("names of tasks, or YAML files in the harness's form")
+    include_path: Optional[str] = setting("folder with further tasks' YAML files", None)
+    num_fewshot: Optional[int] = setting("examples before each question (default: as the task says)", None)
+    limit: Optional[int] = setting("only the first so many documents of each task", None)
+    offline: bool = setting("fetch nothing: data are local files, or were fetched before", False)
+    seq_length: Optional[int] = setting("tokens that are looked at (default: what the model can)", None)
+    micro_batch_size: int = setting("texts side by side", 8, "--batch-size")
+    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
+    output: Optional[str] = setting("file for the results, JSON", None)
+
+
+def main(argv: list[str]) -> None:
+    rank_env.adopt_slurm()
+    groups = parse(
+        argv,
+        dict(lm_eval=HarnessOptions, tokenizer=TokenizerSettings),
+        prog="python -m megatron.tools.lm_eval",
+        description="Evaluate a trained model with lm-evaluation-harness.",
+        common=tuple(HarnessOptions.__dataclass_fields__),
+    )
+    options = groups["lm_eval"]
+    check(options)
+    choose_waiting()  # before torch is loaded
+    from megatron.guard.endings import guarded
+    from megatron.mpu.initialize import join_job, leave_job
+
+    with guarded(Guard()):
+        parallel = Parallel(tensor_model_parallel_size=options.tensor_model_parallel_size)
+        context = join_job(parallel, Kernels(device=options.device))
+        evaluate(options, groups["tokenizer"], context)
+        leave_job(context)
+
+
+def check(options: HarnessOptions) -> None:
+    """Raise SettingsError or DataError for what cannot be, before torch is loaded."""
+    world, tp = rank_env.ranks().world_size, options.tensor_model_parallel_size
+    if tp < 1 or world % tp:
+        raise SettingsError(f"--tensor-model-parallel-size {tp} does not divide the {world} ranks of this job")
+    if options.micro_batch_size < 1 or (options.seq_length or 1) < 1:
+        raise SettingsError("--micro-batch-size and --seq-length have to be at least 1")
+    for name in options.tasks:
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise DataError(f"--tasks {name}: no such file")
+    if options.include_path and not Path(options.include_path).is_dir():
+        raise DataError(f"--include-path {options.include_path}: no such folder")
+    if options.offline:  # read when the packages are imported
+        os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+
+def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> dict:
+    """Evaluate on the ranks of a job; the first of them prints and writes the results, which all return."""
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise Failure("lm-evaluation-harness is not installed", str(error), "pip install 'megatron[eval]'") from None
+    from megatron.inference.load import load_model, open_tokenizer
+    from megatron.tasks.harness import HarnessModel
+
+    loaded = load_model(
+        options.load, device=context.device, precision=options.precision, step=options.ckpt_step, mesh=context.mesh
+    )
+    if not hasattr(loaded.model, "logits"):
+        raise SettingsError(
+            f"{loaded.path} is a model of type {loaded.config.model.model_type}, which does not continue texts"
+        )
+    length = options.seq_length or loaded.longest
+    if length > loaded.longest:
+        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    model = HarnessModel(
+        loaded.model, open_tokenizer(loaded, tokenizer), context, longest=length, batch_size=options.micro_batch_size
+    )
+    tasks, manager = find_tasks(options)
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=tasks,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    if context.is_rank_zero:
+        report(options, found, loaded)
+    return found
+
+
+def find_tasks(options: HarnessOptions):
+    """(the tasks, the harness's manager that knows them). Raises SettingsError for a name that it does not know."""
+    from lm_eval.tasks import TaskManager
+
+    files = [name for name in options.tasks if name.endswith((".yaml", ".yml"))]
+    names = [name for name in options.tasks if name not in files]
+    folders = sorted({str(Path(name).resolve().parent) for name in files})
+    folders += [options.include_path] if options.include_path else []
+    manager = TaskManager(include_path=folders or None, include_defaults=bool(names))
+    wanted = [*names, *map(task_of_file, files)]
+    for name in wanted:
+        if name not in manager.all_tasks:
+            raise SettingsError(
+                f"--tasks {name}: the harness has no such task{did_you_mean(name, manager.all_tasks)}",
+                do="a name of its own (python -m lm_eval ls tasks), or a YAML file",
+            )
+    return wanted, manager
+
+
+def task_of_file(path: str) -> str:
+    """The name of the task that a YAML file describes. Raises DataError where it has none."""
+    import re
+
+    found = re.search(r"^task:\s*[\"']?([\w.-]+)", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise DataError(f"--tasks {path} says no name", do="task: my_task")
+    return found[1]
+
+
+def report(options: HarnessOptions, found: dict, loaded) -> None:
+    """The harness's table, and the results as JSON."""
+    from lm_eval.utils import make_table
+
+    print(f" > {loaded.path}, iteration {loaded.iteration}")
+    print(make_table(found), flush=True)
+    if options.output:
+        record = dict(checkpoint=str(loaded.path), iteration=loaded.iteration, results=found["results"])
+        path = Path(options.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness with a model of ours: its answers against a plain network's, and scores of a local task by hand."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+import pretrain_gpt
+from megatron.errors import DataError, SettingsError
+from megatron.inference.load import load_model, open_tokenizer
+from megatron.mpu.initialize import join_job
+from megatron.settings.schema import Kernels, Parallel
+from tests.tasks.classification import SIZE, double, hidden, token_scores
+from tests.tasks.test_requests import plain_figures, write_requests
+from tests.training.plain_loop import EOD, LENGTH, VOCABULARY
+
+pytest.importorskip("lm_eval", reason="pip install 'megatron[eval]'")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    pretrain_gpt.main(f"{SIZE} --mock-data --train-iters 3 --lr 1e-1 --eval-iters 0 --save {folder}".split())
+    return folder
+
+
+def adapter(folder, tp: int = 1, batch_size: int = 3):
+    from megatron.tasks.harness import HarnessModel
+
+    context = join_job(Parallel(tensor_model_parallel_size=tp), Kernels(device="cpu"))
+    loaded = load_model(str(folder), mesh=context.mesh)
+    return HarnessModel(loaded.model, open_tokenizer(loaded), context, longest=LENGTH, batch_size=batch_size)
+
+
+def words(ids) -> str:
+    return " ".join(map(str, ids))
+
+
+def asked(*arguments) -> list:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+@pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3), (1, 2)])
+def test_answers_are_the_plain_networks(tp, ranks, trained, run_ranks):
+    draw = random.Random(1)
+
+    def numbers(most):
+        return [draw.randrange(EOD) for _ in range(draw.randrange(1, most))]
+
+    pairs = [(numbers(LENGTH + 3), numbers(5)) for _ in range(8)] + [([], numbers(4))]
+    weights = double(dict(load_model(str(trained)).model.named_parameters()))
+    best = hidden(weights, pairs[0][0][-LENGTH:])[-1] @ weights["embedding.word.weight"][:VOCABULARY].T
+    pairs.append((pairs[0][0], [best.argmax().item()]))  # the likeliest token: greedy
+    texts = [numbers(3 * LENGTH), numbers(LENGTH), numbers(3)]
+
+    def body(rank):
+        model = adapter(trained, tp)
+        found = model.loglikelihood(asked(*((words(a), f" {words(b)}" if a else words(b)) for a, b in pairs)), True)
+        rolled = model.loglikelihood_rolling(asked(*((words(text),) for text in texts)), True)
+        options = dict(until=["\n"], max_gen_toks=4)
+        written = model.generate_until(asked(*((words(a[:5]), options) for a, _ in pairs[:4])), True)
+        return found, rolled, written
+
+    answers = [body(0)] if ranks == 1 else run_ranks(ranks, body)
+    assert all(one == answers[0] for one in answers)
+    found, rolled, written = answers[0]
+    for (before, after), (score, greedy) in zip(pairs, found, strict=True):
+        text = ((before or [EOD]) + after)[-LENGTH - 1 :]
+        assert score == pytest.approx(token_scores(weights, text)[-len(after) :].sum().item(), abs=1e-4)
+        scores = hidden(weights, text[:-1]) @ weights["embedding.word.weight"][:VOCABULARY].T
+        assert greedy == (scores.argmax(-1)[-len(after) :].tolist() == after)
+    assert found[-1][1]
+    for text, score in zip(texts, rolled, strict=True):
+        whole = [EOD, *text]
+        assert math.isfinite(score)
+        if len(text) <= LENGTH:
+            assert score == pytest.approx(token_scores(weights, whole).sum().item(), abs=1e-4)
+        else:  # the first window, then windows whose first token is the only context of the next
+            parts = [token_scores(weights, whole[: LENGTH + 1]).sum()]
+            for start in range(LENGTH, len(whole) - 1, LENGTH):
+                end = min(start + LENGTH, len(whole) - 1)
+                begin = end - LENGTH
+                parts.append(token_scores(weights, whole[begin : end + 1])[start - begin :].sum())
+            assert score == pytest.approx(sum(parts).item(), abs=2e-4)
+    for (before, _), text in zip(pairs[:4], written, strict=True):
+        ids = list(before[:5])
+        for _ in range(4):
+            scores = hidden(weights, ids)[-1] @ weights["embedding.word.weight"][:VOCABULARY].T
+            ids.append(scores.argmax().item())
+            if ids[-1] == EOD:
+                ids.pop()
+                break
+        assert [int(word) for word in text.split()] == ids[len(before[:5]) :]
+
+
+def test_texts_end_before_what_ends_them():
+    from megatron.tasks.harness import cut
+
+    assert cut("a b\nc", ["\n", "b"]) == "a " and cut("a b", None) == "a b" and cut("a b", "") == "a b"
+
+
+YAML = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+target_delimiter: ""
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3)])
+def test_a_local_task_offline(tp, ranks, trained, tmp_path, run_ranks, monkeypatch):
+    """Its accuracy is counted by hand, and is that of the same requests in the training loop."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = [row for row in write_requests(tmp_path / "requests.jsonl", 20) if row["context"]]
+    lines = [dict(context=row["context"], choices=row["continuations"], gold=row["gold"]) for row in rows]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "own.yaml").write_text(YAML.format(name="own_numbers", file=tmp_path / "docs.jsonl"))
+
+    def body(rank):
+        from megatron.tools import lm_eval
+
+        own = f"--load {trained} --tasks {tmp_path / 'own.yaml'} --offline --device cpu --output {tmp_path / 'found.json'}"
+        lm_eval.main(f"{own} --tensor-model-parallel-size {tp}".split())
+
+    body(0) if ranks == 1 else run_ranks(ranks, body)
+    found = json.loads((tmp_path / "found.json").read_text())["results"]["own_numbers"]
+    weights = double(dict(load_model(str(trained)).model.named_parameters()))
+    assert found["acc,none"] == pytest.approx(plain_figures(weights, rows)["accuracy"])
+
+
+def test_wrong_uses(trained, tmp_path):
+    from megatron.tools import lm_eval
+
+    for line, error, told in (
+        (f"--load {trained} --tasks {tmp_path / 'none.yaml'}", DataError, "no such file"),
+        (f"--load {trained} --tasks a --tensor-model-parallel-size 2", SettingsError, "does not divide the 1 ranks"),
+        (f"--load {trained} --tasks a --include-path {tmp_path / 'none'}", DataError, "no such folder"),
+        (f"--load {trained} --tasks a --batch-size 0", SettingsError, "at least 1"),
+    ):
+        with pytest.raises(error, match=told):
+            lm_eval.main(line.split())
+    (tmp_path / "nameless.yaml").write_text("output_type: multiple_choice\n")
+    with pytest.raises(DataError, match="says no name"):
+        lm_eval.task_of_file(str(tmp_path / "nameless.yaml"))
