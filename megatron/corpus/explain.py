@@ -40,7 +40,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class History:
+class DocumentHistory:
     """A document with all that was said of it, and whether it is in the corpus."""
 
     document: Optional[Document]
@@ -61,7 +61,7 @@ class _At:
     document: Document
 
 
-def explain(plan: CorpusPlan, output: Path, name: str) -> list[History]:
+def explain(plan: CorpusPlan, output: Path, name: str) -> list[DocumentHistory]:
     """The histories of the documents of this name. Raises DataError where there is none."""
     base = output / TASKS
     at_line = _line_of(plan, name)
@@ -81,9 +81,9 @@ def explain(plan: CorpusPlan, output: Path, name: str) -> list[History]:
     return found
 
 
-def follow(plan: CorpusPlan, base: Path, at: _At, place: str = "") -> History:
+def follow(plan: CorpusPlan, base: Path, at: _At, place: str = "") -> DocumentHistory:
     """What each stage did with a document of the first stage's shards, up to the one that dropped it."""
-    history = History(at.document, place or f"shard {at.shard}, document {at.row}", [])
+    history = DocumentHistory(at.document, place or f"shard {at.shard}, document {at.row}", [])
     now: Optional[_At] = at
     for stage in plan.stages[1:]:
         if stage.name == "filter":
@@ -112,7 +112,7 @@ def _named(plan: CorpusPlan, base: Path, name: str) -> Iterator[_At]:
                     yield _At(number, row, document)
 
 
-def _rejected(plan: CorpusPlan, base: Path, name: str) -> Iterator[History]:
+def _rejected(plan: CorpusPlan, base: Path, name: str) -> Iterator[DocumentHistory]:
     [folders] = plan.stages[0].phases.values()
     for folder in dict.fromkeys(folders):
         path = base / folder / "rejected.jsonl"
@@ -120,7 +120,7 @@ def _rejected(plan: CorpusPlan, base: Path, name: str) -> Iterator[History]:
             entry = decode(line)
             if name in entry["begins"]:
                 said = Said("shards", "set aside", entry["reason"], dict(bytes=entry["bytes"]))
-                yield History(None, plan.tasks[folder].inputs[entry["input"]], [said])
+                yield DocumentHistory(None, plan.tasks[folder].inputs[entry["input"]], [said])
 
 
 def _line_of(plan: CorpusPlan, name: str) -> Optional[tuple[str, int]]:
@@ -141,7 +141,7 @@ def _line_of(plan: CorpusPlan, name: str) -> Optional[tuple[str, int]]:
     return found[0], int(number) - 1
 
 
-def _of_line(plan: CorpusPlan, base: Path, path: str, wanted: int) -> History:
+def _of_line(plan: CorpusPlan, base: Path, path: str, wanted: int) -> DocumentHistory:
     """Read the pieces of the file again up to the line."""
     [folders] = plan.stages[0].phases.values()
     makes = plan.stages[0].makes
@@ -169,7 +169,7 @@ def _pieces(folder: Path, wanted: Sequence) -> list[dict]:
     return [dict(one, piece=piece) for one, piece in zip(found, wanted, strict=True)]
 
 
-def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shards: list[int]) -> History:
+def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shards: list[int]) -> DocumentHistory:
     which, start, stop, parts = piece["piece"]
     path = task.inputs[which]
     for line in lines_of(InputPiece(path, start, stop, parts), task.options["most"]):
@@ -180,11 +180,11 @@ def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shard
         except BadLine as error:
             document = None
             if line.row == row:
-                return History(None, place, [Said("shards", "set aside", str(error), dict(bytes=line.size))])
+                return DocumentHistory(None, place, [Said("shards", "set aside", str(error), dict(bytes=line.size))])
         if line.row < row:
             documents += document is not None
         elif document is None:
-            return History(None, place, [Said("shards", "set aside", "a blank line")])
+            return DocumentHistory(None, place, [Said("shards", "set aside", "a blank line")])
         else:
             break
     for number in shards:  # the documents of a task stand in its shards one behind the other
@@ -314,7 +314,7 @@ def _nth(path: Path, line: bytes, number: int) -> Optional[int]:
     return last
 
 
-def told(history: History) -> list[str]:
+def told(history: DocumentHistory) -> list[str]:
     """A history in lines for people."""
     document = history.document or {}
     name = document.get("url") or document.get("id") or history.place

@@ -40,6 +40,7 @@ class TokenizeOptions:
     lang: str = "english"
     keep_newlines: bool = False
     output_format: Literal["megatron", "paddle"] = "megatron"
+    origin: bool = True  # <prefix>.origin: from which shard and byte each document comes, for `megatron.tools.trace`
     datasets: int = 1  # of about as many shards each, as for a blend or for files that can be copied
 
 
@@ -91,6 +92,8 @@ def preprocess_settings(wanted: TokenizeOptions, shard: Path, prefix: Path) -> S
         partitions=1,
         keep_sequential_samples=True,
         on_bad_line="stop",
+        contamination=None,
+        on_contamination="count",
         log_interval=1000,
         make_vocab_size_divisible_by=128,
         tensor_model_parallel_size=1,
