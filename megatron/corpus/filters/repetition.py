@@ -6,7 +6,6 @@ its count, over the text's. Duplicate n-grams: characters in n-grams that occurr
 character counted once: after one that occurred before, the search goes on behind it.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Optional
 
@@ -21,7 +20,6 @@ Limits = Mapping[int, float]  # n -> most characters of the text, as a share
 TOP = {2: 0.20, 3: 0.18, 4: 0.16}
 DUPLICATE = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 CHINESE_TOP, CHINESE_DUPLICATE = ({2 * n: limit for n, limit in limits.items()} for limits in (TOP, DUPLICATE))
-_PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 _MIXERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64)
 
 
@@ -52,12 +50,12 @@ class GopherRepetition:
     def _rules(self, text: str) -> Iterator[Rule]:
         size = len(text)
         yield "characters", size, not size and "empty"
-        pieces = _PARAGRAPHS.split(text.strip())
+        pieces = paragraphs(text)
         count, characters = repeated(pieces)
         yield from above("duplicate_paragraphs", count / len(pieces), self.max_paragraphs, "duplicate_paragraphs")
         share, name = characters / size, "duplicate_paragraph_characters"
         yield from above(name, share, self.max_paragraph_characters, name)
-        pieces = _LINES.split(text)
+        pieces = lines(text)
         count, characters = repeated(pieces)
         yield from above("duplicate_lines", count / len(pieces), self.max_lines, "duplicate_lines")
         share, name = characters / size, "duplicate_line_characters"
@@ -92,6 +90,26 @@ class GopherRepetitionChinese(GopherRepetition):
             top_ngrams,
             duplicate_ngrams,
         )
+
+
+def paragraphs(text: str) -> list[str]:
+    """What stands between blank lines; white space around the text is no part of it.
+
+    >>> paragraphs("a\\nb\\n\\n\\nc\\n\\n")
+    ['a\\nb', 'c']
+    """
+    text = text.strip()
+    return [piece for pair in text.split("\n\n") if (piece := pair.lstrip("\n"))] or [text]
+
+
+def lines(text: str) -> list[str]:
+    """What stands between line breaks, blank lines left out, but what is before a first and behind a last break.
+
+    >>> lines("a\\n\\nb\\n")
+    ['a', 'b', '']
+    """
+    inner = [line for line in text.split("\n") if line]
+    return [""] * text.startswith("\n") + inner + [""] * text.endswith("\n")
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:
@@ -136,11 +154,7 @@ def duplicate_characters(words: Words, n: int) -> int:
     grams = words.joined(n)
     if len(grams) < 2:
         return 0
-    order = np.sort(grams)
-    twice = order[1:][order[1:] == order[:-1]]
-    if not len(twice):
-        return 0
-    where = np.flatnonzero(_member(grams, twice))
+    where = np.flatnonzero(_perhaps_twice(grams))
     sizes = words.places[where + n] - words.places[where]
     seen, free, characters = set(), 0, 0
     for at, gram, size in zip(where.tolist(), grams[where].tolist(), sizes.tolist()):
@@ -154,7 +168,17 @@ def duplicate_characters(words: Words, n: int) -> int:
     return characters
 
 
-def _member(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """bool: which values are among `ordered`, which is sorted and not empty."""
-    places = np.searchsorted(ordered, values)
-    return ordered[np.minimum(places, len(ordered) - 1)] == values
+def _perhaps_twice(grams: np.ndarray) -> np.ndarray:
+    """bool: true for each n-gram that occurs more than once, and for one in eight of the others.
+
+    A table of slots remembers who wrote last into each; written from both ends, an n-gram that is alone in its slot is
+    found there both times.
+    """
+    bits = (8 * len(grams)).bit_length()
+    slots = ((grams ^ (grams >> np.uint64(31))) * _MIXERS[0]) >> np.uint64(64 - bits)
+    slots = slots.astype(np.int64)
+    table, numbers = np.empty(1 << bits, np.int32), np.arange(len(grams), dtype=np.int32)
+    table[slots] = numbers
+    shared = table[slots] != numbers
+    table[slots[::-1]] = numbers[::-1]
+    return shared | (table[slots] != numbers)

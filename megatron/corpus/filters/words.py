@@ -29,6 +29,7 @@ HAN_RANGES = (
 )
 _ANYWHERE = (ord("."), *APOSTROPHES)  # join any two characters of words; other joiners join digits
 BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
+INVERSE = pow(BASE, -1, 1 << 64)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ class Words:
         """uint64 [tokens - n + 1]: hashes of n tokens in a row written without spaces; equal texts have equal ones."""
         if len(self) < n:
             return np.empty(0, np.uint64)
-        inverse = powers_of(pow(BASE, -1, 1 << 64), len(self.points))
-        return (self.sums[n:] - self.sums[:-n]) * inverse[self.places[:-n]]
+        return (self.sums[n:] - self.sums[:-n]) * self._shifts[: len(self) - n + 1]
+
+    @cached_property
+    def _shifts(self) -> np.ndarray:
+        """uint64 [tokens]: what moves a sum that begins at a token to the beginning of the text."""
+        return powers_of(INVERSE, len(self.points))[self.places[:-1]]
 
 
 @lru_cache(maxsize=1)  # filters one after the other ask for the same text
