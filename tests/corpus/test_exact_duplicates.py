@@ -73,7 +73,15 @@ def test_against_an_earlier_corpus(tmp_path):
 
 
 def test_lines_without_a_text_stay(tmp_path):
-    lines = ['{"n": 1}', '{"n": 1}', "broken", "broken", '{"text": "a"}', '{"text": "a", "n": 2}', '{"text": "\\ud800"}']
+    lines = [
+        '{"n": 1}',
+        '{"n": 1}',
+        "broken",
+        "broken",
+        '{"text": "a"}',
+        '{"text": "a", "n": 2}',
+        '{"text": "\\ud800"}',
+    ]
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(lines))
     made, _ = run_phases(exact_duplicates.phases({}, 1, MEMORY), [path], {}, tmp_path / "work")
