@@ -33,7 +33,8 @@ REASON = "exact_substring"
 UNITS, ACTIONS = ("tokens", "bytes"), ("cut", "drop")
 OWN = ("memory", "shard", "partition", "of_partitions")
 RECORD = 80  # bytes of memory a window takes in `match`
-UNIT_BYTES = 64  # bytes of memory a unit takes in `find`, its suffix array included
+UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory a unit takes in `find`, its suffix array included
+DROPPED, CHANGED = "dropped.jsonl", "cut.jsonl"  # notes of a task of `cut`
 _SHOWN = 120  # characters of a note of what was cut
 
 
@@ -110,7 +111,7 @@ def find(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
     asked = read_options(options)
     writer = RunWriter(output, dict(places="<u4"))
     repeated, start, windows = [np.zeros(0, np.int64)], 0, 0
-    for hashes, ends in _blocks(inputs[0], asked, max(1, options["memory"] // UNIT_BYTES)):
+    for hashes, ends in _blocks(inputs[0], asked, max(1, options["memory"] // UNIT_BYTES[asked.unit])):
         whole = whole_windows(ends, asked.length)
         again = repeats(hashes, whole, asked.length)
         repeated.append(start + np.flatnonzero(again))
@@ -148,7 +149,11 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     covered = _Cover(own, matched, options["shard"], asked.length)
     counts = dict(cut=0, bytes_cut=0)
     sizes, dropped, went_on = [], [], 0
-    with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
+    with (
+        shard_writer(output / WRITTEN) as write,
+        open(output / DROPPED, "wb") as notes_dropped,
+        open(output / CHANGED, "wb") as notes_cut,
+    ):
         for row, line, document, text in _documents(shard, asked):
             spans = [] if text is None else covered.next(text, asked.unit)
             size, repeated = len(encoded(text or "")), _share(text or "", spans, asked.unit)
@@ -157,10 +162,10 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
             gone = repeated >= asked.drop_share if asked.action == "drop" else bool(spans) and not left.strip()
             if spans and gone:
                 dropped.append(row)
-                notes.write(_note(row, document, REASON, repeated, text, spans, asked.unit))
+                notes_dropped.write(_note(row, document, repeated, text, spans, asked.unit))
                 continue
             if spans and asked.action == "cut":
-                notes.write(_note(row, document, "", repeated, text, spans, asked.unit))
+                notes_cut.write(_note(row, document, repeated, text, spans, asked.unit))
                 counts["cut"] += 1
                 counts["bytes_cut"] += size - len(encoded(left))
                 line = _line({**document, asked.text_key: left})
@@ -169,6 +174,20 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     told = fates(np.array(sizes, np.int64), np.array(dropped, np.int64), REASON)
     told["bytes"] -= counts["bytes_cut"]
     return dict(told, **counts)
+
+
+def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[str, Any]) -> Optional[dict[str, Any]]:
+    """What became of a document: dict(document=None or as it went on, reason, figures); None where nothing did."""
+    asked = read_options(options)
+    for name in (DROPPED, CHANGED):
+        with open(made["cut"][shard] / name, "rb") as notes:
+            for note in map(orjson.loads, notes):
+                if note["row"] == row:
+                    figures = dict(repeated=note["repeated"], begins=note["begins"])
+                    spans = [tuple(span) for span in note["spans"]]
+                    left = {**document, asked.text_key: _without(document[asked.text_key], spans, asked.unit)}
+                    return dict(document=None if name == DROPPED else left, reason=note["reason"], figures=figures)
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- units of documents
@@ -319,12 +338,12 @@ def _share(text: str, spans: list[tuple[int, int]], unit: str) -> float:
     return sum(end - start for start, end in spans) / whole if whole else 0.0
 
 
-def _note(row: int, document: dict, reason: str, share: float, text: str, spans: list, unit: str) -> bytes:
+def _note(row: int, document: dict, share: float, text: str, spans: list, unit: str) -> bytes:
     """What became of a document of which something repeats, with the beginning of that."""
     known = {key: document[key] for key in ("id", "url") if key in document}
     start, end = spans[0]
     shown = text[start:end] if unit == "tokens" else encoded(text)[start:end].decode("utf-8", "replace")
-    told = dict(row=row, **known, reason=reason, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
+    told = dict(row=row, **known, reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
     return json.dumps(told).encode() + b"\n"
 
 

@@ -104,8 +104,15 @@ def test_what_is_cut_is_what_brute_force_cuts(tmp_path, unit, length):
         assert told["documents_in"] == len(texts) and told["documents"] == len(expected)
         assert told["bytes_in"] == sum(len(text.encode()) for text in texts)
         assert told["bytes"] == sum(len(document["text"].encode()) for document in expected)
-        notes = [json.loads(line) for folder in made["cut"] for line in (folder / "dropped.jsonl").open()]
-        assert sorted(note["repeated"] for note in notes) == sorted(round(share, 4) for share in shares if share)
+        starts = [len(texts) * shard // shards for shard in range(shards)]  # as write_shards does
+        for row, (text, share) in enumerate(zip(left, shares, strict=True)):
+            shard = max(at for at in range(shards) if starts[at] <= row)
+            said = exact_substrings.explain(made, shard, row - starts[shard], documents[row], options)
+            if not share:
+                assert said is None
+                continue
+            assert said["figures"]["repeated"] == round(share, 4) and said["reason"] == "exact_substring"
+            assert said["document"] == (dict(n=row, text=text) if text.strip() else None)
 
 
 @pytest.mark.parametrize("least", [0.2, 0.6])
