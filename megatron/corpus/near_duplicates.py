@@ -179,7 +179,7 @@ def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) 
     found = compare.Findings(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
     first, end = (prints.numbering.documents * edge // options["ranges"] for edge in _edges(options["range"]))
     files = [folder / candidates.PAIRS for folder in inputs[options["shards"] :]]
-    at_once = max(1, options["memory"] // (16 * asked.signing.numbers + 256))
+    at_once = compare.pairs_in(options["memory"], asked.signing)
     for pairs in candidates.merged(files, first, end, at_once):
         found.add(pairs, compare.estimates(prints, pairs))
     return found.write(output)
@@ -240,12 +240,16 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[shard, removal lists, fingerprints ...] -> the shard without what goes."""
-    asked = read_options(options)
-    numbering, earlier = _numbering(inputs[2:], asked)
-    names = [*map(str, _earlier(asked)), *range(options["shards"])]
-    removed = Removed.read(inputs[1] / f"{options['shard']:06d}.npy")
-    sizes = text_sizes(inputs[2 + options["shard"]])
-    return copy_without(inputs[0], removed, sizes, numbering, names, REASON, output)
+    asked, shard = read_options(options), options["shard"]
+    before = _earlier(asked)
+    prints = Fingerprints([*before, *inputs[2:]], asked.signing)
+    removed = Removed.read(inputs[1] / f"{shard:06d}.npy")
+    pairs = np.stack([removed.rows + prints.numbering.starts[len(before) + shard], removed.kept], 1)
+    at_once = compare.pairs_in(options["memory"], asked.signing)
+    parts = [compare.estimates(prints, pairs[start : start + at_once]) for start in range(0, len(pairs), at_once)]
+    removed.similarity = np.concatenate([np.zeros(0, np.float32), *parts])
+    names = [*map(str, before), *range(options["shards"])]
+    return copy_without(inputs[0], removed, text_sizes(inputs[2 + shard]), prints.numbering, names, REASON, output)
 
 
 def _fingerprints(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:

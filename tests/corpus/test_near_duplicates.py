@@ -130,6 +130,9 @@ def test_kept_are_those_of_brute_force(tmp_path):
     assert {name: counts["remove"][name] for name in told} == told
     notes = [json.loads(line) for path in made["remove"] for line in (path / "dropped.jsonl").open()]
     starts = np.cumsum([0] + [sum(1 for _ in path.open()) for path in made["documents"]])
+    for note in notes:
+        pair = [sets[number] for number in (int(note["url"][1:]), starts[note["of_shard"]] + note["of_row"])]
+        assert abs(note["similarity"] - shingles.jaccard(*pair)) < 0.25  # 128 numbers: five standard errors
     assert {note["url"]: f"u{starts[note['of_shard']] + note['of_row']}" for note in notes} == {
         f"u{number}": f"u{first}" for number, first in enumerate(smallest) if first != number
     }

@@ -32,6 +32,11 @@ def estimates(prints: Fingerprints, pairs: np.ndarray) -> np.ndarray:
     return (prints.signatures(pairs[:, 0]) == prints.signatures(pairs[:, 1])).mean(1, dtype=np.float32)
 
 
+def pairs_in(memory: int, how: Signing) -> int:
+    """How many pairs can be compared at once: two signatures each, as they are read and as they are put in order."""
+    return max(1, memory // (16 * how.numbers + 256))
+
+
 def doubtful(similarity: np.ndarray, threshold: float, how: Signing, verify: str) -> np.ndarray:
     """Which pairs have to be compared by their texts, [pairs] bool."""
     if verify == "signatures":

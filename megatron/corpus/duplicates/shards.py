@@ -130,10 +130,14 @@ def saved_below(folders: Sequence[str], name: str, phase: str) -> list[Path]:
 
 @dataclass
 class Removed:
-    """The documents of one shard that go, and the number of the document that each is a duplicate of."""
+    """The documents of one shard that go, and the number of the document that each is a duplicate of.
+
+    similarity: of the two, where it is known: it may be below the threshold, for documents between them make a group
+    """
 
     rows: np.ndarray  # [removed], int64, ascending
     kept: np.ndarray  # [removed], int64
+    similarity: Optional[np.ndarray] = None  # [removed]
 
     def write(self, path: Path) -> None:
         with open(path, "wb") as file:
@@ -156,18 +160,22 @@ def copy_without(
 ) -> dict[str, Any]:
     """Write the lines of a shard that stay, unchanged, and a note of each that goes. Returns counts.
 
-    The notes, `dropped.jsonl`, say: row, id and url where the document has them, reason, and of which document (a row of
-    a shard) it is a duplicate. sizes: bytes of each text of the shard, for the counts; names: what a note calls each
-    shard: its number, or the folder of its fingerprints
+    The notes, `dropped.jsonl`, say: row, id and url where the document has them, reason, of which document (a row of a
+    shard) it is a duplicate, and how similar they are. sizes: bytes of each text of the shard, for the counts; names:
+    what a note calls each shard: its number, or the folder of its fingerprints
     """
-    gone = dict(zip(removed.rows.tolist(), removed.kept.tolist()))
+    gone = {row: number for number, row in enumerate(removed.rows.tolist())}
     with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
         row = 0
         for lines in blocks_of_lines(shard):
             stay = []
             for line in lines:
                 if row in gone:
-                    notes.write(_note(line, row, reason, names, *numbering.place(gone[row])))
+                    of_shard, of_row = numbering.place(int(removed.kept[gone[row]]))
+                    told = dict(row=row, reason=reason, of_shard=names[of_shard], of_row=of_row)
+                    if removed.similarity is not None:
+                        told["similarity"] = round(float(removed.similarity[gone[row]]), 4)
+                    notes.write(_note(line, told))
                 else:
                     stay.append(line)
                 row += 1
@@ -187,10 +195,10 @@ def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]
     )
 
 
-def _note(line: bytes, row: int, reason: str, names: Sequence[int | str], shard: int, kept: int) -> bytes:
+def _note(line: bytes, told: dict[str, Any]) -> bytes:
     document = document_of(line) or {}
     known = {key: document[key] for key in ("id", "url") if key in document}
-    return json.dumps(dict(row=row, **known, reason=reason, of_shard=names[shard], of_row=kept)).encode() + b"\n"
+    return json.dumps({**told, **known}).encode() + b"\n"
 
 
 @contextlib.contextmanager

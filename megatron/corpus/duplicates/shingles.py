@@ -118,6 +118,14 @@ def _windows(units: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
     return hashes
 
 
+def window_hashes(units: np.ndarray, width: int) -> np.ndarray:
+    """The hash of each run of `width` numbers, whatever texts they are of, [units - width + 1] uint64."""
+    pieces = [np.zeros(0, np.uint64)]
+    for start in range(0, len(units) - width + 1, _PIECE):
+        pieces.append(mixed(_rolled(units[start : start + _PIECE + width - 1].astype(np.uint64), width)))
+    return np.concatenate(pieces)
+
+
 def _rolled(units: np.ndarray, width: int) -> np.ndarray:
     """sum of units[i + j] * BASE^(width - 1 - j) over j < width, for each i; by doubling the width, [n - width + 1]."""
     hashed, have = units, 1
