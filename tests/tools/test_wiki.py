@@ -186,7 +186,8 @@ def test_the_same_files_for_any_workers_and_what_was_there_stays(tmp_path, monke
         ("another.xml", UsageError, "1 file is wanted"),
     ],
 )
-def test_wrong_settings(tmp_path, flags, error, text):
+def test_wrong_settings(tmp_path, monkeypatch, flags, error, text):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=text):
         wiki.main([str(dump(tmp_path / "a.xml")), *flags.split()])
     with pytest.raises(DataError, match="no such file"):
