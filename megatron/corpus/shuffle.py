@@ -18,31 +18,43 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import xxhash
 
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase
 from megatron.errors import DataError
 
-SEED = 1234
-SHARD_BYTES = 256 << 20  # of text that a shard is taken to hold where nobody says more
+VERSION = 1  # of the order, and of what the files hold
+SHARD_BYTES = 64_000_000  # that a shard is taken to hold
 RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
 OVERHEAD = 256  # bytes that Python needs for a record beside its line
 PIECES, INDEX = "pieces.zst", "index.npy"
 PARTITION, OFFSET, STORED, SIZE, RECORDS = range(5)  # columns of an index
 
 
-def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
-    """The stage `shuffle`. options: `seed` (default 1234); `bytes`: of text in all shards, where that is known.
+@dataclass(frozen=True)
+class ShuffleOptions:
+    """What a recipe says of the order."""
 
-    memory: bytes that a task may take. As many shards come out as go in, or more where one would not fit.
+    seed: int = 1234
+
+
+OPTIONS = ShuffleOptions
+
+
+def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
+    """The stage `shuffle`. options: those of ShuffleOptions.
+
+    memory: bytes that a task may take. As many shards come out as go in, or more where one would not fit; a partition
+    that turns out not to fit is read several times.
     """
-    total = int(options.get("bytes") or shards * SHARD_BYTES)
-    partitions = max(shards, fitting_partitions(total, memory), 1)
+    partitions = max(shards, fitting_partitions(shards * SHARD_BYTES, memory), 1)
 
     def own_of_scatter(made: Made) -> list[Mapping[str, Any]]:
         return [dict(shard=n, partitions=partitions, memory=memory) for n in range(len(made["documents"]))]
@@ -81,7 +93,7 @@ def count(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     [shard] = inputs
     documents = sum(1 for _ in lines(shard, longest_line(options["memory"])))
     (output / "count.json").write_text(json.dumps(documents))
-    return dict(documents=documents)
+    return {}
 
 
 def places(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
@@ -96,21 +108,23 @@ def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Cou
     folder, shard = inputs
     first = int(np.load(folder / "places.npy", mmap_mode="r")[options["shard"]])
     numbered = enumerate(lines(shard, longest_line(options["memory"])), first)
-    seed = int(options.get("seed", SEED))
-    return dict(documents=scatter_lines(numbered, output, seed, options["partitions"], options["memory"]))
+    seed = int(options.get("seed", ShuffleOptions.seed))
+    scatter_lines(numbered, output, seed, options["partitions"], options["memory"])
+    return {}
 
 
 def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """Write a partition's documents in their new order: a shard, which may be empty."""
     import zstandard
 
-    documents = 0
+    documents = size = 0
     name = f"part-{options['partition']:06}.jsonl.zst"
     with open(output / name, "wb") as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw) as out:
         for line in gather_lines(inputs, options["partition"], options["memory"]):
             out.write(line + b"\n")
             documents += 1
-    return dict(documents_out=documents)
+            size += len(orjson.loads(line)["text"].encode())
+    return dict(documents_in=documents, bytes_in=size, documents=documents, bytes=size)
 
 
 # ---- the work ----------------------------------------------------------------------------------------------------------
@@ -125,7 +139,7 @@ def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int
     """Write the file of pieces, and its index, of (place, line). Returns how many lines there were."""
     import zstandard
 
-    packer, index, documents = zstandard.ZstdCompressor(level=1), [], 0
+    packer, index = zstandard.ZstdCompressor(level=1), []
     held: list[list[bytes]] = [[] for _ in range(partitions)]
     size = 0
     with open(output / PIECES, "wb") as out:
@@ -143,13 +157,11 @@ def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int
             key = key_of(seed, place)
             held[key * partitions >> 64] += (RECORD.pack(key, place, len(line)), line)
             size += len(line) + OVERHEAD
-            documents += 1
             if size > memory // 3:
                 flush()
                 size = 0
         flush()
     np.save(output / INDEX, np.array(index, np.int64).reshape(-1, 5))
-    return documents
 
 
 def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[bytes]:

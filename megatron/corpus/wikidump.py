@@ -5,8 +5,8 @@
     for piece in dump.pieces():                     # bytes of whole <page> elements
         for page in pages_of(piece): ...
 
-The dump is cut at `</page>`, which stands nowhere else: in texts a `<` is written as `&lt;`. Both ways of packing by bzip2 are
-read: one stream, and many (multistream). Declarations of entities are refused: a few of them can stand for gigabytes.
+The dump is cut at `</page>`, which stands nowhere else: in texts a `<` is written as `&lt;`. Both ways of packing by bzip2
+are read: one stream, and many (multistream). Declarations of entities are refused: a few can stand for gigabytes.
 """
 
 import re
@@ -46,7 +46,7 @@ class WikiDump:
         stream = blocks(self.path)
         head, rest = self._until_first_page(stream)
         self.base, self.language = _site(head, self.path)
-        pages, size, done = [rest], len(rest), FIRST not in rest and LAST in rest
+        pages, size = [rest], len(rest)
         for block in stream:
             pages.append(block)
             size += len(block)
@@ -61,7 +61,7 @@ class WikiDump:
         whole, page_end, beyond = last.rpartition(END)
         if whole:
             yield whole + page_end
-        if not (end and not beyond.strip()) and not done:
+        if not end or beyond.strip():
             raise DataError(f"{self.path}: the dump is cut short", self._near(last), "copy or download it again")
 
     def _until_first_page(self, stream: Iterator[bytes]) -> tuple[bytes, bytes]:

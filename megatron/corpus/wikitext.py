@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Marks in text under construction: characters that XML forbids, so that no page has them.
-HEADING, ITEM, BREAK = "\x01", "\x02", "\x03"  # what a line is
+HEADING, ITEM, BREAK, TERM = "\x01", "\x02", "\x03", "\x04"  # what a line is; what parts a term and its meaning
 LITERAL = str.maketrans("{}[]|' ", "\x0e\x0f\x10\x11\x12\x13\x14")  # what is no markup, in formulas and code
 AS_WRITTEN = str.maketrans("\x0e\x0f\x10\x11\x12\x13\x14", "{}[]|' ")
 
@@ -52,7 +52,7 @@ def plain_text(source: str, site: WikiSite = WikiSite()) -> str:  # noqa: B008  
     return _laid_out(_render(tree, site), site).translate(AS_WRITTEN)
 
 
-_NOT_OURS = dict.fromkeys([*AS_WRITTEN, *map(ord, (HEADING, ITEM, BREAK))])
+_NOT_OURS = dict.fromkeys([*AS_WRITTEN, *map(ord, (HEADING, ITEM, BREAK, TERM))])
 _NOTE = re.compile(r"(<!--)|(-->)|(<ref\b[^<>]*/\s*>)|(<ref\b[^<>]*>)|(</ref\s*>)", re.IGNORECASE)
 
 
@@ -138,7 +138,7 @@ def _external_link(node, site: WikiSite) -> str:
 
 def _entity(node, site: WikiSite) -> str:
     try:
-        return node.normalize().translate(_NOT_OURS)
+        return node.normalize().translate(_NOT_OURS).encode("utf-8", "ignore").decode()
     except (ValueError, OverflowError):
         return ""  # of no character
 
@@ -157,7 +157,7 @@ def _tag(node, site: WikiSite) -> str:
     if name == "br":
         return "\n"
     if node.wiki_markup is not None and name in ("li", "dt", "dd"):
-        return ITEM if name == "li" else ""
+        return ITEM if name == "li" else TERM
     if name in ("math", "chem", "ce"):
         formula = " ".join(str(node.contents or "").split())
         return f"${formula}$".translate(LITERAL) if formula else ""
@@ -277,12 +277,12 @@ def _laid_out(text: str, site: WikiSite) -> str:
             paragraph.clear()
 
     for line in text.split("\n"):
-        items = line.startswith(ITEM)
+        items = line.lstrip(TERM).startswith(ITEM)
         if line.startswith(HEADING):
             end()
             blocks.append((int(line[1]), _tidy(line[2:])))
             continue
-        line = _tidy(line.replace(ITEM, "").replace(BREAK, ""))
+        line = _tidy(line.replace(ITEM, "").replace(BREAK, "").lstrip(TERM).replace(TERM, ": "))
         if not line or _OF_A_TABLE.match(line):
             if not items:
                 end()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.errors import UsageError
-from megatron.settings.dialects.programs import INSTEAD, OURS
+from megatron.settings.dialects.programs import INSTEAD, OURS, TOOLS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.parse import JOINED_LINES
 
@@ -55,7 +55,7 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
             if tokens:
                 found.append(_command(tokens, programs, notes))
             tokens, notes = [], []
-    wanted = [one for one in found if _is_one_of(one.program, (*programs, *OURS, *INSTEAD))]
+    wanted = [one for one in found if _is_one_of(one.program, (*programs, *OURS, *TOOLS, *INSTEAD))]
     if not wanted and found and all(one.sources and not one.launcher and not one.program for one in found):
         return [Command([], "", [source for one in found for source in one.sources])]  # a list of flags
     return wanted or [one for one in found if one.sources and not programs]
@@ -87,7 +87,7 @@ def _is_one_of(program: str, programs: tuple[str, ...]) -> bool:
 
 def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], notes: list[str]) -> Command:
     words = [word for word, _, _ in tokens]
-    at = next((i for i, word in enumerate(words) if _is_one_of(word, (*programs, *OURS, *INSTEAD))), None)
+    at = next((i for i, word in enumerate(words) if _is_one_of(word, (*programs, *OURS, *TOOLS, *INSTEAD))), None)
     if at is None:
         at = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
     if at is None:

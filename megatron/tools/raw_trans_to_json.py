@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron.corpus.processes import process_pool
 from megatron.errors import DataError, Failure, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
@@ -127,7 +127,7 @@ def _convert_all(files: list[str], parts: list[Path], options: RawTextOptions) -
         yield from map(work, files, parts)
         return
     try:
-        with ProcessPoolExecutor(min(options.workers, len(files))) as pool:
+        with process_pool(min(options.workers, len(files))) as pool:
             yield from pool.map(work, files, parts)
     except BrokenProcessPool:
         raise Failure("a worker was killed, and nothing was written", do="lower --workers if memory ran out") from None

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
+from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
 from megatron.errors import DataError, SettingsError, run_main
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     )["wiki"]
     [dump] = expect(files, "DUMP", PROG)
     file_bytes(options.bytes)
-    if (options.workers or 1) < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
+    if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
         raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
     if not os.path.isfile(dump) and not os.path.exists(dump):
         raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
         print(f"set aside: {title}", file=sys.stderr)
 
 
-LEFT_OUT = dict(redirects="", namespace="", empty="", unparsed="")  # reasons, in the order in which they are told
+LEFT_OUT = ("redirects", "namespace", "empty", "unparsed")  # reasons, in the order in which they are told
 
 
 def file_bytes(text: str) -> int:
@@ -201,7 +202,7 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
     given: deque[_Given] = deque()
 
     def submit(task: _Given) -> None:
-        pools[task.worker] = pools[task.worker] or ProcessPoolExecutor(1)
+        pools[task.worker] = pools[task.worker] or process_pool(1)
         task.future = pools[task.worker].submit(extract_piece, task.piece, options, source.base)
 
     def first() -> Extracted:
@@ -227,23 +228,32 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
     finally:
         for pool in pools:
             if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+                end(pool)
 
 
 def _one_by_one(piece: bytes, options: WikiOptions, base: str) -> Extracted:
-    """A piece that brought its worker down: each page in a process of its own, so that the others are kept."""
-    texts, counts, titles, at = [], Counter(), [], 0
-    while (end := piece.find(END, at)) >= 0:
-        page, at = piece[at : end + len(END)], end + len(END)
+    """A piece that brought its worker down, page by page, so that the others are kept."""
+    texts, counts, titles, pool = [], Counter(), [], None
+    for page in _single(piece):
+        pool = pool or process_pool(1)
         try:
-            with ProcessPoolExecutor(1) as pool:
-                more = pool.submit(extract_piece, page, options, base).result()
+            more = pool.submit(extract_piece, page, options, base).result()
         except BrokenProcessPool:
-            more = [], Counter(unparsed=1, bytes=len(page)), [f"{_title(page)}: it took too long, or too much"]
+            pool, more = None, ([], Counter(unparsed=1, bytes=len(page)), [f"{_title(page)}: it took too long"])
         texts += more[0]
         counts.update(more[1])
         titles += more[2]
+    if pool:
+        end(pool)
     return texts, counts, titles
+
+
+def _single(piece: bytes) -> Iterator[bytes]:
+    """The pages of a piece, as bytes."""
+    at = 0
+    while (found := piece.find(END, at)) >= 0:
+        yield piece[at : found + len(END)]
+        at = found + len(END)
 
 
 def _title(page: bytes) -> str:
@@ -256,27 +266,35 @@ def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
     texts, counts, titles = [], Counter(bytes=len(piece)), []
     site, taken = WikiSite(lists=options.lists), options.namespaces.split(",")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    try:
-        pages = list(pages_of(piece))
-    except BadPages as error:
-        return [], counts + Counter(unparsed=piece.count(END)), [f"{_title(piece)} and what follows: {error}"]
-    for page in pages:
-        reason = "redirects" if page.redirect else "namespace" if page.namespace not in taken else ""
-        text = ""
+    for page in _read_pages(piece, counts, titles):
+        reason, text = "redirects" if page.redirect else "namespace" if page.namespace not in taken else "", ""
         if not reason:
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
             try:
                 text = plain_text(page.text, site)
+                reason = "" if len(text) >= max(1, options.min_text_length) else "empty"
             except Exception as error:  # of the parser, at markup that it cannot take
                 reason = "unparsed"
                 titles.append(f"{page.title}: {type(error).__name__}")
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            reason = reason or ("" if len(text) >= max(1, options.min_text_length) else "empty")
         counts[reason or "articles"] += 1
         if not reason:
             texts.append(written(page, text, base, options.json))
     return texts, counts, titles
+
+
+def _read_pages(piece: bytes, counts: Counter, titles: list[str]) -> Iterator[WikiPage]:
+    """The pages of a piece; those that are no XML are counted as unparsed, and their titles kept."""
+    try:
+        yield from pages_of(piece)
+    except BadPages:
+        for page in _single(piece):
+            try:
+                yield from pages_of(page)
+            except BadPages as error:
+                counts["unparsed"] += 1
+                titles.append(f"{_title(page)}: {error}")
 
 
 def written(page: WikiPage, text: str, base: str, as_json: bool) -> str:

@@ -2,10 +2,11 @@
 """The shuffle of a corpus and of `shuf`: a uniform permutation, the same however documents are cut, in its memory."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,19 @@ MEMORY = 1 << 26
 
 def drive(folder: Path, shards: list[Path], options: dict, memory: int = MEMORY) -> list[Path]:
     """All phases, task by task, the last first where a phase has several: the shards that the last one writes."""
-    made = dict(documents=shards)
+    made, counts = dict(documents=shards), defaultdict(Counter)
     for phase in shuffle.phases(options, len(shards), memory):
         inputs = phase.split(made)
         own = phase.own(made) or [{}] * len(inputs)
         made[phase.name] = [folder / f"{phase.name}-{number}" for number in range(len(inputs))]
         for given, output, more in reversed(list(zip(inputs, made[phase.name], own, strict=True))):
             output.mkdir(parents=True)
-            phase.run(given, output, {**options, **more})
-    return [path for output in made[phase.name] for path in sorted(output.iterdir())]
+            counts[phase.name].update(phase.run(given, output, {**options, **more}))
+    found = [path for output in made[phase.name] for path in sorted(output.iterdir())]
+    texts = [json.loads(line)["text"] for line in content(found)]
+    assert counts["gather"]["documents_in"] == counts["gather"]["documents"] == len(texts)
+    assert counts["gather"]["bytes_in"] == counts["gather"]["bytes"] == sum(len(text.encode()) for text in texts)
+    return found
 
 
 def cut(folder: Path, lines: list[bytes], sizes: list[int]) -> list[Path]:
@@ -53,11 +58,12 @@ def content(paths: list[Path]) -> list[bytes]:
 LINES = [b'{"text": "%d"}' % number for number in range(300)] + [b'{"text": "twice"}'] * 3
 
 
-def test_the_same_order_for_any_shards_memory_and_for_shuf(tmp_path):
+def test_the_same_order_for_any_shards_memory_and_for_shuf(tmp_path, monkeypatch):
     one = drive(tmp_path / "one", cut(tmp_path / "a", LINES, [303]), dict(seed=5))
     many = drive(tmp_path / "many", cut(tmp_path / "b", LINES, [100, 0, 3, 150, 50]), dict(seed=5))
-    tight = drive(tmp_path / "tight", cut(tmp_path / "c", LINES, [150, 153]), dict(seed=5, bytes=4000), 1 << 14)
-    assert (len(one), len(many), len(tight)) == (16, 80, 2)  # of 256 MB a shard in 16 MB each; two of 4,000 bytes
+    monkeypatch.setattr(shuffle, "SHARD_BYTES", 4000)
+    tight = drive(tmp_path / "tight", cut(tmp_path / "c", LINES, [150, 153]), dict(seed=5), 1 << 14)
+    assert (len(one), len(many), len(tight)) == (4, 20, 2)  # of 64 MB a shard in 16 MB each; of 4,000 bytes in 4,096
     assert content(one) == content(many) == content(tight)
     assert Counter(content(one)) == Counter(LINES) and content(one) != LINES
     (tmp_path / "in").write_bytes(b"\n".join(LINES))  # without its last newline
@@ -75,7 +81,7 @@ def test_every_permutation_is_as_likely():
 
 def test_equal_lines_do_not_end_up_side_by_side(tmp_path):
     """As in a random order of 200 lines, half of which are equal: about 50 of them follow one another."""
-    lines = [b"same"] * 100 + [b"%d" % number for number in range(100)]
+    lines = [b'{"text": "same"}'] * 100 + [b'{"text": "%d"}' % number for number in range(100)]
     [*found] = content(drive(tmp_path / "one", cut(tmp_path / "a", lines, [200]), {}))
     pairs = sum(a == b for a, b in itertools.pairwise(found))
     assert 30 < pairs < 70

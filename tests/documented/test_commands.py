@@ -141,12 +141,21 @@ def test_b_trains_by_zero_3_with_offload(calls, desk, capsys):
     assert losses(capsys.readouterr().out) >= 2
 
 
-def test_b_web_pages_are_answered(calls, capsys):
-    """Seven commands, each with its sentence."""
+def test_b_web_pages_are_translated(capsys):
+    """Seven commands, each one of ours with the same words. They are run in test_webtext_flow.py."""
     translate.main(["--from", "colossalai", str(HERE / "B_webtext.sh")])
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 7 and all("web pages are not collected or cleaned here" in line for line in said[:6])
-    assert "shuf: it runs as it is" in said[6]
+    said = [line for line in capsys.readouterr().out.splitlines() if line[:1] not in ("#", "")]
+    printed = (HERE / "B_webtext.sh").read_text().splitlines()
+    assert len(said) == len(printed) == 7
+    for ours, theirs in zip(said, printed, strict=True):
+        name, *words = shlex.split(theirs.removeprefix("python ").replace("<", "").replace(">", ""))
+        module = "shuf" if name == "shuf" else f"openwebtext.{Path(name).stem}"
+        assert shlex.split(ours.replace("<", "").replace(">", "")) == [
+            "python",
+            "-m",
+            f"megatron.tools.{module}",
+            *words,
+        ]
 
 
 # D: PAI ---------------------------------------------------------------------------------------------------------------

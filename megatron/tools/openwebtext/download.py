@@ -193,44 +193,50 @@ class Turns:
         self._not_before: dict[str, float] = {}
         self._busy: set[str] = set()
         self._held = self._order = 0
-        self._changed = asyncio.Condition()
+        self._asleep: set[asyncio.Future] = set()  # of those who wait for a turn
 
     async def next(self) -> Optional[tuple[str, PageJob]]:
         """(server, address); the server is busy until `done`. None: all are done."""
-        clock = asyncio.get_running_loop().time
-        async with self._changed:
-            while True:
-                self._fill()
-                if self._ready and self._ready[0][0] <= clock():
-                    server = heapq.heappop(self._ready)[2]
-                    self._busy.add(server)
-                    self._held -= 1
-                    return server, self._waiting[server].popleft()
-                if not self._ready and not self._busy:
-                    self._changed.notify_all()
-                    return None
-                pause = self._ready[0][0] - clock() if self._ready else None
-                try:
-                    await asyncio.wait_for(self._changed.wait(), pause)
-                except (asyncio.TimeoutError, TimeoutError):
-                    pass
+        loop = asyncio.get_running_loop()
+        while True:
+            self._fill()
+            if self._ready and self._ready[0][0] <= loop.time():
+                server = heapq.heappop(self._ready)[2]
+                self._busy.add(server)
+                self._held -= 1
+                return server, self._waiting[server].popleft()
+            if not self._ready and not self._busy:
+                self._wake()
+                return None
+            sleeper = loop.create_future()
+            self._asleep.add(sleeper)
+            alarm = loop.call_at(self._ready[0][0], _rouse, sleeper) if self._ready else None
+            try:
+                await sleeper
+            finally:
+                self._asleep.discard(sleeper)
+                if alarm:
+                    alarm.cancel()
 
-    async def done(self, server: str, pause: float, again: Optional[PageJob] = None) -> None:
+    def _wake(self) -> None:
+        for sleeper in self._asleep:
+            _rouse(sleeper)
+
+    def done(self, server: str, pause: float, again: Optional[PageJob] = None) -> None:
         """A try at a server has ended; it is left alone for `pause` seconds. again: to be tried once more."""
         now = asyncio.get_running_loop().time()
-        async with self._changed:
-            self._busy.discard(server)
-            self._not_before[server] = now + pause
-            if len(self._not_before) > 4 * self._window:
-                self._not_before = {name: at for name, at in self._not_before.items() if at > now}
-            if again is not None:
-                self._waiting[server].append(again)
-                self._held += 1
-            if self._waiting[server]:
-                self._line_up(server)
-            else:
-                del self._waiting[server]
-            self._changed.notify_all()
+        self._busy.discard(server)
+        self._not_before[server] = now + pause
+        if len(self._not_before) > 4 * self._window:
+            self._not_before = {name: at for name, at in self._not_before.items() if at > now}
+        if again is not None:
+            self._waiting[server].append(again)
+            self._held += 1
+        if self._waiting[server]:
+            self._line_up(server)
+        else:
+            del self._waiting[server]
+        self._wake()
 
     def give_up(self, server: str) -> list[PageJob]:
         """The addresses of a server that wait, taken out. While it is busy."""
@@ -251,6 +257,11 @@ class Turns:
     def _line_up(self, server: str) -> None:
         self._order += 1
         heapq.heappush(self._ready, (self._not_before.get(server, 0.0), self._order, server))
+
+
+def _rouse(sleeper: asyncio.Future) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)
 
 
 def _server(url: str) -> str:
@@ -278,6 +289,7 @@ class Download:
         from megatron.tools.openwebtext.scrape import ScraperPool
 
         options, stop = self._options, asyncio.get_running_loop().create_future()
+        self._stop = stop
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(
                 number, lambda one=number: stop.done() or stop.set_result(one)
@@ -314,7 +326,8 @@ class Download:
 
     async def _work(self) -> None:
         """One of the --n_procs."""
-        while turn := await self._turns.next():
+        # A cancellation alone is no end: before Python 3.12, one that meets a timeout may be lost.
+        while not self._stop.done() and (turn := await self._turns.next()):
             server, job = turn
             outcome, pause = await self._try(server, job)
             if outcome is not None:
@@ -322,7 +335,7 @@ class Download:
                 if self._gone(server):
                     for other in self._turns.give_up(server):
                         self._keep(PageOutcome(other.number, other.url, "host_silent", tries=other.tries, passing=True))
-            await self._turns.done(server, pause, job if outcome is None else None)
+            self._turns.done(server, pause, job if outcome is None else None)
 
     async def _try(self, server: str, job: PageJob) -> tuple[Optional[PageOutcome], float]:
         """(what became of the address, or None: to be tried again; seconds to leave its server alone)."""

@@ -9,17 +9,12 @@ raw           the page as it is, decoded
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
 import re
-import resource
-import signal
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Optional
 
+from megatron.corpus.processes import end, process_pool
 from megatron.errors import DataError
 from megatron.tools.openwebtext.fetch import Refused
 
@@ -93,21 +88,21 @@ class ScraperPool:
 
     async def text(self, body: bytes, content_type: str, charset: Optional[str]) -> str:
         """The text of a page. Raises Refused where its process died, ran out of memory, or took too long."""
-        process = await self._idle.get() or _process()
+        process = await self._idle.get() or process_pool(1, MEMORY)
         try:
             work = asyncio.get_running_loop().run_in_executor(
                 process, scrape, body, content_type, charset, self._scraper
             )
             text = await asyncio.wait_for(work, self._seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            _end(process)
+            end(process)
             process = None
             raise Refused("scraper_timeout") from None
         except BrokenProcessPool:
             process = None
             raise Refused("scraper_crash") from None
         except asyncio.CancelledError:
-            _end(process)
+            end(process)
             process = None
             raise
         except Exception:  # of a library, at a page that it cannot take
@@ -120,30 +115,4 @@ class ScraperPool:
         """End all processes."""
         while not self._idle.empty():
             if process := self._idle.get_nowait():
-                _end(process)
-
-
-def _process() -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")  # forked children would hold our connections and threads' locks
-    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(),))
-
-
-def _begin(parent: int) -> None:
-    """Set limits on this process, and let it not outlive a parent that was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Stop a process whatever it does."""
-    for process in list((getattr(pool, "_processes", None) or {}).values()):
-        process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
+                end(process)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare_enwiki.sh` from a small dump to token files, and again."""
+
+import bz2
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mwparserfromhell", "ftfy"))), reason="needs megatron[corpus,openwebtext]"
+)
+TEXTS = {  # source -> what is left of it
+    "'''Alpha''' is a [[letter]].<ref>x</ref> It\u00e2\u20ac\u2122s first.": "Alpha is a letter. It's first.",
+    "Beta.\n\n== History ==\n{| \n| x\n|}\nLong ago.": "Beta.\n\nHistory\n\nLong ago.",
+}
+
+
+def call(output: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "prepare_enwiki.sh"), "--output", str(output), "--workers", "1", *words],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_from_a_dump_to_tokens_and_again(tmp_path):
+    pages = "".join(
+        f"<page><title>T{n}</title><ns>0</ns><id>{n}</id><revision><id>9</id><text>{source.replace('<', '&lt;')}</text>"
+        "</revision></page>\n"
+        for n, source in enumerate(TEXTS)
+    )
+    head = "<mediawiki><siteinfo><base>https://en.wikipedia.org/wiki/Main</base></siteinfo>\n"
+    (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(f"{head}{pages}</mediawiki>\n".encode()))
+    vocabulary = {letter: number for number, letter in enumerate([*map(_shown, range(256)), "zz", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nz z\n")
+    flags = ["--dump", str(tmp_path / "dump.xml.bz2"), "--tokenizer-type", "GPT2BPETokenizer"]
+    flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+    out = tmp_path / "out"
+    done = call(out, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [number for text in TEXTS.values() for number in [*text.encode(), 257]]
+    assert np.fromfile(out / "enwiki_text_document.bin", np.uint16).tolist() == expected
+    again = call(out, *flags)
+    assert again.returncode == 0 and again.stdout.count("already there") == 4
+    assert f"Train with: --data-path {out}/enwiki_text_document" in again.stdout
+
+
+def _shown(byte: int) -> str:
+    """GPT-2's letter for a byte."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [one for one in range(256) if one not in printing]
+    return chr(byte) if byte in printing else chr(256 + others.index(byte))
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--dump"], "--dump needs a value"),
+        (["--dump", "none"], "no such file"),
+        (["--language", "../x"], "is no name"),
+    ],
+)
+def test_it_says_what_is_wrong(tmp_path, words, said):
+    done = call(tmp_path / "out", *words)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.startswith("error: ")
