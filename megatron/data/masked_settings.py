@@ -7,6 +7,7 @@ Recipe(..., groups={"masked": MaskedSettings, ...}, rules=(*MASKED_RULES, ...)) 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
+from megatron.data.task_words import parsed_tasks
 from megatron.errors import SettingsError
 from megatron.settings.rules import Rule
 from megatron.settings.schema import setting
@@ -49,8 +50,6 @@ def _wrong_mixture(s) -> str:
     """What is wrong with the words of --task-mixture; files are looked at later."""
     if _own(s).task_mixture is None:
         return ""
-    from megatron.data.mixture import parsed_tasks  # it imports numpy, for which other checks need not wait
-
     try:
         parsed_tasks(_own(s).task_mixture)
     except SettingsError as error:
