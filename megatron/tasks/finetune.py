@@ -138,9 +138,9 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Samples that are made up, of the same form."""
     common = config.model.seq_length, vocab_size, config.logging.seed
     if task_settings(config).pet_pattern is not None:
-        from megatron.tasks.pet import MockSentences
+        from megatron.tasks.pet import MockPatterns
 
-        return tuple(MockSentences(size, *common, split) if size else None for split, size in enumerate(sizes))
+        return tuple(MockPatterns(size, *common, split) if size else None for split, size in enumerate(sizes))
     from megatron.tasks.samples import MockTaskSamples
 
     task = open_task(task_settings(config)).task

@@ -149,7 +149,7 @@ class PetRequests(RequestSamples):
 
 
 @dataclass(frozen=True)
-class MockSentences:
+class MockPatterns:
     """Samples that are made up (--mock-data)."""
 
     size: int
