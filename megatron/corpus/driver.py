@@ -139,7 +139,7 @@ def publish_final(plan: CorpusPlan, output: Path) -> Path:
     """Put the final files under names in their order, as further names of the tasks' files: no byte is copied."""
     final, aside = output / FINAL, output / f".final-{uuid.uuid4().hex}"
     wanted = _final_files(plan, output)
-    mark = dict(plan=plan.id, files={name: entry[1:] for name, entry in wanted.items()})
+    mark = dict(plan=plan.id, files={name: list(entry[1:]) for name, entry in wanted.items()})
     try:
         if json.loads((final / MANIFEST).read_text()) == mark and _same_files(final, wanted):
             return final

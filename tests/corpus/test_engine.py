@@ -18,6 +18,7 @@ import pytest
 
 from megatron.corpus import commit, driver
 from megatron.corpus.agenda import Agenda, execute
+from megatron.corpus.digests import Digests
 from megatron.corpus.driver import check, clean, counts_by_phase, run
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import TASKS, CorpusPlan, make_plan
@@ -235,6 +236,12 @@ def test_damage_is_found_and_made_good(small_corpus, tmp_path):
     assert check(plan, output, whole=False).damaged == [] and check(plan, output).damaged == [folder]
     run(plan, output, partial(run_local, workers=1), whole=True)
     assert check(plan, output).damaged == []
+    assert final_digest(output) == before
+    last = output / TASKS / plan.final[1]
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    assert final_digest(output) != before  # it is the same file under another name
+    run(plan, output, partial(run_local, workers=1), whole=True)
+    assert final_digest(output) == before
     path.write_bytes(b"")
     shutil.rmtree(output / TASKS / plan.phases["00-shards"][0])
     run(plan, output, partial(run_local, workers=1))
@@ -306,6 +313,24 @@ def test_options_that_name_files_count_with_their_bytes(small_corpus, tmp_path):
     assert small_corpus.plan(tmp_path / "out", stages=stages).id == first
     words.write_text("two")
     assert small_corpus.plan(tmp_path / "out", stages=stages).id != first
+
+
+def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(tmp_path):
+    """Its time may not show the next change."""
+    path = tmp_path / "words.txt"
+    path.write_text("one")
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    with Digests(tmp_path) as digests:
+        first = digests.of(str(path))
+    with open(path, "r+") as file:
+        file.write("two")
+    os.utime(path, ns=times)
+    with Digests(tmp_path) as digests:
+        assert digests.of(str(path)) != first
+    os.utime(path, ns=(0, 10**18))
+    with Digests(tmp_path) as digests:
+        kept = digests.of(str(path))
+    assert json.loads((tmp_path / "digests.json").read_text())[str(path)][3] == kept
 
 
 def test_workers_fit_into_the_memory():

@@ -75,6 +75,15 @@ def test_a_document_is_named_by_its_line_too(small_corpus, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)[0]["fate"] == "kept"
 
 
+def test_equal_documents_are_told_apart_by_their_lines(small_corpus, tmp_path):
+    small_corpus.input.write_text('{"text": "the same text"}\n{"text": "short"}\n' * 3)
+    plan = small_corpus.run(tmp_path / "out")
+    fates = [explain(plan, tmp_path / "out", f"in.jsonl:{number}")[0].fate for number in range(1, 7)]
+    assert fates == ["kept", "dropped"] + ["dropped"] * 4
+    reasons = [explain(plan, tmp_path / "out", f"in.jsonl:{number}")[0].said[-1].reason for number in (3, 4, 5)]
+    assert reasons == ["duplicate", "too_short", "duplicate"]
+
+
 def test_the_place_in_the_token_files_is_right(small_corpus, tmp_path):
     small_corpus.texts = [f"{number} {number + 1}" for number in range(90)]
     with open(small_corpus.input, "w") as file:

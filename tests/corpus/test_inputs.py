@@ -129,7 +129,7 @@ def test_damaged_files_are_set_aside_as_a_whole(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(0, 3))
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(3, 900))[:-9])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"no json\n" + lines(3, 900))[:-9])
     (folder / "c.jsonl.zst").write_bytes(zstandard.compress(lines(900, 903))[:-5])
     (folder / "d.jsonl").write_bytes(b"PK\x03\x04" + bytes(60))
     (folder / "e.jsonl").write_bytes(b"")
@@ -141,7 +141,7 @@ def test_damaged_files_are_set_aside_as_a_whole(tmp_path):
     assert {Path(path).name for path in counts["damaged"]} == {"b.jsonl.gz", "c.jsonl.zst", "g.jsonl.gz"}
     assert all("damaged or cut short" in reason for reason in counts["damaged"].values())
     assert {Path(path).name for path, _ in plan.set_aside} == {"d.jsonl", "e.jsonl"}
-    assert counts["documents"] == 6 and counts["lines"] == 6
+    assert counts["documents"] == 6 and counts["lines"] == 6 and counts["rejected"] == {}
     with pytest.raises(DataError, match=r"d\.jsonl"):
         go(folder, tmp_path / "stops", "on-damaged: stop\n")
 
