@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """cleanup_dataset and cleanup_fix_dataset as commands: decisions, any number of workers, shards, failures."""
 
+import errno
 import gzip
 import json
 import os
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from megatron.corpus import line_files
-from megatron.errors import DataError, Locked, SettingsError, UsageError
+from megatron.errors import DataError, Locked, SettingsError, StorageError, UsageError
 from megatron.tools.openwebtext import cleanup_dataset, cleanup_fix_dataset
 
 ftfy = pytest.importorskip("ftfy", reason="ftfy is not installed")
@@ -191,6 +192,21 @@ def test_an_output_is_whole_or_as_it_was(raw, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="damaged"):
         cleanup_dataset.main([str(broken), str(out), "--workers", "2"])
     assert out.read_text() == "earlier\n" and sorted(os.listdir(tmp_path)) == ["broken.jsonl.gz", "out.jsonl"]
+
+
+def test_a_full_disk_is_told_and_leaves_the_earlier_output(raw, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    out.write_text("earlier\n")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(line_files.os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        cleanup_dataset.main([str(raw), str(out)])
+    assert out.read_text() == "earlier\n" and os.listdir(tmp_path) == ["out.jsonl"]
+    with pytest.raises(FileNotFoundError):  # before any work
+        cleanup_dataset.main([str(raw), str(out), "--dropped-output", str(tmp_path / "none" / "dropped.jsonl")])
 
 
 def children(pid):
