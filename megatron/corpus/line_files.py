@@ -203,24 +203,24 @@ def clean_files(
     start, totals = time.perf_counter(), Counter()
     cleaner.pack = packer(output)
     cleaner.pack_dropped = packer(dropped) if dropped else bytes
-    with _workspace(output) as workspace:
-        files = [open(workspace.path(name), "wb") for name in ("kept", "dropped", "rejected")]
-        try:
-            for block, cleaned in _through(Parts(sources, shard), cleaner, workers):
-                files[0].write(cleaned.kept)
-                files[1].write(cleaned.dropped)
-                if cleaned.rejected:
-                    files[2].write(_rejected(sources[block.source], block, cleaned, shard, stop_on_bad_line))
-                totals += cleaned.counts
-                report(totals, time.perf_counter() - start)
-            for file, pack in zip(files, (cleaner.pack, cleaner.pack_dropped)):
+    with _workspace(output) as workspace, contextlib.ExitStack() as stack:
+        _require_same_disk(workspace, output, dropped)
+        files = [stack.enter_context(open(workspace.path(name), "wb")) for name in ("kept", "dropped", "rejected")]
+        for block, cleaned in _through(Parts(sources, shard), cleaner, workers):
+            rejected = b""
+            if cleaned.rejected:
+                rejected = _rejected(sources[block.source], block, cleaned, shard, stop_on_bad_line)
+            with _written(output):
+                for file, data in zip(files, (cleaned.kept, cleaned.dropped, rejected)):
+                    file.write(data)
+            totals += cleaned.counts
+            report(totals, time.perf_counter() - start)
+        with _written(output):
+            for file, pack in zip(files, (cleaner.pack, cleaner.pack_dropped, bytes)):
                 if not file.tell():
                     file.write(pack(b""))  # a packed file of nothing is not empty
-        finally:
-            for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-                file.close()
         _publish(workspace, output, dropped, totals["rejected"])
     return totals
 
@@ -252,6 +252,24 @@ def _workspace(output: str) -> Iterator[Workspace]:
         workspace.__exit__()
 
 
+def _require_same_disk(workspace: Workspace, output: str, dropped: Optional[str]) -> None:
+    """Raise StorageError where the file of dropped documents cannot get its name by a rename."""
+    if dropped and os.stat(workspace.folder).st_dev != os.stat(Path(dropped).parent).st_dev:
+        raise StorageError(f"{dropped} is on another disk than {output}", do="put both on the same one")
+
+
+@contextlib.contextmanager
+def _written(output: str) -> Iterator[None]:
+    """What the system says of a file while it is written becomes a StorageError that names the output."""
+    try:
+        yield
+    except OSError as error:
+        do = "free some space, or write to another disk"
+        raise StorageError(
+            f"{output}: cannot be written: {error.strerror or error}", "nothing was written", do
+        ) from None
+
+
 def _publish(workspace: Workspace, output: str, dropped: Optional[str], rejected: int) -> None:
     """Give the files their names, that of the kept documents last."""
     final = f"{output}.rejected.jsonl"
@@ -260,10 +278,7 @@ def _publish(workspace: Workspace, output: str, dropped: Optional[str], rejected
     else:
         Path(final).unlink(missing_ok=True)
     if dropped:
-        if os.stat(workspace.folder).st_dev == os.stat(Path(dropped).parent).st_dev:
-            os.replace(workspace.path("dropped"), dropped)
-        else:
-            raise StorageError(f"{dropped} is on another disk than {output}", do="put both on the same one")
+        os.replace(workspace.path("dropped"), dropped)
         sync_folder(Path(dropped).parent)
     os.replace(workspace.path("kept"), output)
     sync_folder(Path(output).parent)

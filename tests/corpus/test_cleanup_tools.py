@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """cleanup_dataset and cleanup_fix_dataset as commands: decisions, any number of workers, shards, failures."""
 
+import errno
 import gzip
 import json
 import os
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from megatron.corpus import line_files
-from megatron.errors import DataError, Locked, SettingsError, UsageError
+from megatron.errors import DataError, Locked, SettingsError, StorageError, UsageError
 from megatron.tools.openwebtext import cleanup_dataset, cleanup_fix_dataset
 
 ftfy = pytest.importorskip("ftfy", reason="ftfy is not installed")
@@ -122,6 +123,10 @@ def test_shards_together_are_the_whole(raw, tmp_path, packed):
     assert all(parts) and sorted("".join(parts).split("\n")) == sorted(whole.split("\n"))
     assert packed or "".join(parts) == whole  # of a plain file, one after the other
     assert sorted(rejected) == [at + 1 for at in BAD]
+    if packed:  # every fifth line each
+        assert [json.loads(line)["line"] for line in open(tmp_path / "1.jsonl.rejected.jsonl")] == [
+            at + 1 for at in BAD
+        ]
 
 
 def test_many_packed_files_are_shared_out_whole(raw, tmp_path):
@@ -187,6 +192,21 @@ def test_an_output_is_whole_or_as_it_was(raw, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="damaged"):
         cleanup_dataset.main([str(broken), str(out), "--workers", "2"])
     assert out.read_text() == "earlier\n" and sorted(os.listdir(tmp_path)) == ["broken.jsonl.gz", "out.jsonl"]
+
+
+def test_a_full_disk_is_told_and_leaves_the_earlier_output(raw, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    out.write_text("earlier\n")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(line_files.os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        cleanup_dataset.main([str(raw), str(out)])
+    assert out.read_text() == "earlier\n" and os.listdir(tmp_path) == ["out.jsonl"]
+    with pytest.raises(FileNotFoundError):  # before any work
+        cleanup_dataset.main([str(raw), str(out), "--dropped-output", str(tmp_path / "none" / "dropped.jsonl")])
 
 
 def children(pid):
@@ -276,7 +296,8 @@ def test_settings_of_cleanup_fix_dataset(raw, tmp_path):
         "a_cleaned.json.gz.rejected.jsonl",
         "a_filtered.json.gz",
     ]
-    assert gzip.open(tmp_path / "o" / "a_filtered.json.gz").read() == b""
+    nothing = (tmp_path / "o" / "a_filtered.json.gz").read_bytes()
+    assert nothing and gzip.decompress(nothing) == b""  # of no bytes at all, its name would be a lie
     other = tmp_path / "b" / "a.json.gz"
     other.parent.mkdir()
     other.write_bytes(packed.read_bytes())

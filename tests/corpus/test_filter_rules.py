@@ -218,6 +218,17 @@ def test_every_threshold_is_an_option():
     assert build_filter("fineweb", min_punctuated_lines=1.1)(dict(text=text)).reason == "few_punctuated_lines"
 
 
+def test_figures_are_what_the_rules_say():
+    text = "# The cat, # and the dog\u2026 # have \u2026 12 #"  # 6 words and a number, 7 signs
+    figures = build_filter("gopher", min_words=1, max_symbol_ratio=1.0, max_ellipsis_lines=1.0)(dict(text=text)).figures
+    expected = dict(words=7, mean_word_length=21 / 7, hashes=4 / 14, ellipses=2 / 14, bullet_lines=0, ellipsis_lines=0)
+    assert figures == pytest.approx({**expected, "alphabetic_words": 6 / 14})
+    lines = ["x" * 30 + ".", "y" * 29 + ".", "z" * 31, "", "z" * 31]
+    figures = build_filter("fineweb", max_duplicate_line_characters=1.0)(dict(text="\n".join(lines))).figures
+    ratios = dict(lines=4, punctuated_lines=0.5, short_lines=0.25, duplicate_line_characters=31 / 123, newlines=4 / 6)
+    assert figures == pytest.approx(ratios)
+
+
 CHINESE = "\u4eca\u5929\u5929\u6c14\u5f88\u597d\uff0c\u6211\u4eec\u53bb\u516c\u56ed\u6563\u6b65\u3002"
 
 

@@ -67,6 +67,8 @@ def depth(page: str) -> int:
 
     >>> depth("<div><ul><li>one<li>two</ul></div><p>a<br>b<p>c")
     2
+    >>> depth("</div></div></div><div>a</div>")
+    1
     """
     levels = [-1 if end else 1 for end, name in _TAG.findall(page) if name.lower() not in _FLAT]
     sums = np.cumsum(np.array(levels, np.int64))

@@ -68,8 +68,8 @@ def _eldc(model: Optional[str], scored: bool) -> Detector:
             language = eldc.detect(text)
         if language == "und":
             return UNKNOWN, 0.0
-        # The score takes its own pass, and nobody asks for it unless there is a least score.
-        return language, eldc.detect_details(text).scores[language] if scored else 1.0
+        # The score takes a pass of its own: it is told where there is a least score, and 1 elsewhere.
+        return language, float(eldc.detect_details(text).scores.get(language, 0.0)) if scored else 1.0
 
     return detect
 
