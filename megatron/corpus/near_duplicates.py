@@ -4,7 +4,7 @@
     sign        a shard each          signatures, and the keys of their bands, sorted
     pair        a (band, partition)   documents with the same key, as pairs
     compare     a range of documents  pairs of all bands, once each: similar by their signatures, or doubtful
-    read        a shard each          texts of documents in doubtful pairs and in examples
+    read        a shard each          sets of shingles of documents in doubtful pairs and in examples
     decide      a range of documents  doubtful pairs by their texts; examples
     group       one task              groups of documents (union-find) and who goes, by shard
     remove      a shard each          the shard without them
@@ -110,6 +110,7 @@ def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
     asked = read_options(options)
+    asked.signing.facts()  # a missing package is told now, not by a worker
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * candidates.RECORD // memory))
     ranges = min(max(shards, partitions), MOST_RANGES)
     keys = [
@@ -186,21 +187,20 @@ def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) 
 
 
 def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, fingerprints ..., compared pairs ...] -> the texts of the shard that `decide` will look at."""
+    """[shard, fingerprints ..., compared pairs ...] -> the sets of shingles that `decide` will look at."""
     asked, shards = read_options(options), options["shards"]
     numbering, earlier = _numbering(inputs[1 : 1 + shards], asked)
     first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(options["shard"]))
     wanted = [compare.between(folder / "wanted.npy", first, end) for folder in inputs[1 + shards :]]
     wanted = np.unique(np.concatenate([np.zeros(0, np.int64), *wanted]))
-    return dict(
-        texts_read=len(wanted), bytes_read=compare.write_texts(inputs[0], wanted, first, output, asked.text_key)
-    )
+    size = compare.write_sets(inputs[0], wanted, first, output, asked.signing, asked.text_key)
+    return dict(texts_read=len(wanted), bytes_read=size)
 
 
 def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[compared pairs, texts ...] -> which doubtful pairs are near-duplicates by their texts; examples for the report."""
-    asked, (folder, *texts) = read_options(options), inputs
-    known = compare.TextStore(texts, asked.signing, options["memory"] // 2)
+    """[compared pairs, sets of shingles ...] -> which doubtful pairs are near-duplicates; examples for the report."""
+    asked, (folder, *sets) = read_options(options), inputs
+    known = compare.ShingleStore(sets, options["memory"] // 2)
     pairs = np.asarray(load_pairs(folder / "doubtful.npy"))
     similar = known.similarity(pairs) >= asked.threshold
     candidates.save_pairs(output / "accepted.npy", pairs[similar])

@@ -10,8 +10,6 @@ from megatron.corpus import exact_duplicates
 from megatron.errors import DataError, SettingsError
 from tests.corpus.run_phases import read_shards, run_phases, write_shards
 
-pytest.importorskip("zstandard", reason="the package zstandard is missing")
-
 MEMORY = 1 << 30
 
 

@@ -12,7 +12,6 @@ from megatron.errors import SettingsError
 from tests.corpus.run_phases import read_shards, run_phases, write_shards
 
 pytest.importorskip("pydivsufsort", reason="the package pydivsufsort is missing")
-pytest.importorskip("zstandard", reason="the package zstandard is missing")
 
 MEMORY = 1 << 30
 

@@ -3,9 +3,11 @@
 
 import json
 import random
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import zstandard
 
 from megatron.corpus import near_duplicates
 from megatron.corpus.duplicates import shingles
@@ -14,8 +16,7 @@ from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.errors import DataError, SettingsError
 from tests.corpus.run_phases import read_shards, run_phases, write_shards
 
-pytest.importorskip("rensa", reason="the package rensa is missing")
-pytest.importorskip("zstandard", reason="the package zstandard is missing")
+needs_rensa = pytest.mark.skipif(find_spec("rensa") is None, reason="the package rensa is missing")
 
 MEMORY = 1 << 30
 
@@ -60,6 +61,7 @@ def planted_corpus(per_bin: int) -> tuple[list[dict], np.ndarray]:
     return documents, shared / (2 * WORDS - shared)
 
 
+@needs_rensa
 def test_protocol(tmp_path):
     """Recall of pairs by similarity, and precision and recall of what is accepted, at the threshold of a preset."""
     documents, true = planted_corpus(per_bin=1200)
@@ -109,6 +111,7 @@ def families(seed: int, families: int = 60) -> list[dict]:
     return [dict(text=text, url=f"u{number}") for number, text in enumerate(texts)]
 
 
+@needs_rensa
 def test_kept_are_those_of_brute_force(tmp_path):
     documents = families(seed=3)
     sets = [shingles.shingle_set(document["text"], "characters", 5) for document in documents]
@@ -141,7 +144,7 @@ def test_kept_are_those_of_brute_force(tmp_path):
 @pytest.mark.parametrize("verify", ["signatures", "doubtful"])
 def test_kept_do_not_depend_on_how_the_work_is_divided(tmp_path, verify):
     documents = families(seed=4, families=20) * 2  # groups of more than `links`
-    options = dict(bands=8, rows=4, threshold=0.6, links=2, verify=verify)
+    options = dict(bands=8, rows=4, threshold=0.6, links=2, verify=verify, kind="one_permutation")
     ways = [(1, 0, MEMORY), (2, 3, MEMORY), (7, 1, MEMORY), (3, 2, 6000), (5, 4, 20_000)]
     seen = []
     for number, (shards, partitions, memory) in enumerate(ways):
@@ -171,7 +174,7 @@ def test_groups_of_many_pairs():
 def test_against_an_earlier_corpus_is_as_both_at_once(tmp_path):
     documents = families(seed=5)
     earlier, later = documents[:90], documents[90:]
-    options = dict(bands=20, rows=4, threshold=0.6, verify="signatures")
+    options = dict(bands=20, rows=4, threshold=0.6, verify="signatures", kind="one_permutation")
     both, _, _ = deduplicated(documents, tmp_path / "both", options)
     _, before, _ = deduplicated(earlier, tmp_path / "before", options, shards=3)
     asked = dict(options, against=[str(before["sign"][0].parent)])
@@ -183,6 +186,7 @@ def test_against_an_earlier_corpus_is_as_both_at_once(tmp_path):
     assert any(isinstance(name, str) for name in of)
 
 
+@needs_rensa
 def test_fingerprints_made_otherwise_are_refused(tmp_path):
     _, before, _ = deduplicated(families(seed=6, families=5), tmp_path / "before", dict(seed=1))
     with pytest.raises(DataError, match="seed 1 .now 2"):
@@ -196,7 +200,7 @@ def test_fingerprints_made_otherwise_are_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------- odd documents
 
 
-@pytest.mark.parametrize("kind", ["minhash", "one_permutation"])
+@pytest.mark.parametrize("kind", [pytest.param("minhash", marks=needs_rensa), "one_permutation"])
 def test_odd_lines_pass_through(tmp_path, kind):
     again = b'{"text": "a text that stands here twice", "n": 2}'
     lines = [
@@ -218,7 +222,6 @@ def test_odd_lines_pass_through(tmp_path, kind):
     (tmp_path / "empty.jsonl").write_bytes(b"")
     paths, options = [tmp_path / "in.jsonl", tmp_path / "empty.jsonl"], dict(kind=kind)
     made, counts = run_phases(near_duplicates.phases(options, 2, MEMORY), paths, options, tmp_path / "work")
-    zstandard = pytest.importorskip("zstandard")
     data = (made["remove"][0] / "documents.jsonl.zst").read_bytes()
     kept = zstandard.ZstdDecompressor().stream_reader(data).read()
     assert [line.rstrip(b"\r") for line in kept.splitlines()] == [line for line in lines if line != again]

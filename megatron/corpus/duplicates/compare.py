@@ -122,50 +122,70 @@ def least_hashed(pairs: np.ndarray, similarity: np.ndarray, each: int) -> np.nda
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def write_texts(shard: Path, wanted: np.ndarray, first: int, folder: Path, text_key: str) -> int:
-    """Copy the texts of some documents of a shard, so that they can be read in any order. Returns their bytes.
+def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: Signing, text_key: str) -> int:
+    """Keep the sets of shingles of some documents of a shard, and how their texts begin. Returns bytes of these texts.
 
     wanted: their numbers, ascending; first: the number of the shard's first document
     """
     rows = wanted - first
-    ends, row, at = [0], 0, 0
-    with open(folder / "texts.bin", "wb") as file:
+    row, at, size = 0, 0, 0
+    with _Pieces(folder / "sets") as sets, _Pieces(folder / "heads") as heads:
         for lines in blocks_of_lines(shard) if len(rows) else ():
-            while at < len(rows) and rows[at] < row + len(lines):
-                ends.append(ends[-1] + file.write(encoded(text_of(lines[rows[at] - row], text_key) or "")))
-                at += 1
-            row += len(lines)
+            end = int(np.searchsorted(rows, row + len(lines)))
+            texts = [text_of(lines[number - row], text_key) or "" for number in rows[at:end].tolist()]
+            hashes, ends = shingles.shingles(texts, how.shingle, how.width)
+            for text, start, stop in zip(texts, ends[:-1].tolist(), ends[1:].tolist()):
+                sets.add(np.unique(hashes[start:stop]).tobytes())
+                heads.add(encoded(text[:_SHOWN]))
+                size += len(encoded(text))
+            row, at = row + len(lines), end
             if at == len(rows):
                 break
     np.save(folder / "numbers.npy", wanted.astype("<i8"))
-    np.save(folder / "ends.npy", np.array(ends, "<i8"))
-    return ends[-1]
+    return size
 
 
-class TextStore:
-    """Texts of documents by number, and their sets of shingles, the last ones used kept within a budget of bytes."""
+class _Pieces:
+    """A file of pieces one behind the other, and one of where each ends."""
 
-    def __init__(self, folders: Sequence[Path], how: Signing, memory: int):
-        self._how, self._memory = how, memory
-        self._files = [_TextFile(folder) for folder in folders]
+    def __init__(self, path: Path):
+        self._path, self._file, self._ends = path, open(f"{path}.bin", "wb"), [0]
+
+    def add(self, data: bytes) -> None:
+        self._ends.append(self._ends[-1] + self._file.write(data))
+
+    def __enter__(self) -> "_Pieces":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+        np.save(f"{self._path}_ends.npy", np.array(self._ends, "<i8"))
+
+
+class ShingleStore:
+    """What `write_sets` left of all shards, by the number of a document; the last sets used are kept, within `memory`."""
+
+    def __init__(self, folders: Sequence[Path], memory: int):
+        self._memory, self._held = memory, 0
+        self._files = [_ShardSets(folder) for folder in folders]
         self._last = np.maximum.accumulate([file.last for file in self._files])
         self._sets: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
-        self._held = 0
 
-    def text(self, number: int) -> str:
-        """The text of a document that is among the wanted ones."""
-        return self._files[int(np.searchsorted(self._last, number))].text(number)
+    def beginning(self, number: int) -> str:
+        return self._of(number).piece("heads", number).decode("utf-8", "surrogatepass")
 
     def shingle_set(self, number: int) -> np.ndarray:
         if number in self._sets:
             self._sets.move_to_end(number)
             return self._sets[number]
-        made = shingles.shingle_set(self.text(number), self._how.shingle, self._how.width)
-        self._sets[number] = made
-        self._held += made.nbytes
+        self._sets[number] = found = np.frombuffer(self._of(number).piece("sets", number), "<u8")
+        self._held += found.nbytes
         while self._held > self._memory and len(self._sets) > 2:
             self._held -= self._sets.popitem(last=False)[1].nbytes
-        return made
+        return found
+
+    def _of(self, number: int) -> "_ShardSets":
+        return self._files[int(np.searchsorted(self._last, number))]
 
     def similarity(self, pairs: np.ndarray) -> np.ndarray:
         """The Jaccard similarity of each pair's sets of shingles, [pairs] float32."""
@@ -173,21 +193,21 @@ class TextStore:
         return np.fromiter(exact, np.float32, len(pairs))
 
 
-class _TextFile:
-    """What `write_texts` left of a shard."""
+class _ShardSets:
+    """Those of one shard."""
 
     def __init__(self, folder: Path):
+        self._folder = folder
         self._numbers = np.load(folder / "numbers.npy", mmap_mode="r")
-        self._ends = np.load(folder / "ends.npy", mmap_mode="r")
-        self._path = folder / "texts.bin"
+        self._ends = {name: np.load(folder / f"{name}_ends.npy", mmap_mode="r") for name in ("sets", "heads")}
         self.last = int(self._numbers[-1]) if len(self._numbers) else -1
 
-    def text(self, number: int) -> str:
+    def piece(self, name: str, number: int) -> bytes:
         at = int(np.searchsorted(self._numbers, number))
-        start, end = self._ends[at : at + 2].tolist()
-        with open(self._path, "rb") as file:
+        start, end = self._ends[name][at : at + 2].tolist()
+        with open(self._folder / f"{name}.bin", "rb") as file:
             file.seek(start)
-            return file.read(end - start).decode("utf-8", "surrogatepass")
+            return file.read(end - start)
 
 
 def between(file: Path, first: int, end: int) -> np.ndarray:
@@ -200,13 +220,13 @@ def between(file: Path, first: int, end: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def example_rows(folder: Path, texts: TextStore) -> list[dict]:
+def example_rows(folder: Path, known: ShingleStore) -> list[dict]:
     """A task's examples with both similarities and the beginnings of both texts."""
     rows = []
     pairs = np.asarray(load_pairs(folder / "examples.npy"))
     for (one, other), estimate in zip(pairs.tolist(), np.load(folder / "examples_similarity.npy").tolist()):
-        exact = shingles.jaccard(texts.shingle_set(one), texts.shingle_set(other))
-        shown = [texts.text(number)[:_SHOWN] for number in (one, other)]
+        exact = shingles.jaccard(known.shingle_set(one), known.shingle_set(other))
+        shown = [known.beginning(number) for number in (one, other)]
         rows.append(dict(documents=[one, other], estimate=estimate, jaccard=round(exact, 4), texts=shown))
     return rows
 
