@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("mwparserfromhell", reason="needs megatron[corpus]")
 
-from megatron.corpus import wikidump  # noqa: E402
+from megatron.corpus import lines, wikidump  # noqa: E402
 from megatron.errors import DataError, SettingsError, UsageError  # noqa: E402
 from megatron.tools import wiki  # noqa: E402
 
@@ -124,7 +124,7 @@ def test_a_chinese_dump(tmp_path):
 BILLION = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
 
 
-def test_damage_and_harm_is_named_and_leaves_nothing(tmp_path):
+def test_damage_and_harm_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     whole = dump(tmp_path / "whole.xml.bz2", [page(n, f"T{n}", os.urandom(3000).hex()) for n in range(60)])
     cases = {
         "cut.bz2": (whole.read_bytes()[: whole.stat().st_size // 2], "damaged or cut short"),
@@ -138,6 +138,10 @@ def test_damage_and_harm_is_named_and_leaves_nothing(tmp_path):
         "bomb.xml": ((BILLION + HEAD + "".join(PAGES) + TAIL).encode(), "declares entities"),
         "noise.bz2": (b"BZh9" + os.urandom(500), "damaged"),
     }
+    monkeypatch.setattr(wikidump, "LARGEST", 1 << 20)
+    for name, begins in (("head.bz2", HEAD), ("page.bz2", HEAD + "<page><title>Bomb</title>")):
+        data = bz2.compress(begins.encode() + bytes(4 << 20))  # in full, these would be gigabytes
+        cases[name] = data, "holds no pages" if begins == HEAD else "a page is larger than 1 MB\n.*'Bomb'"
     for name, (data, reason) in cases.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=reason):
@@ -165,6 +169,7 @@ def test_a_page_that_takes_too_long_is_set_aside(tmp_path, capsys):
 
 def test_the_same_files_for_any_workers_and_what_was_there_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(wikidump, "PIECE", 20_000)
+    monkeypatch.setattr(lines, "BLOCK", 5_000)
     many = [page(number, f"T{number}", f"Text {number}. " * 500) for number in range(40)]
     source = dump(tmp_path / "a.xml", many)
     one = run(source, tmp_path / "one")

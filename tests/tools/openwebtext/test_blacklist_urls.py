@@ -71,7 +71,7 @@ def test_what_stays_keeps_its_order_and_counts_are_told(tmp_path, capsys):
     assert [int(part.rsplit(": ")[1]) for part in final.split(" | ")[2:]] == counted
 
 
-def test_the_forms_of_lists(tmp_path):
+def test_the_forms_of_lists(tmp_path, capsys):
     """A folder in order of names, each file packed another way, equals the one list of all."""
     folder = tmp_path / "URLs"
     (folder / "2018").mkdir(parents=True)
@@ -88,6 +88,7 @@ def test_the_forms_of_lists(tmp_path):
     expected = [f"https://example.org/{n}" for n in [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, "tricky"]]
     assert run(tmp_path, folder) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["URLs", "clean.txt"]
+    assert "addresses: 11 |" in capsys.readouterr().out, "each list is read once"
 
 
 def locked_zip() -> bytes:
