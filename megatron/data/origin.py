@@ -24,6 +24,7 @@ from megatron.storage.array_file import Pieces, read_arrays, write_arrays
 ENDING = ".origin"
 ROW = np.dtype([("file", "<u4"), ("place", "<u8"), ("hash", "<u8")])
 NO_ORIGINS = np.empty(0, ROW)
+_digest = xxhash.xxh3_64_intdigest
 PIECE_SHIFT = 56
 _KIND, _VERSION = "origin of documents", 1
 _BLOCK = 1 << 20
@@ -33,13 +34,21 @@ def text_hash(text: "str | Sequence[str]") -> int:
     """The hash of a text, or of a list of sentences."""
     if type(text) is not str:
         text = "\n".join(text)
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+    try:
+        return _digest(text.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return _digest(text.encode("utf-8", "surrogatepass"))
 
 
-def origins_of(places: np.ndarray, parts: Sequence[int], hashes: Sequence[int]) -> np.ndarray:
-    """Rows of documents of a file that is not known yet. places: of their lines."""
+def origins_of(starts: np.ndarray, lines: Sequence[int], hashes: Sequence[int]) -> np.ndarray:
+    """Rows of documents of a file that is not known yet.
+
+    starts: of all lines; lines: of each document, + the number of its piece << PIECE_SHIFT
+    """
     rows = np.zeros(len(hashes), ROW)
-    rows["place"] = places.astype(np.uint64) | (np.array(parts, np.uint64) << np.uint64(PIECE_SHIFT))
+    numbers = np.array(lines, np.uint64)
+    mask = np.uint64((1 << PIECE_SHIFT) - 1)
+    rows["place"] = starts[(numbers & mask).astype(np.int64)].astype(np.uint64) | (numbers & ~mask)
     rows["hash"] = np.array(hashes, np.uint64)
     return rows
 

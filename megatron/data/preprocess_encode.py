@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.data.json_input import BadLine, parse_line, values_of
-from megatron.data.origin import NO_ORIGINS, origins_of, text_hash
+from megatron.data.origin import NO_ORIGINS, PIECE_SHIFT, origins_of, text_hash
 from megatron.data.preprocess_screen import Screen, Screening
 from megatron.errors import DataError
 from megatron.telemetry.host_memory import available_memory, resident_memory
@@ -60,14 +60,13 @@ class _Bin:
     pieces: list = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)  # that the documents were in
-    parts: list[int] = field(default_factory=list)  # of their lines, from 1; 0: a whole one
+    lines: list[int] = field(default_factory=list)  # that the documents were in, and of which piece: see `origins_of`
     hashes: list[int] = field(default_factory=list)
 
     def documents(self, dtype: np.dtype, starts: np.ndarray | None) -> EncodedDocuments:
         """starts: of the block's lines; None: no origins."""
         tokens = np.concatenate(self.pieces, dtype=dtype, casting="unsafe") if self.pieces else np.empty(0, dtype)
-        origins = NO_ORIGINS if starts is None else origins_of(starts[self.lines], self.parts, self.hashes)
+        origins = NO_ORIGINS if starts is None else origins_of(starts, self.lines, self.hashes)
         return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32), origins)
 
 
@@ -121,8 +120,7 @@ class BlockEncoder:
                 if lengths or self._keeps_empty:
                     bin.counts.append(len(lengths))
                     if self.origins:
-                        bin.lines.append(number)
-                        bin.parts.append(part)
+                        bin.lines.append(number + (part << PIECE_SHIFT))
                         bin.hashes.append(text_hash(value))
         self._bound_memory()
         starts = np.cumsum([0] + [len(line) + 1 for line in lines]) if self.origins else None

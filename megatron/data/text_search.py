@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import TokenFiles
-from megatron.data.ngrams import all_ngram_hashes, spread
+from megatron.data.ngrams import all_ngram_hashes, spread, words_of
 from megatron.errors import DataError
 
 LONGEST = 13  # tokens of an n-gram
@@ -45,6 +45,24 @@ def search(tokens: TokenFiles, variants: Iterable[Sequence[int]]) -> list[Holder
     for document, own in found.items():
         share = max(len(own.intersection(hashes.tolist())) / len(set(hashes.tolist())) for _, hashes in wanted)
         holders.append(Holder(document, share))
+    return sorted(holders, key=lambda holder: (-holder.share, holder.document))
+
+
+def search_words(documents: Iterable[tuple[int, str]], text: str) -> list[Holder]:
+    """Documents that hold some of a text's words in a row, whatever stands between them, those with most of it first.
+
+    documents: (number, text) of each
+    """
+    count = len(words_of(text).hashes)
+    if not count:
+        raise DataError("the text has no words")
+    n = min(LONGEST, (count + 1) // 2)
+    index = NgramIndex.empty(n, n).with_set("text", [[text]])
+    holders = []
+    for number, own in documents:
+        found = len(np.unique(index.find([own]).ngrams))
+        if found:
+            holders.append(Holder(number, found / len(index.hashes)))
     return sorted(holders, key=lambda holder: (-holder.share, holder.document))
 
 

@@ -39,6 +39,7 @@ class TraceOptions:
     sample: Optional[list[int]] = setting("places in the order of training: which documents?", None)
     doc: Optional[list[str]] = setting("documents, N or PREFIX:N: which steps see them?", None, "--document")
     text: Optional[str] = setting("a text: which documents hold it, and which steps see them?", None)
+    words: bool = setting("with --text: capitals, punctuation and white space do not count (decodes all tokens)", False)
     of: Literal["train", "valid", "test"] = setting("training, or the samples of evaluations", "train")
     first: int = setting("how many samples, steps or documents are told of each", 20)
     show: int = setting("characters of each document's text; 0: none", 80)
@@ -236,17 +237,23 @@ class DocumentTrace:
 
     def tell_text(self, text: str) -> None:
         """The documents that hold a text, and when they are seen."""
-        from megatron.data.text_search import search, variants_of
+        from megatron.data.text_search import search, search_words, variants_of
 
         if self.tokenizer is None:
             raise SettingsError(
                 "--text needs the run's tokenizer", do="--vocab-file and --merge-file, or --tokenizer-model"
             )
-        variants = variants_of(text, self.tokenizer.encode)
+        variants = [] if self.options.words else variants_of(text, self.tokenizer.encode)
         found, parts = [], []
         for prefix, tokens in self.files.items():
-            for number, holder in enumerate(search(tokens, variants)):
+            if self.options.words:
+                decoded = ((number, self.decoded(prefix, number)) for number in range(tokens.num_documents))
+                holders = search_words(decoded, text)
+            else:
+                holders = search(tokens, variants)
+            for number, holder in enumerate(holders):
                 exact = number < MOST_VERIFIED and text in self.decoded(prefix, holder.document)
+                exact = holder.share == 1 if self.options.words else exact
                 if exact:
                     found.append((prefix, holder, True))
                 elif holder.share >= WHOLE:

@@ -213,6 +213,13 @@ def test_texts_are_found(tmp_path, run_ranks, capsys):
                 "documents"
             ] == len(expected)
             assert number in expected
+    words = " ".join(texts[1].split()[2:14])
+    for query, flags, expected in (
+        (words.replace(" ", " ,  "), ["--words"], [1]),
+        (words + " 99999", ["--words"], []),
+    ):
+        _, *rows = asked(capsys, "--load", run, "--text", query, *flags)
+        assert [number_of(row, row["document"]) for row in rows if row["exact"]] == expected
     half = " ".join(texts[1].split()[:12] + texts[2].split()[:4])
     rows = asked(capsys, "--load", run, "--text", half)
     assert rows[0]["documents"] == 0 and [row["document"] for row in rows[1:]] == [1] and 0.5 <= rows[1]["share"] < 1
