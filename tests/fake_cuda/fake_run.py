@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fused_kernels import TABLE
 from megatron.guard.stopping import StopRequests
-from megatron.model.recipe import named_recipe
+from megatron.model.recipe import parse_any, recipe_of
 from megatron.mpu import collectives, random
-from megatron.settings.parse import parse_pretrain
 from megatron.training import build, step
 from megatron.training.rules import resolve
 
@@ -162,13 +161,12 @@ def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str 
     """Build a run and train some steps; {"waits": where the host waits for the device in the last of them, "late": how
     often it asked for what came of an earlier step, "calls": of a kernel}.
     """
-    recipe = named_recipe("GPT")
     calls = be_there(kernel) if kernel else []
     if mistake:
         getattr(mistakes, mistake)()
     with a_device(), a_job(rank, world), host_reads() as reads:
-        config = parse_pretrain(flags.split(), recipe.groups, "", {"model_type": "GPT", **recipe.defaults})
-        config = resolve(config, world_size=world)
+        config = resolve(parse_any(flags.split()), world_size=world)
+        recipe = recipe_of(config)
         with FakeTensorMode(allow_non_fake_inputs=True), Copies(reads):
             run = build.build_run(config, recipe)
             run.returned = None  # the sums of other ranks are nowhere

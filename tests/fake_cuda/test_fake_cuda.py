@@ -64,6 +64,19 @@ CASES = {  # name: flags, rank, ranks
     "cp2 by heads, zero3": (f"{LLAMA} --context-parallel-size 2 --cp-comm-type a2a --sharding-stage 3", 1, 4),
     "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
+    "T5, tp2 sp, pp2 zb-h1": (
+        f"--model-type T5 --decoder-seq-length 16 --position-embedding-type relative --unscaled-attention {TP} {DROPOUT} "
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --global-batch-size 8",
+        3,
+        4,
+    ),
+    "T5, rope, grouped": (
+        f"--model-type T5 {LLAMA.replace('--qk-layernorm', '')} --hidden-dropout 0 --attention-dropout 0",
+        0,
+        1,
+    ),
+    "BERT, tp2 sp": (f"--model-type BERT {TP} {DROPOUT}", 1, 2),
+    "BERT, published": ("--model-type BERT --post-norm --hidden-dropout 0 --attention-dropout 0", 0, 1),
     "pp2 zb-v zero2": (f"{PP} --pipeline-schedule zb-v --sharding-stage 2 --global-batch-size 16", 2, 4),
 }
 VARLEN = "varlen (CUDA)"  # torch's own attention of documents, which is called on fake tensors, as on a GPU it would be
