@@ -122,7 +122,8 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         from megatron.tokenizer import build_tokenizer, unused_rows
 
         try:
-            built = build_tokenizer(replace(t, tokenizer_type=tokenizer_type(t, config.data)), lambda text: None)
+            kind = t.tokenizer_type or tokenizer_type(t, config.data)
+            built = build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None)
             return max(t.vocab_size or 0, built.vocab_size), unused_rows(t.vocab_size, built.vocab_size)
         except (Failure, ImportError) as error:
             return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
