@@ -14,3 +14,10 @@ def test_a_type_that_is_given_is_taken(tmp_path, kind, size):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\na\nb\n")
     flags = f"{FLAGS} --tokenizer-type {kind} --vocab-file {tmp_path}/vocab.txt"
     assert vocabulary_of(parse_pretrain(flags.split())) == (size, "")
+
+
+def test_sentinels_count():
+    flags = f"{FLAGS} --tokenizer-type NullTokenizer --vocab-size 20"
+    assert vocabulary_of(parse_pretrain(flags.split())) == (21, "")
+    more = parse_pretrain([*flags.split(), "--vocab-extra-ids", "10"])
+    assert vocabulary_of(more) == (21 + 6 + 10, "")  # with six special tokens that it lacks
