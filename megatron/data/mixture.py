@@ -22,6 +22,7 @@ from megatron.data.index_maps import parse_split, sequences_of
 from megatron.data.labelled import ENDINGS, Labelled, labels_of, read_labelled
 from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
 from megatron.data.task_words import parsed_tasks, whole_weights
+from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, Data
 
@@ -82,11 +83,11 @@ def spread(weights: Sequence[int]) -> np.ndarray:
     """Tasks of one period, int64 [sum of weights]: after n places each has had n x weight / sum, rounded up or down.
 
     The k-th sample of a task may come from place floor(k x sum / weight) on and must come before
-    ceil((k + 1) x sum / weight); of those that may, the one that must first is next (earliest deadline first, which keeps
-    all such bounds where they can be kept: Baruah et al., "Proportionate progress", 1996).
+    ceil((k + 1) x sum / weight). Of those that may, the one that must first is next, or else the one that may longest:
+    earliest deadline first, which keeps all such bounds (Baruah et al., "Proportionate progress", 1996).
 
     >>> spread([2, 1, 1]).tolist()
-    [0, 1, 0, 2]
+    [0, 1, 2, 0]
     """
     total, ready = sum(weights), []
     waiting = [(0, task, 0) for task in range(len(weights))]  # (first place, task, k)
@@ -94,9 +95,9 @@ def spread(weights: Sequence[int]) -> np.ndarray:
     order = np.empty(total, np.int64)
     for place in range(total):
         while waiting and waiting[0][0] <= place:
-            _, task, k = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(k + 1) * total // weights[task]), task, k))
-        _, task, k = heapq.heappop(ready)
+            since, task, k = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(k + 1) * total // weights[task]), since, task, k))
+        _, _, task, k = heapq.heappop(ready)
         order[place] = task
         heapq.heappush(waiting, ((k + 1) * total // weights[task], task, k + 1))
     return order
@@ -159,6 +160,7 @@ def build_mixture(
         )
     if tokenizer is None and any(task.labels for task in tasks):
         raise SettingsError("--task-mixture: labelled texts need a tokenizer", do="--tokenizer-type with its files")
+    refuse_other_vocabulary([task.path for task in tasks if task.path and not task.labels], tokenizer)
     order = MixtureOrder([task.weight for task in tasks])
     shares = ", ".join(f"{task.name} {task.weight}" for task in tasks)
     log(f" > mixture of tasks: of {order.period:,} samples {shares}")

@@ -106,15 +106,16 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     numbers = t.tokenizer_type == "NullTokenizer" or (
         t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model)
     )
-    if numbers and t.vocab_size:
+    if numbers and t.vocab_size and not (t.vocab_extra_ids and t.tokenizer_type):
         return t.vocab_size + 1, ""
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
-    if files and all(Path(path).exists() for path in files):
+    if numbers and t.vocab_size or files and all(Path(path).exists() for path in files):
         from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer, unused_rows
 
         try:
-            built = build_tokenizer(replace(t, tokenizer_type=tokenizer_type(t, config.data)), lambda text: None)
+            kind = t.tokenizer_type or tokenizer_type(t, config.data)
+            built = build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None)
             return max(t.vocab_size or 0, built.vocab_size), unused_rows(t.vocab_size, built.vocab_size)
         except (Failure, ImportError) as error:
             return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"

@@ -19,10 +19,12 @@ def build_masked(dump, data: Data, masked: MaskedSettings, tokenizer: Any, vocab
         extra={GROUP: masked, "dump": dump},
     )
     if dump.model_type == "T5":
-        from megatron.data.t5_dataset import build_datasets
-    else:
-        from megatron.data.bert_dataset import build_datasets
-    return build_datasets(config, tokenizer, vocab_size, sizes, log)
+        from megatron.data import t5_dataset
+
+        return t5_dataset.build_datasets(config, tokenizer, vocab_size, sizes, log)
+    from megatron.data import bert_dataset
+
+    return bert_dataset.build_datasets(config, tokenizer, vocab_size, sizes, log, heads=True)
 
 
 def arrays_of(sample: dict) -> dict:

@@ -81,7 +81,7 @@ def test_steps_have_the_exact_ratio_in_every_layout():
 
 
 def test_tasks_are_spread():
-    assert spread([2, 1, 1]).tolist() == [0, 1, 0, 2]
+    assert spread([2, 1, 1]).tolist() == [0, 1, 2, 0] and spread([2, 1]).tolist() == [0, 1, 0]
     assert spread([1, 1]).tolist() == [0, 1]
     assert sum(np.diff(np.flatnonzero(spread([7, 1]) == 0)) > 2) == 0
     assert whole_weights([Fraction("0.5"), Fraction("1.25")]) == [2, 5]

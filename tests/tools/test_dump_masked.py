@@ -7,7 +7,7 @@ import re
 import pytest
 
 import preprocess_data
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.tools.dump_samples import main
 
 TEXTS = [
@@ -68,6 +68,26 @@ def test_t5_shows_its_sentinels(flags, capsys):
             back = back.replace(sentinel, words)
         found.add(plain(back))
     assert found == {plain(text) for text in TEXTS if text}
+
+
+def test_mixtures_show_their_tasks(flags, capsys, tmp_path):
+    (tmp_path / "mood.tsv").write_text("text\tlabel\nThe dog talks.\tgood\nIt rains.\tbad\n")
+    mixture = ["--task-mixture", "masked=2", f"mood=1:{tmp_path}/mood.tsv"]
+    lines, told = dump(capsys, *flags, "--model-type", "BERT", *mixture)
+    assert "mixture of tasks: of 3 samples masked 2, mood 1" in told and "2 labelled texts, 2 classes" in told
+    assert [line["task"] for line in lines] == [0, 1, 0] * 2
+    texts = {(line["words"], line["class_label"]) for line in lines if line["task"]}
+    assert texts == {("[CLS] the dog talks. [SEP]", 1), ("[CLS] it rains. [SEP]", 0)}
+
+
+def test_a_mixture_has_one_vocabulary(flags, tmp_path):
+    (tmp_path / "other.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
+    (tmp_path / "text.jsonl").write_text('{"text": "the. the the."}\n')
+    vocabulary = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "other.txt")]
+    files = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text"), "--workers", "1"]
+    preprocess_data.main([*files, *vocabulary, "--split-sentences", "--sentence-splitter", "sentencex"])
+    with pytest.raises(DataError, match="made with another vocabulary"):
+        main([*flags, "--model-type", "BERT", "--task-mixture", "masked=1", f"b=1:{tmp_path}/text_text_sentence"])
 
 
 def test_masked_samples_need_a_tokenizer(flags, tmp_path):
