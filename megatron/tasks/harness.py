@@ -21,7 +21,7 @@ LONGEST_TEXT = 256  # tokens of a generated text where a task does not say
 
 
 class HarnessModel(TemplateLM):
-    """model: has `logits`, as `language_model.LanguageModel`; longest: tokens that it can look at; batch_size: texts side by side."""
+    """model: has `logits`; longest: tokens that it can look at; batch_size: texts side by side."""
 
     def __init__(self, model, tokenizer, context: RankContext, *, longest: int, batch_size: int):
         super().__init__()
