@@ -4,8 +4,9 @@
     python benchmarks/corpus.py --input corpus.jsonl --vocab-file vocab.json --merge-file merges.txt --mb 256 --workers 2
     python benchmarks/corpus.py --recipe recipe.yaml --runners local ray
 
-The input is repeated with changes until it has --mb of text; each runner starts in an empty folder, as a command of its own,
-in turn. Ray's start is told apart: its overhead counts from its first task to the end. Both have to make the same bytes.
+The input is repeated with changes until it has --mb of text; each runner starts in an empty folder, as a command of its
+own, in turn. Ray's start is told apart: its overhead counts from its first task to the end. Both have to make the same
+bytes.
 """
 
 import argparse
