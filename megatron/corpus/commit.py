@@ -47,12 +47,13 @@ def commit(folder: Path, fill: Callable[[Path], Mapping[str, Any]], about: Mappi
     work = folder.parent / f".tmp-{folder.name}.{_attempt()}"
     work.mkdir()
     try:
-        started = time.perf_counter()
+        started, core = time.perf_counter(), core_seconds()
         on_step("fill")
         counts = fill(work)
         on_step("sync")
         content = dict(about) | dict(counts=counts, files=_synced(work), versions=versions())
-        content["attempt"] = dict(host=socket.gethostname(), seconds=round(time.perf_counter() - started, 3))
+        took = dict(seconds=round(time.perf_counter() - started, 3), core_seconds=round(core_seconds() - core, 3))
+        content["attempt"] = dict(took, host=socket.gethostname())
         on_step("receipt")
         write_synced(work / RECEIPT, seal(content)[1])
         sync_folder(work)
@@ -126,6 +127,11 @@ def read_receipt(folder: Path, whole: bool = False) -> Optional[dict[str, Any]]:
     except (OSError, Failure, KeyError, TypeError, ValueError):
         return None
     return content
+
+
+def core_seconds() -> float:
+    """What this process and its children that have ended have had of a core so far."""
+    return sum(os.times()[:4])
 
 
 def versions() -> dict[str, str]:

@@ -196,13 +196,16 @@ def _link(path: Path, name: Path) -> None:
 
 
 def counts_by_phase(plan: CorpusPlan, output: Path) -> dict[str, dict[str, Any]]:
-    """What the tasks of each phase have counted, summed over its tasks; a task that stands there twice counts twice."""
+    """What the tasks of each phase have counted, summed over its tasks; a task that stands there twice counts twice.
+
+    Beside it `tasks`, those that are done, and `seconds` of a core.
+    """
     found = {}
     for phase, folders in plan.phases.items():
         receipts = {folder: read_receipt(output / TASKS / folder) for folder in dict.fromkeys(folders)}
         rows = [receipts[folder] for folder in folders if receipts[folder]]
         found[phase] = summed(row["counts"] for row in rows)
-        found[phase]["seconds"] = round(sum(row["attempt"]["seconds"] for row in rows), 3)
+        found[phase]["seconds"] = round(sum(row["attempt"]["core_seconds"] for row in rows), 3)
         found[phase]["tasks"] = len(rows)
     return found
 

@@ -356,6 +356,16 @@ def test_an_agenda_gives_nothing_out_whose_needs_are_not_there(small_corpus, tmp
 
 
 @pytest.mark.full
+def test_a_task_that_takes_too_much_memory_is_ended_and_named(small_corpus, tmp_path):
+    plan = small_corpus.plan(tmp_path / "out", more=', {"tests.corpus.toy_stages:Hog": {megabytes: 400}}')
+    with pytest.raises(DataError, match=r"it held 0\.\d+ GB when all tasks held 0\.\d+ of --memory-gb 0\.3"):
+        run(plan, tmp_path / "out", partial(run_local, workers=2, memory=300_000_000))
+    [folder] = check(plan, tmp_path / "out").quarantined
+    assert folder.startswith("01-filter")
+    run(plan, tmp_path / "out", partial(run_local, workers=2, memory=2_000_000_000))
+
+
+@pytest.mark.full
 def test_a_hundred_random_kills(tmp_path, root):
     """Of the driver or of a worker, at random moments of a run with two workers."""
     corpus = SmallCorpus(tmp_path, 1500)

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+import random
 import resource
 import tarfile
 from functools import partial
@@ -41,8 +43,8 @@ def in_tar(**members: bytes) -> bytes:
     return out.getvalue()
 
 
-def go(folder: Path, output: Path, head: str = "", text_key: str = "text"):
-    recipe = parse_recipe(f"input: {folder}\nshard-mb: 0.01\n{head}{KEEP_ALL}")
+def go(folder: Path, output: Path, head: str = "", shard_mb: float = 0.01):
+    recipe = parse_recipe(f"input: {folder}\nshard-mb: {shard_mb}\n{head}{KEEP_ALL}")
     plan = make_plan(recipe, output)
     run(plan, output, partial(run_local, workers=1))
     return plan, counts_by_phase(plan, output)["00-shards"]
@@ -187,3 +189,60 @@ def test_shards_are_joined_in_the_order_of_their_names(tmp_path):
     join_shards(tmp_path)
     assert list(read_documents(path)) == []
     assert zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read() == b""
+
+
+def hostile(rng: random.Random, number: int) -> tuple[str, bytes]:
+    """Name and bytes of a file that wants to do harm."""
+    good = lines(number, number + 3)
+    packers = dict(gz=gzip.compress, zst=zstandard.compress, bz2=bz2.compress, xz=lzma.compress)
+    ending, pack = rng.choice(list(packers.items()))
+    packed = pack(good)
+    at = rng.randrange(len(packed))
+    entities = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
+    name, content = rng.choice(
+        [
+            ("jsonl", bytes(rng.randrange(256) for _ in range(rng.randrange(300)))),
+            ("jsonl", good[: rng.randrange(len(good))] + b"\xff\xfe\n" + good),
+            ("jsonl", b"[" * rng.randrange(1, 20000) + b"\n" + good),
+            ("jsonl", b'{"text": "' + b"\\ud800" * 9 + b'"}\n' + good),
+            ("jsonl", b'{"text": ' + b"9" * rng.randrange(1, 9000) + b"}\n" + good),
+            ("jsonl", b"x" * 300_000 + b"\n" + good),
+            ("jsonl", b""),
+            ("jsonl", f'<!DOCTYPE l [<!ENTITY l0 "lol">{entities}]><l>&l9;</l>'.encode()),
+            ("jsonl", b"PK\x03\x04" + bytes(rng.randrange(256) for _ in range(50))),
+            ("jsonl", b"\0" * rng.randrange(1, 5000)),
+            (f"jsonl.{ending}", packed[:at]),
+            (f"jsonl.{ending}", packed[:at] + bytes([packed[at] ^ (1 << rng.randrange(8))]) + packed[at + 1 :]),
+            (f"jsonl.{ending}", good),
+            (f"jsonl.{ending}", b""),
+            ("jsonl.gz", gzip.compress(b"a" * 3_000_000)),
+            ("tar", in_tar(**{"../../../escaped__jsonl": good, "/etc/absolute__jsonl": good, "a__txt": b"x"})),
+            ("tar", in_tar(x__jsonl=good)[: rng.randrange(1, 1500)]),
+        ]
+    )
+    return f"{number:05}.{name}", content
+
+
+@pytest.mark.full
+def test_two_thousand_hostile_files_beside_good_ones(memory_folder):
+    """Each is read or set aside with a reason, the good ones are all there, and nothing is written elsewhere."""
+    folder, rng = memory_folder / "in", random.Random(11)
+    folder.mkdir()
+    for number in range(2000):
+        name, content = hostile(rng, number)
+        (folder / name).write_bytes(content)
+        if number % 100 == 0:
+            (folder / f"{number:05}-good.jsonl").write_bytes(lines(10_000 + number, 10_005 + number))
+            (folder / f"link-{number}").symlink_to(folder)
+            (folder / f"gone-{number}.jsonl").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "pipe.jsonl")
+    before = {path for path in memory_folder.rglob("*")}
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan, counts = go(folder, memory_folder / "out", "max-document-mb: 0.2\n", shard_mb=0.2)
+    found = {int(text.split()[1]) for text in final_texts(memory_folder / "out") if text.startswith("text ")}
+    assert {10_000 + n + m for n in range(0, 2000, 100) for m in range(5)} <= found
+    assert len(plan.set_aside) > 300 and len(counts["damaged"]) > 300 and sum(counts["rejected"].values()) > 300
+    assert all(reason for _, reason in plan.set_aside) and all(counts["damaged"].values())
+    outside = {path for path in memory_folder.rglob("*") if not path.is_relative_to(memory_folder / "out")}
+    assert outside == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 300_000  # KB

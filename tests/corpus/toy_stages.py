@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 from megatron.corpus.documents import ShardWriter, encode, read_documents, write_documents
@@ -43,6 +44,20 @@ class Poison:
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"{self.word} in the text")
+        return Verdict(document)
+
+
+class Hog:
+    """Holds so many MB for a second at a document that says so."""
+
+    def __init__(self, megabytes: int = 0):
+        self.megabytes = megabytes
+
+    def __call__(self, document):
+        if "text 53 " in document["text"]:
+            held = b"x" * (self.megabytes << 20)
+            time.sleep(1.5)
+            del held
         return Verdict(document)
 
 
