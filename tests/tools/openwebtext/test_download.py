@@ -512,11 +512,11 @@ def test_a_cut_at_any_byte_loses_and_doubles_nothing(tmp_path):
 def test_files_that_do_not_belong_together_are_refused(tmp_path, server):
     source, output = make(tmp_path, [server.url("/page/1", 50)]), tmp_path / "raw.json"
     output.write_text("something else\n")
-    with pytest.raises(DataError, match="no record of how it came"):
-        run(source, "--output", str(output))
-    assert output.read_text() == "something else\n"
+    for _ in range(2):
+        with pytest.raises(DataError, match="no record of how it came"):
+            run(source, "--output", str(output))
+        assert output.read_text() == "something else\n"
     output.unlink()
-    (tmp_path / "raw.json.ckpt").unlink()
     run(source, "--output", str(output))
     with pytest.raises(DataError, match="belongs to another download"):
         run(source, "--output", str(output), "--scraper", "raw")
