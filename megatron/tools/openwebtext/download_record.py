@@ -84,11 +84,12 @@ class DownloadRecord:
             self._journal = open(self.path, "a+b", buffering=0)
             self._lock()
             if not self._read(source):
-                self._journal.truncate(0)
-                self._append(source)
-                if output.exists() and output.stat().st_size:
+                if output.exists() and output.stat().st_size:  # said before there is a record: one would empty it
+                    self.path.unlink()
                     do = f"give another --output, or remove it; a download goes on where {self.path} is beside it"
                     raise DataError(f"{output} is there, and no record of how it came", do=do)
+                self._journal.truncate(0)
+                self._append(source)
             self._out = open(output, "ab", buffering=0)
             size = self._out.seek(0, os.SEEK_END)
             if size < self._end:

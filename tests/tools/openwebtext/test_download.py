@@ -171,7 +171,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(b"?", Content_Encoding="zip64")
 
     def bomb(self):
-        self.answer(gzip.compress(bytes(50_000_000), 9), Content_Encoding="gzip")
+        self.answer(gzip.compress(bytes(8_000_000), 9), Content_Encoding="gzip")
 
     def gbk(self):
         said = dict(told="text/html; charset=gbk", wrong="text/html; charset=utf-8", unsaid="text/html")
@@ -487,7 +487,7 @@ def test_a_cut_at_any_byte_loses_and_doubles_nothing(tmp_path):
     record.close()
     whole = sorted(output.read_bytes().splitlines())
     choice = random.Random(3)
-    for _ in range(300):
+    for _ in range(120):
         step = choice.randrange(len(states) - 1)
         (text, said), (more_text, more_said) = states[step : step + 2]
         if choice.random() < 0.5:  # killed while pages were written
@@ -512,11 +512,11 @@ def test_a_cut_at_any_byte_loses_and_doubles_nothing(tmp_path):
 def test_files_that_do_not_belong_together_are_refused(tmp_path, server):
     source, output = make(tmp_path, [server.url("/page/1", 50)]), tmp_path / "raw.json"
     output.write_text("something else\n")
-    with pytest.raises(DataError, match="no record of how it came"):
-        run(source, "--output", str(output))
-    assert output.read_text() == "something else\n"
+    for _ in range(2):
+        with pytest.raises(DataError, match="no record of how it came"):
+            run(source, "--output", str(output))
+        assert output.read_text() == "something else\n"
     output.unlink()
-    (tmp_path / "raw.json.ckpt").unlink()
     run(source, "--output", str(output))
     with pytest.raises(DataError, match="belongs to another download"):
         run(source, "--output", str(output), "--scraper", "raw")
