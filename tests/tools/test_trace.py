@@ -214,10 +214,7 @@ def test_texts_are_found(tmp_path, run_ranks, capsys):
             ] == len(expected)
             assert number in expected
     words = " ".join(texts[1].split()[2:14])
-    for query, flags, expected in (
-        (words.replace(" ", " ,  "), ["--words"], [1]),
-        (words + " 99999", ["--words"], []),
-    ):
+    for query, flags, expected in ((words.replace(" ", " ,  "), ["--words"], [1]), (words + " 99999", ["--words"], [])):
         _, *rows = asked(capsys, "--load", run, "--text", query, *flags)
         assert [number_of(row, row["document"]) for row in rows if row["exact"]] == expected
     half = " ".join(texts[1].split()[:12] + texts[2].split()[:4])
