@@ -78,6 +78,7 @@ def main(argv: list[str]) -> None:
 def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
     from megatron.inference.load import open_tokenizer
+    from megatron.model.recipe import recipe_of
 
     def say(text: str, file=None) -> None:
         if context.is_rank_zero:
@@ -86,6 +87,12 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
     if context.threads:
         say(f" > {context.threads}")
     loaded = load(settings, context)
+    if recipe_of(loaded.config).arrays is not None:
+        raise SettingsError(
+            f"{settings.load} holds a model of type {loaded.config.model.model_type}, whose samples are no rows of tokens",
+            "here texts are scored by the token that comes next",
+            "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
+        )
     for notice in loaded.notices:
         say(f"note: {notice}", sys.stderr)
     say(f" > {loaded.path}, iteration {loaded.iteration}")

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
         use_threads()
     loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
-    if not (pairs or hasattr(loaded.model, "logits")) or loaded.config.model.model_type == "BERT":
+    if not (pairs or hasattr(loaded.model, "logits")) or hasattr(loaded.model, "follows"):
         raise SettingsError(
             f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             "its module has no method logits for the next token, as a GPT has",
@@ -129,15 +129,16 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
 
     facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
     start = _special(tokenizer, "bos", "cls") if start is None else start
-    end = _special(tokenizer, "eos", "sep", "eod") if end is None else end
+    end = _special(tokenizer, "eos", "sep") if end is None else end
+    end = tokenizer.eod if end is None else end
     lengths = (facts.source, facts.target)
     return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end)
 
 
 def _special(tokenizer, *names: str) -> Optional[int]:
-    """The first of these special tokens that a tokenizer has."""
-    found = (getattr(tokenizer, name, None) for name in names)
-    return next((token for token in found if token is not None), None)
+    """The first of these special tokens that a tokenizer has, if it knows any by name."""
+    known = getattr(tokenizer, "special", lambda name: None)
+    return next((token for name in names if (token := known(name)) is not None), None)
 
 
 def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:
