@@ -96,8 +96,8 @@ class GPTDatasetConfig:
     full_validation: bool = False
     documents: bool = False  # each is a sample (document_dataset.py)
     pad: Optional[int] = None  # the token that such samples are filled up with
-    # Samples of another kind out of some documents: (token file, range of documents, samples or None for one epoch,
-    # name of the split, this) -> dataset (masked_dataset.py).
+    # Samples of another kind (masked_dataset.py): `samples(token file, range of documents, number or None for one epoch,
+    # name of the split, this)` -> dataset, and `samples.lengths(token file)`, 0 of documents that give none.
     samples: Optional[Callable] = None
     files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
@@ -108,7 +108,9 @@ class GPTDatasetConfig:
 
     def lengths(self, tokens: TokenFiles) -> np.ndarray:
         """Tokens of what --split divides: of each sequence, or of each document where that is a sample."""
-        return document_lengths(tokens) if self.of_documents else tokens.sequence_lengths
+        if self.samples is not None:
+            return self.samples.lengths(tokens)
+        return document_lengths(tokens) if self.documents else tokens.sequence_lengths
 
     @property
     def of_documents(self) -> bool:
@@ -311,6 +313,7 @@ def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> Da
     if not lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")
     total, unit = len(lengths), "documents" if config.of_documents else "sequences"
+    what = "sample" if config.samples else "token"
     mine = sequences_of(config.shares[split], total)
     ends = [sequences_of(share, total).stop if share else None for share in config.shares[:2]]
     ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])
@@ -318,6 +321,6 @@ def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> Da
     do = f"--split {','.join(map(str, counts))} gives each its part" if counts else "take more documents"
     return DataError(
         f"{tokens.prefix}: --split leaves nothing for {SPLITS[split]}",
-        f"it has {total:,} {unit}; {SPLITS[split]} gets {len(mine)} of them, without a token",
+        f"it has {total:,} {unit}; {SPLITS[split]} gets {len(mine)} of them, without a {what}",
         do if split == TRAIN else f"{do}; or --eval-iters 0 for no evaluation",
     )

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.document_dataset import document_lengths
 from megatron.data.gpt_dataset import GPTDatasetConfig, build_splits
 from megatron.data.indexed import TokenFiles
 from megatron.data.masked_settings import GROUP, MaskedSettings
@@ -125,6 +126,24 @@ class MaskedDataset:
         return int(kept.sum())
 
 
+@dataclass(frozen=True)
+class FromFiles:
+    """Makes the datasets of token files (`GPTDatasetConfig.samples`)."""
+
+    samples: MaskedSamples
+
+    def __call__(self, tokens: TokenFiles, documents: range, num_samples: Optional[int], split: str, config):
+        return MaskedDataset(tokens, documents, num_samples, split, config, self.samples)
+
+    def lengths(self, tokens: TokenFiles) -> np.ndarray:
+        """Tokens of each document, 0 of those that give no sample; of a file where that is all of them, as they are: its
+        dataset says why.
+        """
+        lengths = document_lengths(tokens)
+        kept, _ = kept_documents(tokens.document_indices, tokens.sequence_lengths, self.samples.least)
+        return np.where(kept, lengths, 0) if kept.any() else lengths
+
+
 class MockSentences:
     """Samples out of sentences of random tokens, the same for the same seed, split and place."""
 
@@ -162,11 +181,7 @@ def build_masked_datasets(
     if data.mock_data:
         mocks = [MockSentences(size, seed, split, text, samples) for split, size in enumerate(sizes)]
         return tuple(mock if len(mock) else None for mock in mocks)
-
-    def build(tokens, documents, num_samples, split, own):
-        return MaskedDataset(tokens, documents, num_samples, split, own, samples)
-
-    return build_splits(data, config.model.seq_length, sizes, seed, vocab_size, log, samples=build)
+    return build_splits(data, config.model.seq_length, sizes, seed, vocab_size, log, samples=FromFiles(samples))
 
 
 def masked_settings(config: Config) -> MaskedSettings:

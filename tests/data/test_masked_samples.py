@@ -320,6 +320,21 @@ def test_files_without_sentences_are_told(folder):
     assert any("79.3% of the text of whole-train is cut off" in line and "--split-sentences" in line for line in told)
 
 
+def test_parts_without_a_sample_are_told_with_a_split_that_has_some(folder):
+    lengths = np.array([5, 6, 7, 8, 9, 4, 600, 9], np.int32)  # four documents of two sentences, the last of a long one
+    write_index(folder / "few.idx", np.uint16, lengths, np.arange(0, 9, 2))
+    np.full(lengths.sum(), 9, np.uint16).tofile(folder / "few.bin")
+    told = []
+    flags = "--split", "50,25,25"
+    train, valid, test = datasets(config_of(folder, *flags, name="few"), "bert", (9, 9, 9), told.append)
+    assert len(train) >= 9 and len(valid) == 9 and test is None
+    assert any("there is no evaluation on test data" in line for line in told)
+    with pytest.raises(
+        DataError, match="(?s)leaves nothing for valid.*without a sample.*--split 2,2,0 gives each its part"
+    ):
+        datasets(config_of(folder, "--split", "75,25,0", name="few"), "bert", (9, 9, 0))
+
+
 def test_special_tokens_that_are_lacking_are_named(folder):
     with pytest.raises(SettingsError, match=r"(?s)no sentinels <extra_id_0>.*--vocab-extra-ids 100"):
         datasets(config_of(folder, extra_ids=0), "t5")
