@@ -82,6 +82,20 @@ def check_evaluations(folder, toy: Toy) -> None:
     assert "loss" not in at_the_end[1]  # nobody knows the labels
 
 
+def test_what_is_told_at_the_end_is_of_the_best_weights(trunk, tmp_path):
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}"
+    tune(0, f"{line} --train-epochs 6")
+    *evals, final = [one for one in records(tmp_path / "run", "eval") if one["split"] == "validation"]
+    best = max(evals, key=lambda one: one["accuracy"])  # the first of equal ones
+    assert best["iteration"] < evals[-1]["iteration"] and best["loss"] != evals[-1]["loss"]
+    assert (final["accuracy"], final["loss"]) == (best["accuracy"], best["loss"])
+    assert [path.name for path in (tmp_path / "run" / "best").glob("iter_*")] == [f"iter_{best['iteration']:07d}"]
+    last = {name: values.double() for name, values in weights_of(tmp_path / "run").items()}
+    told = [line.split("\t")[1] for line in (tmp_path / "run/predictions/validation-toy.tsv").read_text().splitlines()]
+    assert told[1:] != [LABELS[one] for one in outputs(last, toy.tokens("valid")).argmax(1).tolist()]
+
+
 def test_numbers_are_learned_by_their_square_error(trunk, tmp_path):
     toy = Toy(tmp_path / "toy", regression=True)
     tune(0, f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}")
