@@ -42,7 +42,10 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
     return {name: values.detach() for name, values in load_model(str(folder)).model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") else name for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
     toy = Toy(tmp_path / "toy", pairs="tp3" in layout)

@@ -43,7 +43,7 @@ def asked(*arguments) -> list:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
-@pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3), (1, 2)])
+@pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_answers_are_the_plain_networks(tp, ranks, trained, run_ranks):
     draw = random.Random(1)
 
