@@ -42,7 +42,10 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
     return {name: values.detach() for name, values in load_model(str(folder)).model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") else name for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
     toy = Toy(tmp_path / "toy", pairs="tp3" in layout)
@@ -80,6 +83,20 @@ def check_evaluations(folder, toy: Toy) -> None:
     wanted = outputs(best, toy.tokens("test")).argmax(1).tolist()
     assert told == [["index", "prediction"], *([f"test{n}", LABELS[one]] for n, one in enumerate(wanted))]
     assert "loss" not in at_the_end[1]  # nobody knows the labels
+
+
+def test_what_is_told_at_the_end_is_of_the_best_weights(trunk, tmp_path):
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}"
+    tune(0, f"{line} --train-epochs 6")
+    *evals, final = [one for one in records(tmp_path / "run", "eval") if one["split"] == "validation"]
+    best = max(evals, key=lambda one: one["accuracy"])  # the first of equal ones
+    assert best["iteration"] < evals[-1]["iteration"] and best["loss"] != evals[-1]["loss"]
+    assert (final["accuracy"], final["loss"]) == (best["accuracy"], best["loss"])
+    assert [path.name for path in (tmp_path / "run" / "best").glob("iter_*")] == [f"iter_{best['iteration']:07d}"]
+    last = {name: values.double() for name, values in weights_of(tmp_path / "run").items()}
+    told = [line.split("\t")[1] for line in (tmp_path / "run/predictions/validation-toy.tsv").read_text().splitlines()]
+    assert told[1:] != [LABELS[one] for one in outputs(last, toy.tokens("valid")).argmax(1).tolist()]
 
 
 def test_numbers_are_learned_by_their_square_error(trunk, tmp_path):

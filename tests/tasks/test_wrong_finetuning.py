@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of finetune.py that cannot work: one message each, which says what to do."""
+
+import json
+
+import pytest
+
+import finetune
+from megatron.errors import Failure
+from tests.tasks.classification import SIZE, Toy
+from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
+
+WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {empty}: folders
+    "--task SST3 --load {trunk}": (2, "there is no such task; did you mean SST2?"),
+    "--load {trunk}": (2, "--task"),
+    "--task {toy}/toy.yaml --data-path {toy}": (2, "there is no model to fine-tune"),
+    "--task {toy}/none.yaml --load {trunk}": (4, "none.yaml"),
+    "--task {toy}/toy.yaml --load {trunk}": (4, "there is no training file"),
+    "--task RTE --data-path {empty} --load {trunk}": (4, "has no train.tsv"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {empty}": (2, "--num-layers"),
+    "--task {toy}/toy.yaml --data-path {toy} --pretrained-checkpoint {empty}": (5, "holds no checkpoint"),
+    "--task {toy}/toy.yaml --data-path {toy} --pretrained-checkpoint {trunk} --load {trunk}": (
+        5,
+        "nothing|no run of fine-tuning",
+    ),
+    "--task {toy}/toy.yaml --data-path {toy} --load {hf}": (5, "from-hf"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --num-layers 3": (
+        3,
+        "num-layers: 2 in the checkpoint, 3 now",
+    ),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --backbone BERT9": (
+        3,
+        "--backbone BERT9: fine-tuning knows",
+    ),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --patience 0": (3, "--patience 0 must be at least 1"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --examples-per-class 0": (3, "must be at least 1"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --pet-pattern x": (3, "belong together"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red": (3, "at least two classes"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red green violet": (4, "the label 'blue' is none"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --valid-data no.tsv": (4, "no.tsv: no such file"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --train-iters 4": (3, "train-epochs|--train-iters"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --context-parallel-size 2": (3, "context-parallel-size"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --eval-requests x": (3, "does not continue texts"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --seq-length 99": (3, "seq-length 99 is longer"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(trunk, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "empty").mkdir()
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(dict(model_type="gpt2")))
+    return dict(toy=Toy(folder / "toy").folder, trunk=trunk, empty=folder / "empty", hf=folder / "hf")
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_cannot_work_is_told(line, places):
+    code, told = WRONG[line]
+    with pytest.raises(Failure, match=told) as problem:
+        finetune.main(f"{line.format(**places)} {TUNE}".split())
+    assert problem.value.code == code, problem.value
+
+
+def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
+    other = Toy(tmp_path / "other", regression=True)
+    save = tmp_path / "run"
+    tune(
+        0, f"--task {places['toy']}/toy.yaml --data-path {places['toy']} --load {places['trunk']} --save {save} {TUNE}"
+    )
+    with pytest.raises(Failure, match="task"):
+        tune(0, f"--task {other.yaml} --data-path {other.folder} --load {save} {TUNE}")
+
+
+def test_random_weights_need_a_tokenizer(places):
+    shape = SIZE.replace("--tokenizer-type NullTokenizer", "").replace(
+        "--micro-batch-size 2 --device cpu --num-workers 0", ""
+    )
+    with pytest.raises(Failure, match="tokenizer|vocab"):
+        tune(
+            0,
+            f"--task {places['toy']}/toy.yaml --data-path {places['toy']} {shape} {TUNE}".replace(
+                "--vocab-size 100", ""
+            ),
+        )
