@@ -75,10 +75,21 @@ def main(argv: list[str]) -> None:
         leave_job(context)
 
 
+def _refuse_other_samples(folder: str, config) -> None:
+    """Raise SettingsError for a model that does not tell the token that comes next."""
+    from megatron.model.recipe import recipe_of
+
+    if recipe_of(config).arrays is not None:
+        raise SettingsError(
+            f"{folder} holds a model of type {config.model.model_type}, whose samples are no rows of tokens",
+            "here texts are scored by the token that comes next",
+            "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
+        )
+
+
 def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
     from megatron.inference.load import open_tokenizer
-    from megatron.model.recipe import recipe_of
 
     def say(text: str, file=None) -> None:
         if context.is_rank_zero:
@@ -87,12 +98,7 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
     if context.threads:
         say(f" > {context.threads}")
     loaded = load(settings, context)
-    if recipe_of(loaded.config).arrays is not None:
-        raise SettingsError(
-            f"{settings.load} holds a model of type {loaded.config.model.model_type}, whose samples are no rows of tokens",
-            "here texts are scored by the token that comes next",
-            "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
-        )
+    _refuse_other_samples(settings.load, loaded.config)
     for notice in loaded.notices:
         say(f"note: {notice}", sys.stderr)
     say(f" > {loaded.path}, iteration {loaded.iteration}")
