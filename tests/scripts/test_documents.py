@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
 # Files that a page lets its reader write.
-OF_THE_READER = {"own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py"}
+OF_THE_READER = {"my_filters.py", "own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py"}
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
 
 
