@@ -166,15 +166,26 @@ def remove_dead_attempts(parent: Path) -> int:
 
 def _attempt() -> str:
     """A name that no other attempt has, and that says whose it is: <process>-<its start>.<unique>.<host>"""
-    return f"{os.getpid()}-{_start_of(os.getpid())}.{uuid.uuid4().hex[:8]}.{socket.gethostname()}"
+    process, host = this_process()
+    return f"{process}.{uuid.uuid4().hex[:8]}.{host}"
+
+
+def this_process() -> list[str]:
+    """[<number>-<start>, host]: no other process has both."""
+    return [f"{os.getpid()}-{_start_of(os.getpid())}", socket.gethostname()]
+
+
+def is_gone(process: str, host: str) -> bool:
+    """Whether a process of this machine has ended. Of those of another one nothing is known: False."""
+    number, _, start = process.partition("-")
+    return host == socket.gethostname() and _start_of(int(number)) != start
 
 
 def _alive(path: Path) -> bool:
     try:
         process, _, host = path.name.removeprefix(".tmp-").split(".", 3)[1:]
-        number, _, start = process.partition("-")
         if host == socket.gethostname():
-            return _start_of(int(number)) == start
+            return not is_gone(process, host)
         newest = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
     except (OSError, ValueError):  # no name of ours, or it has just gone
         return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.corpus.agenda import Agenda, read_quarantine
-from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts
+from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts, this_process
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import TASKS, CorpusPlan
 from megatron.errors import DataError
@@ -41,6 +41,7 @@ class CorpusProgress:
     seconds_left: Optional[float] = None
     state: str = "running"
     at: float = field(default_factory=time.time)
+    driver: list[str] = field(default_factory=this_process)
 
     @property
     def done(self) -> int:

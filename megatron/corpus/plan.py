@@ -10,6 +10,7 @@ the same, and a changed option redoes what depends on it and nothing else. Paths
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -231,7 +232,7 @@ class _Builder:
 
     def _task(self, name, run, inputs: Iterable[Path], options, about: str, version: list[str], joins=False) -> str:
         """Add a task, or find the one that does the same; returns its folder."""
-        inputs = [str(path) for path in inputs]
+        inputs = [sys.intern(str(path)) for path in inputs]  # tasks that read all shards name the same paths
         marks, needs = [], {}
         for path in inputs:
             maker = "/".join(path.split("/")[:2])

@@ -268,6 +268,7 @@ def check(words: list[str], asked: CorpusOptions) -> None:
 
 
 def status(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.commit import is_gone
     from megatron.corpus.driver import STATUS
     from megatron.corpus.driver import check as look
 
@@ -284,8 +285,9 @@ def status(words: list[str], asked: CorpusOptions) -> None:
         return
     age = time.time() - told.get("at", 0)
     state = told.get("state", "unknown")
-    if state == "running" and age > 60:
-        state = "running, or killed"
+    if state == "running":
+        lost = is_gone(*told["driver"])
+        state = "killed: the same command goes on" if lost else "running, or killed" if age > 60 else state
     left = told.get("seconds_left")
     print(f"{state}, {age:.0f} s ago" + (f", about {left:.0f} s left" if left and state == "running" else ""))
     for name, (done, total) in phases.items():

@@ -114,6 +114,12 @@ def test_the_commands(recipe, tmp_path, capsys):
     assert final_texts(tmp_path / "out") == SmallCorpus(tmp_path).expected()
     assert "every file is as its receipt says" in said("check")
     assert "done" in said("status")
+    path = tmp_path / "out" / "status.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | dict(state="running")))
+    assert "running, 0 s ago" in said("status").replace("1 s ago", "0 s ago")
+    path.write_text(json.dumps(told | dict(state="running", driver=["1-77", told["driver"][1]])))
+    assert "killed: the same command goes on" in said("status")
     phases = json.loads(said("status", "--json"))["phases"]
     assert phases and all(done == total for done, total in phases.values())
     assert "0 folders" in said("clean")
