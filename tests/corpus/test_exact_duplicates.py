@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+import xxhash
 
 from megatron.corpus import exact_duplicates
 from megatron.errors import DataError, SettingsError
@@ -64,10 +65,19 @@ def test_against_an_earlier_corpus(tmp_path):
     both, _, _ = run(documents, tmp_path / "both", {})
     _, before, _ = run(documents[:60], tmp_path / "before", {}, shards=2)
     against = [str(before["digest"][0].parent)]
-    kept, _, _ = run(documents[60:], tmp_path / "after", dict(against=against), shards=3)
+    kept, _, counts = run(documents[60:], tmp_path / "after", dict(against=against), shards=3)
+    assert counts["match"]["to_remove"] == len(documents) - 60 - len(kept)
     assert kept == [document for document in both if document in documents[60:]] and kept
     with pytest.raises(DataError, match="normalize none .now words"):
         run(documents[60:], tmp_path / "other", dict(against=against, normalize="words"))
+
+
+def test_all_bits_of_a_hash_count(tmp_path, monkeypatch):
+    whole = xxhash.xxh3_128_digest
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: bytes(8) + whole(data)[8:])
+    documents = corpus(seed=2)
+    kept, _, _ = run(documents, tmp_path, {}, shards=2)
+    assert kept == first_of_each(documents, SAME["none"])
 
 
 def test_lines_without_a_text_stay(tmp_path):

@@ -5,6 +5,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 
 from megatron.corpus import exact_substrings
@@ -84,7 +85,10 @@ def corpus(seed: int) -> list[str]:
         parts += [" ".join(rng.choices(words, k=rng.randrange(12))) for _ in range(2)] + [f"text{number}"]
         rng.shuffle(parts)
         texts.append("  ".join(parts))
-    return texts + ["", " ", "the cat", "\u4f60\u597d" * 9]
+    # Characters that begin, and that end, with the same bytes of UTF-8 as another one.
+    parts = ["a passage of so many bytes before \u4f60", "a passage of so many bytes before \u4f65"]
+    parts += ["\u4f60 and one of many more bytes behind it", "\u5f60 and one of many more bytes behind it"]
+    return texts + parts + ["", " ", "the cat", "\u4f60\u597d" * 9]
 
 
 @pytest.mark.parametrize("unit, length", [("tokens", 5), ("tokens", 9), ("bytes", 15), ("bytes", 40)])
@@ -112,6 +116,21 @@ def test_what_is_cut_is_what_brute_force_cuts(tmp_path, unit, length):
                 continue
             assert said["figures"]["repeated"] == round(share, 4) and said["reason"] == "exact_substring"
             assert said["document"] == (dict(n=row, text=text) if text.strip() else None)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64])
+def test_suffix_arrays_find_what_stands_before(kind):
+    rng = np.random.default_rng(0)
+    for length in (2, 3, 7):
+        units, whole = rng.integers(0, 3, 500).astype(kind) * kind(85), rng.random(500) < 0.9
+        whole[501 - length :] = False
+        seen, expected = set(), []
+        for at in range(500):
+            window = tuple(units[at : at + length].tolist())
+            expected.append(bool(whole[at]) and window in seen)
+            seen |= {window} if whole[at] else set()
+        assert exact_substrings.repeats(units, whole, length).tolist() == expected
+        assert any(expected) and sum(expected) < sum(whole)
 
 
 @pytest.mark.parametrize("least", [0.2, 0.6])

@@ -12,6 +12,8 @@ import zstandard
 from megatron.corpus import near_duplicates
 from megatron.corpus.duplicates import shingles
 from megatron.corpus.duplicates.candidates import load_pairs, sorted_pairs
+from megatron.corpus.duplicates.key_runs import RunReader, RunWriter
+from megatron.corpus.duplicates.signatures import sign_texts
 from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.errors import DataError, SettingsError
 from tests.corpus.run_phases import read_shards, run_phases, write_shards
@@ -156,6 +158,45 @@ def test_kept_do_not_depend_on_how_the_work_is_divided(tmp_path, verify):
         assert counts["pair"]["records"] == len(documents) * options["bands"]
     assert all(one == seen[0] for one in seen)
     assert 10 < len(seen[0][0]) < len(documents) / 2
+
+
+@pytest.mark.parametrize("links", [1, 2, 5])
+def test_pairs_of_a_band_are_those_of_its_keys(tmp_path, links):
+    """In each group of one key: with the `links` before, and with the first."""
+    documents = families(seed=8, families=12) * 3
+    options = dict(bands=6, rows=1, links=links, kind="one_permutation", partitions=2)
+    _, made, _ = deduplicated(documents, tmp_path, options, shards=4)
+    how = near_duplicates.read_options(options).signing
+    signatures, _ = sign_texts([document["text"] for document in documents], how)
+    expected = set()
+    for numbers in signatures.T.tolist():  # a band is one number
+        groups = {}
+        for document, number in enumerate(numbers):
+            groups.setdefault(number, []).append(document)
+        for group in groups.values():
+            expected |= {(one, two) for at, two in enumerate(group) for one in [*group[:at][-links:], *group[:at][:1]]}
+    found = sorted_pairs(np.concatenate([load_pairs(folder / "pairs.npy") for folder in made["pair"]]))
+    assert [tuple(pair) for pair in found.tolist()] == sorted(expected)
+    assert max(two - one for one, two in expected) > len(documents) / 2
+
+
+def test_records_of_a_range_of_keys(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        writer = RunWriter(tmp_path / str(number), dict(places="<u4"))
+        for run in range(number):
+            keys = rng.integers(0, 20, 30)
+            writer.add(keys.astype(np.uint64), places=np.arange(30) + 100 * run)
+            rows += [(number, int(key), place + 100 * run) for place, key in enumerate(keys)]
+        writer.close()
+    reader = RunReader([tmp_path / str(number) for number in range(3)])
+    for first, last in ((0, 19), (3, 3), (7, 12), (19, 2**64 - 1), (20, 30)):
+        whose, columns = reader.read(first, last)
+        found = zip(whose.tolist(), columns["keys"].tolist(), columns["places"].tolist(), strict=True)
+        expected = sorted(row for row in rows if first <= row[1] <= last)
+        assert sorted(found) == expected and reader.count(first, last) == len(expected)
 
 
 def test_groups_of_many_pairs():
