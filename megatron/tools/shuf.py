@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, SettingsError, run_main
+from megatron.errors import DataError, Locked, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
@@ -83,7 +83,10 @@ def _folder_for(target: Optional[Path]) -> Iterator[Path]:
     folder = target.with_name(f".{target.name}.shuf")
     with storage_errors(target):
         folder.mkdir(exist_ok=True)
-        lock = WriterLock(folder)
+        try:
+            lock = WriterLock(folder)
+        except Locked as error:
+            raise Locked(f"{target} is being written by another shuffle", error.why, "give another --output") from None
         try:
             yield folder
         finally:

@@ -28,7 +28,7 @@ from typing import Optional
 from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
-from megatron.errors import DataError, SettingsError, run_main
+from megatron.errors import DataError, Locked, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
@@ -47,10 +47,10 @@ class WikiOptions:
     output: str = setting("folder of the texts (-o)", "text")
     bytes: str = setting("size of a file (-b): a number, or with K, M or G; 0: a file for each article", "1M")
     compress: bool = setting("pack the files by bzip2 (-c)", False)
-    json: bool = setting("lines of JSON; --no-json: <doc> elements", True)
+    json: bool = setting("whether files hold lines of JSON or, with --no-json, <doc> elements", True)
     namespaces: str = setting("numbers of the namespaces that are taken: 0,14 (-ns)", "0")
     workers: Optional[int] = setting("processes (default: one per core)", None, "--processes")
-    lists: bool = setting("items of lists are text, too", True)
+    lists: bool = setting("whether items of lists are text, too", True)
     min_text_length: int = setting("articles of fewer characters are left out", 1)
     templates: Optional[str] = setting("accepted; templates are not expanded", None)
     quiet: bool = setting("no progress lines (-q)", False)
@@ -108,7 +108,10 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
     with storage_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir(exist_ok=True)
-        lock = WriterLock(aside)
+        try:
+            lock = WriterLock(aside)
+        except Locked as error:
+            raise Locked(f"{target} is being written by another command", error.why, "give another --output") from None
         try:
             for path in aside.iterdir():  # of a run that was killed
                 if path.name != ".lock":

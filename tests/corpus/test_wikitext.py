@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of wiki pages and the texts that readers of the pages see."""
 
+import random
+
 import pytest
 
 from megatron.corpus.wikitext import WikiSite, choose_variant, plain_text, without_notes
@@ -63,3 +65,17 @@ def test_notes_and_comments():
 def test_scripts_of_chinese():
     assert choose_variant("-{zh-tw:A; zh-cn:B}- -{C}- -{T|D}- -{zh-hant:E}- -{-|zh-cn:F}-") == "B C  E "
     assert choose_variant("-{" * 50_000) == "-{" * 50_000
+
+
+PIECES = """{{ }} [[ ]] | = == * <ref> </ref> <div> </div> {| |- |} '' ''' <!-- --> -{ }-
+    http://a &amp; &#x a <math> </math> <nowiki> <br
+    /> \x01 \x0e {{{ }}} convert lang| zh-hans: ; : #""".split()
+
+
+def test_any_markup_gives_a_text():
+    """Pieces of markup in any order: nothing is raised, and marks of ours do not come out."""
+    choice = random.Random(2)
+    for _ in range(300):
+        source = "".join(choice.choice([*PIECES, "\n", " "]) for _ in range(choice.randrange(1, 40)))
+        text = plain_text(source)
+        assert text == text.strip("\n") and not set(text.encode()) & set(range(9)), repr(source)

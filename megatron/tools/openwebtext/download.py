@@ -61,7 +61,7 @@ class DownloadOptions:
     )
     sqlite_meta: bool = setting("write what became of each address to <output>.sqlite at the end", False)
     delay: float = setting("seconds between two pages of a server", 1.0)
-    robots: bool = setting("obey robots.txt", True)
+    robots: bool = setting("whether robots.txt is obeyed", True)
     user_agent: str = setting(
         "what servers are told of us: a name, then a page or address where you can be reached",
         "megatron-openwebtext/1.0",

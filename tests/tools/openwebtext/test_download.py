@@ -440,6 +440,28 @@ def test_packed_pieces_are_one_file_that_preprocessing_reads(server, tmp_path, m
     assert {parse_line(line, ["url"])[0] for line in lines} == set(urls) and len(lines) == len(urls)
 
 
+@pytest.mark.parametrize("scraper", ["newspaper", "trafilatura", "bs4", "raw"])
+def test_what_a_scraper_takes(scraper):
+    """The article, without menu and footer; all paragraphs; the page."""
+    if scraper == "trafilatura":
+        try:
+            import trafilatura  # noqa: F401
+        except ImportError as error:
+            pytest.skip(f"trafilatura: {error}")
+    lines = [
+        f"This is sentence {n} of a long article about rivers, with <b>bold</b> words &amp; more." for n in range(9)
+    ]
+    article = "".join(f"<p>{line}</p>\n" for line in lines)
+    page = f"<html><body><nav><ul><li><a href=/>Home page</a></li></ul></nav><article>{article}</article>"
+    page += "<footer>Copyright by somebody</footer><script>var x = 1;</script></body></html>"
+    text = scrape.scrape(page.encode(), "text/html", None, scraper)
+    if scraper == "raw":
+        assert text == page
+        return
+    seen = [line.replace("<b>", "").replace("</b>", "").replace("&amp;", "&") for line in lines]
+    assert [line for line in text.splitlines() if line] == seen
+
+
 def test_a_page_that_brings_its_scraper_down_is_one_page_lost():
     """Workers that die, hang, or raise: the others' texts come."""
     good = html("Paragraphs of a good page.").encode()
