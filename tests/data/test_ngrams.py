@@ -207,6 +207,11 @@ def test_cutting_equals_going_character_by_character(text, data, side, least):
     assert cut(text, spans, side, least, len(pieces) - 1) == ([] if pieces else [])
 
 
+def test_pieces_have_to_be_longer_than_the_least():
+    assert cut("a.bb", [(0, 1)], 0, 2) == [] and cut("a.bbb", [(0, 1)], 0, 2) == [(2, 5)]
+    assert cut("bb.a", [(3, 4)], 0, 3) == [] and cut("bbb.a", [(4, 5)], 0, 3) == [(0, 4)]
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,11 @@
 import numpy as np
 import pytest
 
+from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.data.places import document_of, files_of, find_places, sequences_of_document
+from megatron.data.text_search import search
 from megatron.errors import DataError
 from megatron.settings.schema import Data
 
@@ -86,3 +88,17 @@ def test_what_there_is_not(prefixes, tmp_path):
         sequences_of_document(files_of(dataset)[prefixes["many"]], 60)
     with pytest.raises(DataError, match="list does not say where its samples come from"):
         find_places([], "many", [1])
+
+
+def test_a_text_is_not_found_across_the_end_of_a_document(tmp_path):
+    documents = [list(range(100, 130)), list(range(130, 160)), list(range(100, 145))]
+    np.array([id for ids in documents for id in ids], np.uint16).tofile(tmp_path / "t.bin")
+    write_index(tmp_path / "t.idx", np.uint16, np.array([30, 30, 45], np.int32), np.arange(4))
+    tokens = open_tokens(str(tmp_path / "t"))
+    found = {holder.document: holder.share for holder in search(tokens, [range(116, 144)])}
+    ids = list(range(118, 142))  # without the tokens at its ends
+    grams = {tuple(ids[at : at + 12]) for at in range(len(ids) - 11)}
+    for number, own in enumerate(documents):
+        held = {tuple(own[at : at + 12]) for at in range(len(own) - 11)}
+        assert found.get(number, 0) == len(grams & held) / len(grams)
+    assert found[2] == 1 and 0 < found[0] < 0.5

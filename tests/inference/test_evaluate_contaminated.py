@@ -15,6 +15,7 @@ from megatron.inference.load import load_model
 from megatron.inference.scoring import score, windows
 from megatron.settings.schema import Data
 from megatron.tasks.contaminated import judge, judge_lines, lines_of_tokens, training_contents
+from megatron.tasks.lambada import Example, find_correct
 from megatron.tasks.wikitext import detokenize
 from megatron.tools import evaluate as tool
 
@@ -68,6 +69,16 @@ def test_a_part_of_a_text_is_the_sum_of_its_tokens(small_gpt):
     assert found.part.loss_sum == pytest.approx(expected, rel=1e-5) and found.part.tokens == part[1:].sum()
     assert (found.loss_sum, found.tokens, plain.part) == (plain.loss_sum, plain.tokens, None)
     assert score(model, tokens, part=np.zeros(75, bool), **options).part is None
+
+
+def test_which_passages_are_answered_right(small_gpt):
+    model, generator, examples = small_gpt(scale=3.0), torch.Generator().manual_seed(0), []
+    for number in range(20):
+        tokens = torch.randint(0, 400, (24 - number,), generator=generator)  # the longest first
+        best = model.logits(tokens.unsqueeze(1))[-1, 0].argmax()
+        examples.append(Example([*tokens.tolist(), best.item() if number % 3 else 7], 1))
+    found = find_correct(model, examples, longest=32, batch_size=3)
+    assert found.tolist() == [bool(number % 3) for number in range(20)]
 
 
 def test_lambada_without_what_was_seen(checkpoint, trained_on, tmp_path, capsys):

@@ -15,7 +15,7 @@ from megatron.errors import DataError, Failure, SettingsError
 from megatron.tools.openwebtext import filter_ngrams
 
 N, LEAST = 4, 3  # words of an n-gram, and of the shortest item
-SIDE, KEEP, SPLITS, COMMON = 12, 15, 2, 9
+SIDE, KEEP, SPLITS = 12, 15, 2
 
 
 def spans_of(text: str, wanted: set[tuple[str, ...]]) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -40,8 +40,8 @@ def grams_of(items: list[str]) -> set[tuple[str, ...]]:
     return found
 
 
-def slow_filter(texts: list[str], wanted: set[tuple[str, ...]]) -> list[list[str]]:
-    """What is left of each text: cut at the first n-gram, then go on with what is behind it; however many pieces."""
+def documents_with(texts: list[str], wanted: set[tuple[str, ...]]) -> Counter:
+    """In how many texts each n-gram is; of those that overlap the first counts."""
     counts = Counter()
     for text in texts:
         own, end = set(), 0
@@ -50,7 +50,13 @@ def slow_filter(texts: list[str], wanted: set[tuple[str, ...]]) -> list[list[str
                 own.add(gram)
                 end = stop
         counts.update(own)
-    wanted = {gram for gram in wanted if counts[gram] < COMMON}
+    return counts
+
+
+def slow_filter(texts: list[str], wanted: set[tuple[str, ...]], common: int) -> list[list[str]]:
+    """What is left of each text: cut at the first n-gram, then go on with what is behind it; however many pieces."""
+    counts = documents_with(texts, wanted)
+    wanted = {gram for gram in wanted if counts[gram] < common}
     kept = []
     for whole in texts:
         todo, pieces = [whole], []
@@ -92,15 +98,17 @@ def test_equals_the_slow_filter(tmp_path, monkeypatch, capsys, seed, threads):
     monkeypatch.setattr(filter_ngrams, "BLOCK", 1000)
     items, texts = made_up(seed)
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(dict(text=item)) + "\n" for item in items))
+    found = documents_with(texts, grams_of(items))
+    common = sorted(found.values())[len(found) * 2 // 3]  # as many as one of them has: it stays
     rows = [dict(text=text, url=f"u{number}") for number, text in enumerate(texts)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
     filter_ngrams.main(
         f"--tasks lambada --lambada-path {tmp_path}/set.jsonl --dedup-dataset {tmp_path}/in.jsonl text "
         f"--output {tmp_path}/out.jsonl --num-threads {threads} --max-ngram-size {N} --min-ngram-size {LEAST} "
-        f"--splits-count {SPLITS} --filter-text-char-len {KEEP} --key-threshold {COMMON} "
+        f"--splits-count {SPLITS} --filter-text-char-len {KEEP} --key-threshold {common} "
         f"--remove-char-each-side {SIDE}".split()
     )
-    pieces = slow_filter(texts, grams_of(items))
+    pieces = slow_filter(texts, grams_of(items), common)
     expected = [own if len(own) <= SPLITS else [] for own in pieces]
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["url"], row["text"]) for row in found] == [
@@ -189,11 +197,10 @@ def test_the_stage_does_the_same(tmp_path, monkeypatch, action):
         [path] = (tmp_path / name).iterdir()
         made.append(path.read_bytes())
     assert made[0] == made[1] and path.name.endswith(".jsonl.zst")
-    monkeypatch.setattr("tests.tools.test_filter_ngrams.COMMON", 10**9)
     whole = [[text] for text in texts]
     held = [bool(spans_of(text, grams_of(items))) for text in texts]
     expected = {
-        "cut": [own if len(own) <= SPLITS else [] for own in slow_filter(texts, grams_of(items))],
+        "cut": [own if len(own) <= SPLITS else [] for own in slow_filter(texts, grams_of(items), 10**9)],
         "drop": [[] if bad else [text] for text, bad in zip(texts, held, strict=True)],
         "count": whole,
     }[action]

@@ -173,21 +173,16 @@ def test_launches_with_other_batches_and_ranks(tmp_path, run_ranks, capsys):
     assert "do not lead to its" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["webtext", "cyclic"])
-def test_other_orders(tmp_path, run_ranks, capsys, kind):
+def test_a_document_is_a_sample(tmp_path, run_ranks, capsys):
+    """--dataset-type webtext; and the same answers from a checkpoint alone, and from the flags of a run that is to come."""
     prefixes, run = make_files(tmp_path), tmp_path / "run"
-    # Samples of documents need a token to fill up with: files made with --append-eod would have it; here the last id.
-    flags = dict(webtext="--dataset-type webtext --train-iters 8", cyclic="--dataloader-type cyclic --train-iters 30")[
-        kind
-    ]
-    flags += f" --data-path {prefixes[0]} --split 1,0,0 --eval-iters 0 --global-batch-size 4 --save {run}"
+    flags = (
+        f"--dataset-type webtext --train-iters 8 --data-path {prefixes[0]} --split 1,0,0 --eval-iters 0 --save {run}"
+    )
+    flags += " --global-batch-size 4"
     run_ranks(2, train, flags, str(tmp_path / "seen"))
     documents = check_steps(capsys, run, given([str(tmp_path / "seen")], 2))
-    done = 8 if kind == "webtext" else 30
-    check_documents(capsys, run, prefixes[:1], documents, done)
-    if kind == "cyclic":
-        assert any(len(steps) > 2 for steps in documents.values())  # more than one time round
-    # The same from a checkpoint alone, and from the flags of a run that is to come.
+    check_documents(capsys, run, prefixes[:1], documents, 8)
     rows = asked(capsys, "--load", run, "--iter", "3", "--show", "0")
     (run / "metrics.jsonl").unlink()
     alone = asked(capsys, "--load", run, "--iter", "3", "--show", "0")
@@ -195,6 +190,22 @@ def test_other_orders(tmp_path, run_ranks, capsys, kind):
     for found in (alone, planned):
         assert [row for row in found if row["kind"] == "sample"] == [row for row in rows if row["kind"] == "sample"]
     assert alone[0]["done"] and not planned[0]["done"]
+
+
+def test_time_round_after_time_round(tmp_path, run_ranks, capsys):
+    """--dataloader-type cyclic, with more samples than the data was made for: larger batches after a resume."""
+    prefixes, run, seen = make_files(tmp_path), tmp_path / "run", []
+    flags = f"--dataloader-type cyclic --train-samples 60 --lr-decay-samples 50 --data-path {prefixes[0]} --split 1,0,0"
+    flags += f" --eval-iters 0 --save {run} --load {run}"
+    for more in ("--global-batch-size 12 --exit-interval 4", "--global-batch-size 4"):
+        seen.append(str(tmp_path / f"seen{len(seen)}"))
+        run_ranks(2, train, f"{flags} {more}", seen[-1])
+    documents = check_steps(capsys, run, given(seen, 2))
+    check_documents(capsys, run, prefixes[:1], documents, 15)
+    consumed = read_history(run / "metrics.jsonl").steps[-1]["consumed_samples"]
+    rows = asked(capsys, "--load", run, "--sample", *range(consumed), "--show", "0")
+    numbers = [row["number"] for row in rows if "number" in row]
+    assert len(numbers) == consumed > len(set(numbers))  # some a second time
 
 
 def test_texts_are_found(tmp_path, run_ranks, capsys):
