@@ -129,3 +129,25 @@ def test_the_tool_writes_what_a_small_model_has_learned(tmp_path, capsys):
     ):
         with pytest.raises(SettingsError, match=match):
             generate_targets(model, [[3]], sampling, search, longest=(8, 6))
+
+
+def test_beams_with_a_cache_are_beams_without():
+    """The same search, each target's chances computed from its first token on."""
+    ours, _ = ours_of(CASES["T5 1.1"][1])
+    with torch.no_grad():
+        for number, parameter in enumerate(ours.parameters()):
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.copy_(drawn * 0.25 + (parameter.dim() == 1))
+    source, k, steps, found = torch.tensor(SOURCES[0]).unsqueeze(1), 3, 6, [(0.0, [])]
+    ours.eval()
+    with torch.no_grad():
+        for _ in range(steps):
+            grown = []
+            for score, tokens in found:
+                row = torch.tensor([START, *tokens]).unsqueeze(1)
+                chances = ours.logits(source, row)[-1, 0].double().log_softmax(-1).tolist()
+                grown += [(score + chance, [*tokens, token]) for token, chance in enumerate(chances)]
+            found = sorted(grown, reverse=True)[:k]
+    searched = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps), Search(k), longest=LONGEST)
+    greedy = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps, greedy=True), longest=LONGEST)
+    assert searched == [found[0][1]] and searched != greedy
