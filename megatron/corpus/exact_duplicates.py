@@ -27,6 +27,7 @@ from megatron.corpus.duplicates.shards import (
     copy_without,
     encoded,
     numbering_of,
+    read_facts,
     saved_below,
     text_of,
     text_sizes,
@@ -76,6 +77,7 @@ def read_options(options: Mapping[str, Any]) -> ExactDuplicateOptions:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
     asked = read_options(options)
+    _check_alike(_earlier(asked), asked)
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
 
     def each_partition(made: Made) -> list[dict[str, Any]]:
@@ -139,10 +141,6 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     before = _earlier(asked)
     folders = [*before, *inputs]
     reader, numbering = RunReader(folders), numbering_of(folders)
-    for folder, facts in zip(folders, reader.facts):
-        if facts.get("normalize") != asked.normalize:
-            told = f"{folder}: made with normalize {facts.get('normalize')} (now {asked.normalize})"
-            raise DataError(told, do="use the same options, or digest the earlier corpus again")
     first, end = partition_of_keys(options["partition"], options["of_partitions"])
     found = []
     for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
@@ -177,6 +175,15 @@ def removed_of(folders: list[Path], numbering: Numbering, shard: int) -> Removed
     pairs = np.concatenate([np.zeros((0, 2), np.int64), *pairs])
     pairs = pairs[np.argsort(pairs[:, 0])]
     return Removed(pairs[:, 0] - first, pairs[:, 1])
+
+
+def _check_alike(folders: list[Path], asked: ExactDuplicateOptions) -> None:
+    """Raise DataError where hashes are of texts that were normalized in another way."""
+    for folder in folders:
+        how = read_facts(folder).get("normalize")
+        if how != asked.normalize:
+            told = f"{folder}: made with normalize {how} (now {asked.normalize})"
+            raise DataError(told, do="use the same options, or digest the earlier corpus again")
 
 
 def _earlier(asked: ExactDuplicateOptions) -> list[Path]:

@@ -110,7 +110,7 @@ def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
     asked = read_options(options)
-    asked.signing.facts()  # a missing package is told now, not by a worker
+    Fingerprints(_earlier(asked), asked.signing)  # what is missing or does not fit is told now, not by a worker
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * candidates.RECORD // memory))
     ranges = min(max(shards, partitions), MOST_RANGES)
     keys = [

@@ -176,9 +176,9 @@ class Fingerprints:
 
     def __init__(self, folders: Sequence[Path], how: Signing):
         self.folders, self.how = [Path(folder) for folder in folders], how
-        facts = [read_facts(folder) for folder in self.folders]
+        facts, wanted = [read_facts(folder) for folder in self.folders], how.facts()
         for folder, found in zip(self.folders, facts):
-            differs = _difference(found.get("signing", {}), how.facts())
+            differs = _difference(found.get("signing", {}), wanted)
             if differs:
                 raise DataError(f"{folder}: was signed with {differs}", do="sign it again, or use the same options")
         self.numbering = Numbering.of(found["documents"] for found in facts)
