@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,6 +47,7 @@ class BenchmarkOptions:
     corpus_megabytes: float = setting("of --corpus, at most", 10.0)
     pretrain_steps: int = setting("steps of pretraining, 64 samples each", 600)
     epochs: int = setting("epochs of fine-tuning", 4)
+    eval_epoch: int = setting("epochs between validations", 1)
     lr: float = setting("highest rate of fine-tuning", 5e-4)
     layers: int = setting("layers", 3)
     hidden: int = setting("width", 128)
@@ -295,6 +297,7 @@ def runs_of(options: BenchmarkOptions, folder: Path) -> dict[str, list]:
 def finetune(options: BenchmarkOptions, folder: Path, pretrained: Path, name: str, flags: list) -> float:
     """Accuracy on the test set, with the weights of the best validation."""
     out = folder / f"run-{name.replace(' ', '-')}-{options.pretrain_steps}-{options.examples_per_class or 'all'}"
+    shutil.rmtree(out, ignore_errors=True)  # of another call
     common = [
         "--task",
         folder / "task.yaml",
@@ -315,7 +318,18 @@ def finetune(options: BenchmarkOptions, folder: Path, pretrained: Path, name: st
         "--seq-length",
         options.length,
     ]
-    more = ["--hidden-dropout", 0.1, "--attention-dropout", 0.1, "--weight-decay", 0.01, "--device", "cpu"]
+    more = [
+        "--eval-epoch",
+        options.eval_epoch,
+        "--hidden-dropout",
+        0.1,
+        "--attention-dropout",
+        0.1,
+        "--weight-decay",
+        0.01,
+        "--device",
+        "cpu",
+    ]
     run("finetune.py", *common, *batch, *more, *flags, "--seed", options.seed, log=folder / f"{out.name}.log")
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [one["accuracy"] for one in records if one["kind"] == "eval" and one["split"] == "test"][-1]

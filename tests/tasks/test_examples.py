@@ -2,12 +2,16 @@
 """The files of GLUE and CLUE as they are published, written here line by line, and what is wrong with others."""
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError
 from megatron.tasks.description import CLUE, GLUE, find_task
+from megatron.tasks.evaluation import TaskMeasures, write_predictions
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
 
 MNLI = (
@@ -313,3 +317,31 @@ def test_classes_without_examples_are_told(tmp_path):
     (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y, z]\n")
     own = settings(str(tmp_path / "task.yaml"), write(tmp_path, {"train.tsv": ROWS, "dev.tsv": ROWS}))
     assert "no example of 1 of 3 classes: z" in examples_of(own, "train").notes[0]
+
+
+def test_figures_and_predictions_of_each_set(tmp_path):
+    """MNLI has two sets, each with a file of its own for the leaderboard; the picture needs matplotlib."""
+    files, _ = GLUE_FILES["MNLI"]
+    examples = examples_of(settings("MNLI", write(tmp_path / "MNLI", files)), "valid")
+    measures = TaskMeasures.__new__(TaskMeasures)
+    measures.task, measures.folder = find_task("MNLI"), str(tmp_path / "out")
+    found = measures.judged(np.array([2, 0]), examples, "validation", final=True, rank=0)  # right, wrong
+    assert found == {"accuracy matched": 1.0, "accuracy mismatched": 0.0}
+    assert (tmp_path / "out" / "validation-MNLI-m.tsv").read_text() == "index\tprediction\n0\tneutral\n"
+    assert (tmp_path / "out" / "validation-MNLI-mm.tsv").read_text() == "index\tprediction\n0\tcontradiction\n"
+    pictures = {path.name for path in (tmp_path / "out").glob("*.png")}
+    drawn = {"confusion-validation-matched.png", "confusion-validation-mismatched.png"}
+    assert pictures == (drawn if find_spec("matplotlib") else set())
+    unknown = replace(examples, rows=tuple(row._replace(label=None) for row in examples.rows))
+    assert measures.judged(np.array([2, 0]), unknown, "test", final=True, rank=0) == {}
+    assert (tmp_path / "out" / "MNLI-m.tsv").exists() and (tmp_path / "out" / "MNLI-mm.tsv").exists()
+
+
+def test_predictions_as_clue_takes_them(tmp_path):
+    write_predictions(find_task("TNEWS"), [2, 14], ["0", "1"], tmp_path / "tnews_predict.json")
+    assert [json.loads(line) for line in (tmp_path / "tnews_predict.json").read_text().splitlines()] == [
+        dict(id=0, label="102"),
+        dict(id=1, label="116"),
+    ]
+    write_predictions(find_task("STSB"), [2.5, 0.1234], ["0", "1"], tmp_path / "STS-B.tsv")
+    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.500\n1\t0.123\n"
