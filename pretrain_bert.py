@@ -15,6 +15,7 @@ from megatron.errors import run_main
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
+from megatron.model.bert.task_facts import TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tools.pretrain import start
@@ -29,26 +30,61 @@ def recipe() -> Recipe:
     """What is trained."""
     return Recipe(
         "BERT",
-        BertFacts.of,
+        facts,
         build_model,
         build_datasets,
         groups={GROUP: BertSettings, MASKED: MaskedSettings},
         rules=(*RULES, *MASKED_RULES),
         idle=IDLE,
         sums=sums,
+        counts=counts,
         arrays=arrays,
         collate=collate,
     )
 
 
+def facts(config, vocab_size) -> BertFacts:
+    """What a BERT says of itself; with --task-mixture, one with a head for each task of labelled texts."""
+    heads, own = task_heads(config), own_settings(config)
+    return TaskFacts(config.model, vocab_size, own, heads) if heads else BertFacts(config.model, vocab_size, own)
+
+
+def task_heads(config) -> tuple[TaskHead, ...]:
+    """The heads that --task-mixture asks for."""
+    masked = config.extra.get(MASKED, MaskedSettings())
+    if not masked.task_mixture:
+        return ()
+    from megatron.data.mixture import tasks_of
+
+    tokens = max(1, round(config.model.seq_length * masked.mask_prob))
+    return tuple(
+        TaskHead(task.name, number, len(task.labels), float(tokens))
+        for number, task in enumerate(tasks_of(masked.task_mixture))
+        if task.labels
+    )
+
+
 def sums(config) -> dict[str, float]:
-    """What is minimised: the loss of masked words, and that of whether sentences follow."""
-    return {"lm loss": 1.0, **({"sop loss": 1.0} if own_settings(config).bert_binary_head else {})}
+    """What is minimised: the losses of masked words, of whether sentences follow, and of a mixture's other tasks."""
+    found = {"lm loss": 1.0, **({"sop loss": 1.0} if own_settings(config).bert_binary_head else {})}
+    for head in task_heads(config):
+        found |= {f"{head.name} loss": 1.0, f"{head.name} accuracy": 0.0, f"{head.name} samples": 0.0}
+    return found
+
+
+def counts(config) -> dict[str, str]:
+    """Losses of a mixture's other tasks are logged as the mean of their samples."""
+    return {f"{h.name} {name}": f"{h.name} samples" for h in task_heads(config) for name in ("loss", "accuracy")}
 
 
 def arrays(config, vocab_size) -> dict[str, SampleArray]:
     """What a sample consists of. types: the sentence that a token is in; padding_mask: 0 for what fills up."""
     length, own = config.model.seq_length, own_settings(config)
+    heads = task_heads(config)
+    of_tasks = {}
+    if heads:
+        classes, tasks = max(head.classes for head in heads), len(config.extra[MASKED].task_mixture)
+        of_tasks = dict(task=SampleArray(0, below=tasks), class_label=SampleArray(0, below=classes))
     return {
         "text": SampleArray(length, below=vocab_size),
         "types": SampleArray(length, below=max(2, own.num_tokentypes)),
@@ -56,6 +92,7 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
         "is_random": SampleArray(0, below=2),
         LOSS_MASK: SampleArray(length, mask=True),
         "padding_mask": SampleArray(length, below=2),
+        **of_tasks,
     }
 
 
@@ -69,21 +106,22 @@ def collate(samples: list) -> list:
 def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True, dtype, device):
     """A BERT, or what a rank of the mesh holds of it: the layers of a pipeline stage (default: all)."""
     from megatron.model.bert.module import Bert
+    from megatron.model.bert.task_module import TaskBert
 
-    stage = dict(layers=layers, first=first, last=last, dtype=dtype, device=device)
-    return Bert.of(config, mesh, BertFacts.of(config, vocab_size), **stage)
+    stage, own = dict(layers=layers, first=first, last=last, dtype=dtype, device=device), facts(config, vocab_size)
+    return (TaskBert if task_heads(config) else Bert).of(config, mesh, own, **stage)
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples: dicts of `arrays`."""
-    if config.data.mock_data:
+    if config.data.mock_data and not config.extra[MASKED].task_mixture:
         from megatron.data.mock_masked import MockMasked
 
         lengths = config.model.seq_length, vocab_size, config.logging.seed
         return tuple(MockMasked(size, *lengths, split) if size else None for split, size in enumerate(sizes))
     from megatron.data.bert_dataset import build_datasets
 
-    return build_datasets(config, tokenizer, vocab_size, sizes, log)
+    return build_datasets(config, tokenizer, vocab_size, sizes, log, heads=True)
 
 
 if __name__ == "__main__":

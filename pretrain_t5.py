@@ -83,7 +83,7 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
 
 def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples: dicts of `arrays`."""
-    if config.data.mock_data:
+    if config.data.mock_data and not config.extra[MASKED].task_mixture:
         from megatron.data.mock_masked import MockPairs
 
         facts, seed = T5Facts.of(config, vocab_size), config.logging.seed

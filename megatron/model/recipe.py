@@ -61,6 +61,8 @@ class Recipe:
                     "loss_mask" among them, and so does collate; micro-batches have them by name
     settled:        settings as they were given -> those that all of the suite can read: a model whose flags say its layers
                     or stages in another way says here how many there are. What it returns it gives back unchanged
+    counts:         (config) -> name of a sum -> name of another one: what is logged of the former is their quotient, and
+                    nothing where the latter is 0; other sums are divided by the tokens that count
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -79,6 +81,7 @@ class Recipe:
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
         default_factory=lambda: {"lm loss": 1.0}
     )
+    counts: Callable[[Config], Mapping[str, str]] = lambda config: {}
     perplexities: tuple[str, ...] = ("lm loss",)
     epoch_samples: Optional[Callable[[Config], int]] = None
     measures: Optional[Callable[[Config], Any]] = None
@@ -157,6 +160,20 @@ def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
             )
     z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
     return {**own, **z_loss}
+
+
+def shown(means: Mapping[str, float], counts: Mapping[str, str]) -> dict[str, float]:
+    """What is logged of sums, each divided by the same number; counts: see `Recipe.counts`.
+
+    >>> shown({"lm loss": 3.0, "right": 6.0, "seen": 8.0}, {"right": "seen"})
+    {'lm loss': 3.0, 'right': 0.75}
+    """
+    found = {}
+    for name, value in means.items():
+        count = means[counts[name]] if name in counts else 1.0
+        if count and name not in counts.values():
+            found[name] = value / count
+    return found
 
 
 def facts_of(config: Config, vocab_size: int) -> Facts:

@@ -79,6 +79,7 @@ class _Interval:
     skipped: int = 0
     nan: int = 0
     losses: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # steps that had such a loss
 
     def add(self, step: StepMetrics, losses: dict[str, float], seconds: float) -> None:
         """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
@@ -91,6 +92,12 @@ class _Interval:
         self.advanced += 1
         for name, value in losses.items():
             self.losses[name] = self.losses.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of the steps that had such a loss."""
+        return {name: total / self.counts[name] for name, total in self.losses.items()}
 
     @property
     def steps(self) -> int:
@@ -253,7 +260,7 @@ class Metrics:
         epoch, self.epoch = self.epoch, _Interval()
         if not self.active:
             return
-        losses = {name: total / epoch.advanced for name, total in epoch.losses.items()}
+        losses = epoch.means
         rate = epoch.samples / max(epoch.seconds, 1e-9)
         told = [f"{name} = {value:.6E}" for name, value in losses.items()] + [f"Throughput = {rate:.5g} sample/s"]
         self.log(f"[Epoch {number} / Train]: {' | '.join(told)}")
@@ -454,7 +461,7 @@ def console_line(
     Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
-    losses = {name: total / interval.advanced for name, total in interval.losses.items()}
+    losses = interval.means
     digits, throughput = 1 if run.device == "cuda" else 3, []
     if run.flops_per_token:
         unit = "GPU (TFLOP/s/GPU)" if log_throughput or run.device == "cuda" else "rank (TFLOP/s)"
@@ -508,7 +515,7 @@ def short_line(
 ) -> str:
     """The same in at most `width` columns, for people; what matters least is left out where they do not suffice."""
     seconds = interval.seconds / interval.steps
-    losses = [(name, total / interval.advanced) for name, total in interval.losses.items()]
+    losses = list(interval.means.items())
     digits = len(str(run.train_iters))
     parts = [(0, f"iter {step.iteration:{digits}d}/{run.train_iters}")]
     parts += [(5 if at else 0, f"{_short_name(name)} {value:6.4f}") for at, (name, value) in enumerate(losses)]

@@ -113,6 +113,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         context=context,
         vocab_size=vocab_size,
         sums=sums_of(recipe, config),
+        counts=recipe.counts(config),
         stages=stages,
         pipeline=pipeline,
         wire=build_p2p_communicator(config, context, dtype, pipeline, facts),

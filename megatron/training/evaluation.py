@@ -7,6 +7,7 @@ from typing import Optional
 
 import torch
 
+from megatron.model.recipe import shown
 from megatron.mpu import collectives
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
@@ -85,7 +86,7 @@ def evaluate(
         stage.train()
     if goes_on:
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    means = {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}
+    means = shown({name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts)
     if measures:
         measures.end(run.stages)
         values = measures.collected.whole(run.context, len(batches.dataset))

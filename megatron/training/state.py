@@ -3,6 +3,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional
@@ -127,6 +128,9 @@ class Run:
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
     hooks: Hooks = field(default_factory=Hooks)
+    counts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what else than tokens some sums are divided by for the log
     returned: Optional[Returned] = field(init=False)  # what stages return, until all ranks have compared it
 
     def __post_init__(self):

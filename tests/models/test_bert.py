@@ -81,7 +81,8 @@ def test_scores_and_gradients_are_theirs(case):
     counts = batch.loss_mask.t().reshape(-1)
     losses = F.cross_entropy(want.prediction_logits.flatten(0, 1), batch.labels.t().reshape(-1), reduction="none")
     expected = (losses * counts).sum() / counts.sum()
-    second = F.cross_entropy(want.seq_relationship_logits, batch.arrays["is_random"])
+    second = F.cross_entropy(want.seq_relationship_logits, batch.arrays["is_random"], reduction="none")
+    second = (second * batch.loss_mask.sum(0)).sum() / batch.loss_mask.sum()
     _, sums = ours.train()(None, batch)
     tokens = sums["tokens"]
     torch.testing.assert_close(sums["lm loss"] / tokens, expected, rtol=1e-5, atol=1e-6)

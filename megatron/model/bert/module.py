@@ -206,8 +206,7 @@ class Bert(LanguageModel):
         if not self.last:
             return x.to(self.dtype), sums
         x = x if self.final_norm is None else self.final_norm(x)
-        if self.binary is not None:
-            sums = {**sums, FOLLOWS: self._follows(x, batch)}
+        sums = {**sums, **self.head_sums(x, batch)}
         if self.finds_places:
             return x, sums  # the head comes behind `counted`
         x = self.head(x)
@@ -233,12 +232,16 @@ class Bert(LanguageModel):
         x = self.head(rows[places])
         return x if self.overlap else self.gather_input(x, self.tp), labels[places], mask[places]
 
+    def head_sums(self, x: torch.Tensor, batch) -> Sums:
+        """What heads beside the one for words give, from the last hidden states."""
+        return {} if self.binary is None else {FOLLOWS: self._follows(x, batch)}
+
     def _follows(self, x: torch.Tensor, batch) -> torch.Tensor:
-        """The sum of the second head's losses, each for as many tokens as the micro-batch counts for a sample: divided by
-        all tokens it is their mean.
+        """The sum of the second head's losses, each for as many tokens as its sample counts: divided by all tokens it is
+        their mean, however samples are dealt out to micro-batches, and samples without masked tokens have no part in it.
         """
-        losses = F.cross_entropy(self.binary(self._pooled(x)).float(), batch.arrays["is_random"], reduction="mean")
-        return losses * batch.num_tokens
+        losses = F.cross_entropy(self.binary(self._pooled(x)).float(), batch.arrays["is_random"], reduction="none")
+        return (losses * batch.loss_mask.sum(0)).sum()
 
     def _pooled(self, x: torch.Tensor) -> torch.Tensor:
         """The first token's hidden state, [b, h], on every rank."""
