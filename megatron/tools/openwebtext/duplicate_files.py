@@ -42,6 +42,8 @@ def documents(path: str | Path, left_out: LeftOut) -> Iterator[tuple[int, bytes,
 
     Raises DataError where the file is not there.
     """
+    if not Path(path).exists():
+        raise DataError(f"{path}: no such file", f"the working directory is {os.getcwd()}", "check the path")
     number = 0
     for lines in blocks_of_lines(Path(path)):
         for line in lines:
