@@ -22,6 +22,7 @@ from megatron.corpus.recipe import StageWanted
 from megatron.errors import SettingsError, UsageError, did_you_mean
 
 STAGES = {
+    "exact-duplicates": "megatron.corpus.exact_duplicates:phases",
     "near-duplicates": "megatron.corpus.near_duplicates:phases",
     "exact-substrings": "megatron.corpus.exact_substrings:phases",
     "decontaminate": "megatron.corpus.decontaminate:phases",
