@@ -267,8 +267,12 @@ class Facts:
         Those of matrix products, two per multiply-add, as in arXiv:2104.04473 (appendix) and Megatron-LM's own
         throughput: attention over the full `context` (default: the sequence), causal or not.
         """
-        output = 2.0 * self.settings.hidden_size * self.vocab_size
-        return 3.0 * (self.attention_flops(context or self.seq_length) + 2.0 * _matrices(self) + output)
+        return 3.0 * (self.attention_flops(context or self.seq_length) + 2.0 * _matrices(self) + self.output_flops)
+
+    @property
+    def output_flops(self) -> float:
+        """FLOPs of what stands behind the final norm, for one token, forward."""
+        return 2.0 * self.settings.hidden_size * self.vocab_size
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
