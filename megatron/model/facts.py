@@ -215,6 +215,12 @@ class Facts:
         """Tokens of a micro-batch that the output layer and the loss see, as many as a rank has of them."""
         return self._tokens(share)
 
+    def pooled_bytes(self, share: RankSetup) -> Optional[int]:
+        """Of a model whose head looks at one token of each sample: bytes of these tokens' hidden states. None: its output
+        layer looks at all tokens, and is divided by vocabulary among tensor parallel ranks.
+        """
+        return None
+
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @property

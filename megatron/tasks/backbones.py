@@ -209,6 +209,9 @@ def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> Callable[..., F
             weight = Placement((self.num_outputs, m.hidden_size), Normal(m.init_method_std))
             return found + ([Unit(HEAD, {"weight": weight}, ends=("last",))] if last else [])
 
+        def pooled_bytes(self, share: RankSetup) -> int:
+            return share.micro_batch_size * self.settings.hidden_size * share.element
+
         # Of the loss: scores of samples, a few numbers.
 
         def loss_chunks(self, share: RankSetup) -> int:

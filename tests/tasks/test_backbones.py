@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning of BERT and T5 against Hugging Face's models with a linear layer, each text by itself and without padding."""
 
+import re
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.errors import Failure
 from megatron.inference.convert.huggingface import from_hf
 from megatron.inference.load import load_model
+from megatron.model.recipe import facts_of
 from megatron.mpu.random import seed_of
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import state
+from megatron.planner.parity import laid_out, parse_layout
+from megatron.planner.traffic import totals, transfers
+from megatron.settings.parse import parse_pretrain
+from megatron.tasks.finetune import recipe_for
 from megatron.tools.checkpoint_convert import fresh_state
+from tests.planner.test_truth import counted_step
 from tests.tasks.classification import LABELS, Toy
 from tests.tasks.test_finetune import STEPS, TUNE, tune
 from tests.training.plain_loop import EOD, LENGTH
@@ -157,3 +167,66 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     ]
     told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
     assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
+
+
+# ---- what the planner says of them -----------------------------------------------------------------------------------
+
+SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4
+    --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --micro-batch-size 2
+    --save none {WORDS}"""
+PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp")]
+MORE = [("BERT", "pp2"), ("BERT", "dp2-zero3"), ("T5", "pp2"), ("T5", "tp2"), ("GPT", "tp2"), ("GPT", "tp2sp")]
+PLANNED += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+
+
+def settings_of(kind: str, layout: str):
+    shared = "--tensor-model-parallel-size 2 --sequence-parallel" if "sp" in layout else ""
+    argv, recipe = recipe_for(f"{SMALL} --backbone {kind} {shared}".split())
+    argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
+    defaults = {"model_type": recipe.model_type, **recipe.defaults}
+    return laid_out(recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults)), parse_layout(layout))
+
+
+@pytest.mark.parametrize("kind, layout", PLANNED)
+def test_ledgers_are_exact(kind, layout, run_ranks):
+    config = settings_of(kind, layout)
+    world = parse_layout(layout).world_size
+    facts = facts_of(config, VOCABULARY)
+    plan, job = Layout.of(config, world), Job.of(config, facts, dp=world, device="cpu")
+    for place, memory, _, sent in run_ranks(world, lambda rank: counted_step()(config)):
+        held, _ = state(job, plan, place["pp"], place["shard"])
+        shared = 0 if held["main weights"] else memory["parameters"]
+        assert sum(held.values()) == sum(memory.values()) - shared, place
+        assert totals(transfers(job, plan, place["pp"], place["shard"])) == sent, place
+
+
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+BARE = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
+WRONG = {  # kind, words -> what the message says
+    ("BERT", BARE): "has no \\[CLS\\], no \\[SEP\\].*--vocab-extra-ids",
+    ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
+    ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
+    ("BERT", f"{WORDS} --pet-pattern {{text}}{{label}} --pet-verbalizer words.json"): "BERT does not score texts",
+    ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",
+    ("T5", f"{WORDS} --seq-length 3"): "--seq-length 3 must be at least 4",
+    ("T5", f"{WORDS} --decoder-seq-length 0"): "--decoder-seq-length 0 must be at least 1",
+    ("BERT", f"{WORDS} --num-tokentypes 3"): "num-tokentypes: 2 in the checkpoint, 3 now",
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=" ".join)
+def test_what_cannot_work_is_told(case, given, tmp_path):
+    kind, words = case
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} {TUNE} --seq-length {LENGTH} {words}"
+    with pytest.raises(Failure) as problem:
+        tune(0, line)
+    assert re.search(WRONG[case], str(problem.value), re.DOTALL)
+
+
+def test_settings_of_another_kind_of_trunk_are_told(given, tmp_path, capsys):
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {given('BERT')} {TUNE} {WORDS} --seq-length {LENGTH}"
+    tune(0, f"{line} --decoder-seq-length 3 --train-epochs 1 --no-best-checkpoint")
+    assert "--decoder-seq-length 3 has no effect without --backbone T5" in capsys.readouterr().out
