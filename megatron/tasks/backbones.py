@@ -29,7 +29,7 @@ class Backbone:
 
     model_type: of its recipe
     module:     "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
-    reader:     "module:class" of what makes arrays of texts (`texts.Reader`)
+    reader:     "module:class" of what makes arrays of texts (`texts.TextReader`)
     pooled:     the token whose state the head sees: "last" of the text (what looks back alone), or "first"
     replaced:   units in whose place the head stands
     patterns:   whether it scores texts for patterns (pet.py), which takes one that looks back alone
@@ -90,7 +90,7 @@ DEFAULT = "GPT"
 _MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
 BACKBONES = {
     "GPT": Backbone(
-        "GPT", _MODEL.format("gpt", "GPT"), _READER.format("GPT"), "last", replaced=("output",), patterns=True
+        "GPT", _MODEL.format("gpt", "GPT"), _READER.format("Causal"), "last", replaced=("output",), patterns=True
     ),
     "BERT": Backbone(
         "BERT", _MODEL.format("bert", "Bert"), _READER.format("Bert"), "first", replaced=("head", "binary", "output")

@@ -341,7 +341,7 @@ def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_len
     tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
     backbone = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
     find_backbone(backbone)
-    if said("backbone") not in (None, backbone):
+    if said("backbone") in BACKBONES and said("backbone") != backbone:
         raise SettingsError(
             f"--backbone {said('backbone')}: the checkpoint is of a {backbone}",
             do="leave it out, or give another --load",

@@ -9,7 +9,7 @@ import numpy as np
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.texts import Reader
+from megatron.tasks.texts import TextReader
 
 ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
 
@@ -32,7 +32,7 @@ class TaskSamples:
     examples: Examples
     task: Task
     tokenizer: Any
-    reader: Reader
+    reader: TextReader
     whole: bool = False
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class MockTaskSamples:
 
     size: int
     task: Task
-    reader: Reader
+    reader: TextReader
     vocab_size: int
     seed: int
     split: int
@@ -72,7 +72,7 @@ class MockTaskSamples:
         return {**self.reader.read(text, None), **wanted(self.task, text[0] % max(self.task.outputs, 2))}
 
 
-def read(example: TaskExample, tokenizer, reader: Reader) -> dict[str, Any]:
+def read(example: TaskExample, tokenizer, reader: TextReader) -> dict[str, Any]:
     """What the model reads of an example. What is too long loses its end; of two texts the longer one first."""
     first = tokenizer.encode(example.text)
     if example.pair is None:

@@ -24,13 +24,13 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Reader:
+class TextReader:
     """length: tokens of a sample, those of the text and the special ones."""
 
     length: int
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "Reader":
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "TextReader":
         """That of a run. Without a tokenizer, for samples that are made up, special tokens are. Raises SettingsError for a
         vocabulary that lacks them.
         """
@@ -51,13 +51,13 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class GPTReader(Reader):
+class CausalReader(TextReader):
     """The text, and where there is another one, the end of a document and that. At least one token."""
 
     end: int = 0
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "GPTReader":
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "CausalReader":
         end = 0 if tokenizer is None or tokenizer.eod is None else tokenizer.eod
         return cls(config.model.seq_length, end)
 
@@ -76,7 +76,7 @@ class GPTReader(Reader):
 
 
 @dataclass(frozen=True)
-class BertReader(Reader):
+class BertReader(TextReader):
     """[CLS] text [SEP], or [CLS] text [SEP] pair [SEP]. kinds: of tokens that have an embedding (--num-tokentypes)."""
 
     cls: int
@@ -108,7 +108,7 @@ class BertReader(Reader):
 
 
 @dataclass(frozen=True)
-class T5Reader(Reader):
+class T5Reader(TextReader):
     """The encoder reads: text [EOS], or text [EOS] pair [EOS]. The decoder reads [BOS], where the head looks."""
 
     bos: int
