@@ -22,7 +22,7 @@ from megatron.tasks.finetune import recipe_for
 from megatron.tools.checkpoint_convert import fresh_state
 from tests.planner.test_truth import counted_step
 from tests.tasks.classification import LABELS, Toy
-from tests.tasks.test_finetune import STEPS, TUNE, tune
+from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
@@ -160,6 +160,11 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    heads = ("head.", "binary.", "output.")
+    assert set(weights_of(tmp_path / "run")) == {
+        "head.weight",
+        *(name for name in weights_of(trunk) if not name.startswith(heads)),
+    }
     steps, scores = theirs(kind, toy.folder, pairs)
     found = records(tmp_path / "run", "step")
     assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [
