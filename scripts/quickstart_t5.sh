@@ -61,7 +61,7 @@ rm -f "$RUN/gaps.txt"
 told 5 fill
 sed 's/^/  | /' "$RUN/gaps.txt"
 
-step 6/7 "Passages of eight packages, with the package as their label; no module is in both files"
+step 6/7 "Passages of eight packages, with the package as their label; no passage is in both files"
 label() {
     python - "$RUN" <<'END'
 import hashlib, json, sys
@@ -79,3 +79,33 @@ for line in [*open(f"{sys.argv[1]}/train.jsonl"), *open(f"{sys.argv[1]}/held_out
 END
     wc -l "$RUN"/task_*.jsonl
 }
+is_made "$RUN/task_valid.jsonl" || told 0.5 label
+
+step 7/7 "A head on the trained model tells the package of a passage"
+cat >"$RUN/task.yaml" <<'END'
+name: packages
+train: task_train.jsonl
+valid: task_valid.jsonl
+text: text
+label: label
+metrics: [accuracy, macro_f1]
+END
+python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task.yaml" --data-path "$RUN" \
+    --pretrained-checkpoint "$RUN/checkpoints" --load "$RUN/tuned" --save "$RUN/tuned" \
+    --seq-length 64 --micro-batch-size 8 --global-batch-size 16 --train-epochs 3 --lr 5e-4 --lr-decay-style linear \
+    --lr-warmup-fraction 0.1 --precision auto --log-interval 50
+python - "$RUN" <<'END'
+import collections, json, sys
+run = sys.argv[1]
+labels = collections.Counter(json.loads(line)["label"] for line in open(f"{run}/task_valid.jsonl"))
+told = [json.loads(line) for line in open(f"{run}/tuned/metrics.jsonl")]
+best = [record for record in told if record["kind"] == "eval" and record["final"] and "accuracy" in record][-1]
+print(f"  right: {best['accuracy']:.1%} of {labels.total()} passages ({max(labels.values()) / labels.total():.1%} are of one package)")
+END
+
+cat <<END
+
+${BOLD}Done.${PLAIN} Then try:
+  bash scripts/quickstart_t5.sh --train-iters 2000
+  .venv/bin/python -m megatron.tools.generate --load $RUN/checkpoints --num-beams 4 --prompt "Returns <extra_id_0> if there is none."
+END

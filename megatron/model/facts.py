@@ -215,6 +215,12 @@ class Facts:
         """Tokens of a micro-batch that the output layer and the loss see, as many as a rank has of them."""
         return self._tokens(share)
 
+    def pooled_bytes(self, share: RankSetup) -> Optional[int]:
+        """Of a model whose head looks at one token of each sample: bytes of these tokens' hidden states. None: its output
+        layer looks at all tokens, and is divided by vocabulary among tensor parallel ranks.
+        """
+        return None
+
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @property
@@ -267,8 +273,12 @@ class Facts:
         Those of matrix products, two per multiply-add, as in arXiv:2104.04473 (appendix) and Megatron-LM's own
         throughput: attention over the full `context` (default: the sequence), causal or not.
         """
-        output = 2.0 * self.settings.hidden_size * self.vocab_size
-        return 3.0 * (self.attention_flops(context or self.seq_length) + 2.0 * _matrices(self) + output)
+        return 3.0 * (self.attention_flops(context or self.seq_length) + 2.0 * _matrices(self) + self.output_flops)
+
+    @property
+    def output_flops(self) -> float:
+        """FLOPs of what stands behind the final norm, for one token, forward."""
+        return 2.0 * self.settings.hidden_size * self.vocab_size
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -229,14 +229,20 @@ class LanguageModel(nn.Module):
 
         gather: False where the output layer gathers its input and reduces the gradient by itself.
         """
+        x, sums = self.trunk(x, batch)
+        return (self.gather_input(x, self.tp) if self.last and gather else x), sums
+
+    def trunk(self, x: Optional[torch.Tensor], batch) -> tuple[torch.Tensor, Sums]:
+        """The micro-batch through embedding, layers and final norm: what goes on to the next stage, or on the last stage
+        the hidden states before any head, [s, b, h], or [s/tp, b, h] under sequence parallelism; and sums of the layers.
+        """
         if self.first:
             positions = self.positions(len(batch.tokens), batch.position_ids)
             x = self.embedding(batch.tokens, positions, batch.samples)
         x, sums = self.run_layers(x, self.context(batch))
         if not self.last:
             return x.to(self.dtype), sums
-        x = x if self.final_norm is None else self.final_norm(x)
-        return (self.gather_input(x, self.tp) if gather else x), sums
+        return (x if self.final_norm is None else self.final_norm(x)), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
         """[s, b] as given, or [s, 1] counted on from `start`; of a shared sequence those of the rows that the rank has."""

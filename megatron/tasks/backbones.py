@@ -3,15 +3,22 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
+from megatron.data.masked_settings import GROUP as MASKED
+from megatron.data.masked_settings import MASKED_RULES
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.gpt.facts import GPTFacts
-from megatron.model.recipe import named_recipe
+from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.t5.settings import GROUP as T5_GROUP
+from megatron.model.t5.settings import own_settings as t5_settings
 from megatron.model.weights import Unit
 from megatron.mpu.placement import Normal, Placement
+from megatron.settings.effects import Needs
+from megatron.settings.rules import Rule
+from megatron.settings.schema import Config
 
 HEAD = "head"
 
@@ -20,27 +27,136 @@ HEAD = "head"
 class Backbone:
     """How a kind of model becomes a trunk.
 
-    facts:  class of its facts
-    module: "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
-    pooled: the token whose state the head sees: "last" of the text (what looks back alone), or "first"
-    recipe: its model type
+    model_type: of its recipe
+    module:     "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
+    reader:     "module:class" of what makes arrays of texts (`texts.TextReader`)
+    pooled:     the token whose state the head sees: "last" of the text (what looks back alone), or "first"
+    replaced:   units in whose place the head stands
+    patterns:   whether it scores texts for patterns (pet.py), which takes one that looks back alone
+    shortened:  settings -> those with lengths that fine-tuning says, where nobody gives them
+    lengths:    settings of such lengths, which are not the checkpoint's
     """
 
-    facts: type[Facts]
+    model_type: str
     module: str
+    reader: str
     pooled: str
-    recipe: str
+    replaced: tuple[str, ...]
+    patterns: bool = False
+    shortened: Callable[[Config], Config] = lambda config: config
+    lengths: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is pretrained."""
+        return named_recipe(self.model_type)
+
+    @property
+    def groups(self) -> dict[str, type]:
+        """The groups of settings that say its shape."""
+        return {name: group for name, group in self.recipe.groups.items() if name != MASKED}
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """What cannot work among the settings of its model, whatever it reads."""
+        return tuple(rule for rule in self.recipe.rules if rule not in MASKED_RULES)
 
     def module_class(self) -> type:
         """Imports torch."""
-        module, _, name = self.module.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return _named(self.module)
+
+    def reader_class(self) -> type:
+        """Imports numpy."""
+        return _named(self.reader)
+
+
+def _named(path: str) -> type:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def one_target(config: Config) -> Config:
+    """The decoder of an encoder-decoder reads one token; as many as tensor parallel ranks where these share a sequence."""
+    own, parallel = t5_settings(config), config.parallel
+    if own.decoder_seq_length is not None:
+        return config
+    own = replace(own, decoder_seq_length=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    return replace(config, extra={**config.extra, T5_GROUP: own})
 
 
 # A row for each kind of model. A trunk that sees both sides pools its first token ([CLS]), and an encoder-decoder the first
 # output of its decoder.
 DEFAULT = "GPT"
-BACKBONES = {"GPT": Backbone(GPTFacts, "megatron.model.gpt.module:GPT", "last", "GPT")}
+_MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
+BACKBONES = {
+    "GPT": Backbone(
+        "GPT", _MODEL.format("gpt", "GPT"), _READER.format("Causal"), "last", replaced=("output",), patterns=True
+    ),
+    "BERT": Backbone(
+        "BERT", _MODEL.format("bert", "Bert"), _READER.format("Bert"), "first", replaced=("head", "binary", "output")
+    ),
+    "T5": Backbone(
+        "T5",
+        _MODEL.format("t5", "T5"),
+        _READER.format("T5"),
+        "first",
+        replaced=("output",),
+        shortened=one_target,
+        lengths=("decoder_seq_length",),
+    ),
+}
+
+
+def shape_groups() -> dict[str, type]:
+    """The groups of settings that say the shape of some kind of trunk."""
+    return {name: group for row in BACKBONES.values() for name, group in row.groups.items()}
+
+
+def trunk_rules(chosen: Callable[[Any], str]) -> tuple[Rule, ...]:
+    """The rules of all trunks, each for those that it is about. chosen: what rules see -> the name of the trunk in use."""
+    found: dict[Rule, list[str]] = {}
+    for name, row in BACKBONES.items():
+        for rule in row.rules:
+            found.setdefault(rule, []).append(name)
+
+    def of_these(rule: Rule, names: list[str]) -> Rule:
+        return Rule(lambda s: chosen(s) in names and rule.broken(s), rule.message)
+
+    return tuple(of_these(rule, names) for rule, names in found.items())
+
+
+def trunk_idle(chosen: Callable[[Any], str]) -> dict[str, Needs]:
+    """What settings of a trunk's shape need for an effect: that it is the one in use, and what its recipe says."""
+    found: dict[str, Needs] = {}
+    for name, row in BACKBONES.items():
+        own = {field.name for group in row.groups.values() for field in fields(group)}
+        of_another = Needs(f"--backbone {name}", lambda s, name=name: chosen(s) == name)
+        found |= {setting: needs for setting, needs in row.recipe.idle.items() if setting not in found}
+        found |= {setting: _both(of_another, row.recipe.idle.get(setting)) for setting in own}
+    return found
+
+
+def _both(first: Needs, second: Needs | None) -> Needs:
+    if second is None:
+        return first
+    return Needs(f"{first.words} and {second.words}", lambda s: first.met(s) and second.met(s))
+
+
+def settled(name: str, config: Config) -> Config:
+    """`Recipe.settled` of a trunk."""
+    row = find_backbone(name)
+    return row.recipe.settled(row.shortened(config))
+
+
+def saved_shape(name: str) -> dict[str, str]:
+    """Settings that only such trunks have, and that a checkpoint gives -> the group that they are in."""
+    row = find_backbone(name)
+    return {
+        field.name: group
+        for group, settings in row.groups.items()
+        for field in fields(settings)
+        if field.metadata.get("on_resume") in ("another model", "refused") and field.name not in row.lengths
+    }
 
 
 def find_backbone(name: str) -> Backbone:
@@ -56,23 +172,26 @@ def find_backbone(name: str) -> Backbone:
 
 def trunk_facts(name: str, config, vocab_size: int) -> Facts:
     """The facts of the model as it was pretrained."""
-    return named_recipe(find_backbone(name).recipe).facts(config, vocab_size)
+    return find_backbone(name).recipe.facts(config, vocab_size)
 
 
 def classifier_facts(name: str, config, vocab_size: int, outputs: int) -> Facts:
     """The facts of that model with a head of so many outputs in the place of the output layer."""
     facts = trunk_facts(name, config, vocab_size)
     own = {field.name: getattr(facts, field.name) for field in fields(facts)}
-    return _with_head(type(facts))(**own, num_outputs=outputs)
+    return _with_head(type(facts), find_backbone(name).replaced)(**own, num_outputs=outputs)
 
 
 @cache
-def _with_head(trunk: type[Facts]) -> Callable[..., Facts]:
+def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> Callable[..., Facts]:
     @dataclass(frozen=True)
     class ClassifierFacts(trunk):
         """num_outputs: of the head."""
 
         num_outputs: int = 2
+
+        word_head = False
+        output_flops = 0.0  # of a few numbers for each sample
 
         @property
         def name(self) -> str:
@@ -83,13 +202,15 @@ def _with_head(trunk: type[Facts]) -> Callable[..., Facts]:
             return False  # there is no output layer that could share the table
 
         def units(self, layers, first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-            found = [unit for unit in super().units(layers, first, last, sequence_parallel) if unit.name != "output"]
+            found = [
+                unit for unit in super().units(layers, first, last, sequence_parallel) if unit.name not in replaced
+            ]
             m = self.settings
             weight = Placement((self.num_outputs, m.hidden_size), Normal(m.init_method_std))
             return found + ([Unit(HEAD, {"weight": weight}, ends=("last",))] if last else [])
 
-        def flops(self, context=None) -> float:
-            return super().flops(context) - 3.0 * 2.0 * self.settings.hidden_size * self.vocab_size
+        def pooled_bytes(self, share: RankSetup) -> int:
+            return share.micro_batch_size * self.settings.hidden_size * share.element
 
         # Of the loss: scores of samples, a few numbers.
 

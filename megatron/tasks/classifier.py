@@ -14,7 +14,8 @@ from megatron.mpu import mappings
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.tasks.backbones import HEAD
-from megatron.tasks.samples import ABOVE, BELOW, LENGTHS
+from megatron.tasks.samples import ABOVE, BELOW
+from megatron.tasks.texts import LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
 
@@ -51,8 +52,8 @@ def classifier_of(trunk: type, pooled_token: str) -> type:
     class Classifier(trunk):
         """See `classifier_of`. facts: `backbones.classifier_facts`."""
 
-        def __init__(self, model, mesh, vocab_size, **keywords):
-            super().__init__(model, mesh, vocab_size, **keywords)
+        def __init__(self, *model, **keywords):
+            super().__init__(*model, **keywords)
             if self.last:
                 [weights] = [unit.weights for unit in self.units if unit.name == HEAD]
                 self.head = Head(weights, **self.factory_kwargs)
@@ -62,11 +63,11 @@ def classifier_of(trunk: type, pooled_token: str) -> type:
             label}).
             """
             with self.region():
-                x, sums = self._hidden(x, batch, gather=False)
+                x, sums = self.trunk(x, batch)
                 if not self.last:
                     return (x, sums) if sums else x
-                lengths = batch.arrays[LENGTHS]  # [b]
-                rows = lengths - 1 if pooled_token == "last" else torch.zeros_like(lengths)
+                last = pooled_token == "last"
+                rows = batch.arrays[LENGTHS] - 1 if last else torch.zeros_like(batch.labels)  # [b]
                 scores = self.head(pooled(x, rows, self.tp, self.sequence_parallel and self.tp.size > 1))  # [b, c]
             if self.collect is not None and not self.training:
                 self.collect(batch, scores)

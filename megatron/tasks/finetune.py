@@ -7,14 +7,26 @@ from functools import partial
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
-from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.recipe import Recipe
 from megatron.settings.from_checkpoint import saved_record, shape_of
 from megatron.settings.parse import given
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
-from megatron.tasks.backbones import BACKBONES, DEFAULT, HEAD, classifier_facts, find_backbone, trunk_facts
+from megatron.tasks.backbones import (
+    BACKBONES,
+    DEFAULT,
+    HEAD,
+    classifier_facts,
+    find_backbone,
+    saved_shape,
+    settled,
+    shape_groups,
+    trunk_facts,
+    trunk_idle,
+    trunk_rules,
+)
 from megatron.tasks.description import find_task
 from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
 
@@ -24,17 +36,16 @@ LOSS, LM_LOSS = "loss", "lm loss"  # with a head, and of a pattern
 
 def recipe() -> Recipe:
     """What is trained; settings that depend on the task are added by `recipe_for`."""
-    trunk = named_recipe(BACKBONES[DEFAULT].recipe)
     return Recipe(
         MODEL_TYPE,
         facts,
         build_model,
         build_datasets,
         own_data=True,
-        groups={GROUP: TaskSettings},
+        groups=groups(),
         defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
-        rules=(*trunk.rules, *TASK_RULES),
-        idle=trunk.idle,
+        rules=(*trunk_rules(backbone_of), *TASK_RULES),
+        idle=trunk_idle(backbone_of),
         sums=sums,
         perplexities=(LM_LOSS,),
         arrays=arrays,
@@ -42,7 +53,13 @@ def recipe() -> Recipe:
         measures=measures,
         heads=(f"{HEAD}.",),
         starts_from=tuple(BACKBONES),
+        settled=settled_trunk,
     )
+
+
+def groups() -> dict[str, type]:
+    """Settings of the task, and of the shapes of all trunks."""
+    return {GROUP: TaskSettings, **shape_groups()}
 
 
 TASK_RULES = (
@@ -59,12 +76,34 @@ TASK_RULES = (
         lambda s: own(s).backbone not in BACKBONES,
         lambda s: f"--backbone {own(s).backbone}: fine-tuning knows {', '.join(BACKBONES)}",
     ),
+    Rule(
+        lambda s: own(s).pet_pattern and own(s).backbone in BACKBONES and not BACKBONES[own(s).backbone].patterns,
+        lambda s: (
+            f"--pet-pattern: {own(s).backbone} does not score texts from left to right; leave it out, which puts a head "
+            f"on the model, or begin with a {' or '.join(name for name, row in BACKBONES.items() if row.patterns)}"
+        ),
+    ),
+    Rule(
+        lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
+        lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens stand beside the text",
+    ),
 )
 
 
 def own(s) -> TaskSettings:
     """The task's settings out of what rules see."""
     return task_settings(s.settings)
+
+
+def backbone_of(s) -> str:
+    """The kind of trunk, out of what rules see."""
+    return own(s).backbone
+
+
+def settled_trunk(config):
+    """`Recipe.settled`; of a trunk that nobody knows the rules tell."""
+    name = task_settings(config).backbone
+    return settled(name, config) if name in BACKBONES else config
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -110,6 +149,7 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples."""
     from megatron.tasks.samples import TaskSamples, longest_cut
 
+    backbone = find_backbone(task_settings(config).backbone)
     settings, length, task = task_settings(config), config.model.seq_length, open_task(task_settings(config)).task
     if config.data.mock_data:
         return mock_datasets(config, tokenizer, vocab_size, sizes, log)
@@ -124,8 +164,9 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
         from megatron.tasks.pet import pet_datasets
 
         return pet_datasets(settings, found, tokenizer, length, log)
+    reader = backbone.reader_class().of(config, tokenizer, vocab_size)
     made = [
-        examples and TaskSamples(examples, task, tokenizer, length, whole=split != "train")
+        examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train")
         for split, examples in found.items()
     ]
     if made[0] and (cut := longest_cut(made[0])):
@@ -136,15 +177,19 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Samples that are made up, of the same form."""
-    common = config.model.seq_length, vocab_size, config.logging.seed
+    common = vocab_size, config.logging.seed
     if task_settings(config).pet_pattern is not None:
         from megatron.tasks.pet import MockPatterns
 
-        return tuple(MockPatterns(size, *common, split) if size else None for split, size in enumerate(sizes))
+        length = config.model.seq_length
+        return tuple(MockPatterns(size, length, *common, split) if size else None for split, size in enumerate(sizes))
     from megatron.tasks.samples import MockTaskSamples
 
     task = open_task(task_settings(config)).task
-    return tuple(MockTaskSamples(size, task, *common, split) if size else None for split, size in enumerate(sizes))
+    reader = find_backbone(task_settings(config).backbone).reader_class().of(config, None, vocab_size)
+    return tuple(
+        MockTaskSamples(size, task, reader, *common, split) if size else None for split, size in enumerate(sizes)
+    )
 
 
 def arrays(config, vocab_size):
@@ -155,7 +200,9 @@ def arrays(config, vocab_size):
         return pet_arrays(config.model.seq_length, vocab_size)
     from megatron.tasks.samples import sample_arrays
 
-    return sample_arrays(open_task(task_settings(config)).task, config.model.seq_length, vocab_size)
+    settings = task_settings(config)
+    text = find_backbone(settings.backbone).reader_class().arrays(config, vocab_size)
+    return sample_arrays(open_task(settings).task, text)
 
 
 def tell(log, opened, split: str, examples) -> None:
@@ -203,6 +250,9 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     if record is not None:
         argv = [word for word in argv if word.replace("_", "-") != "--use-checkpoint-args"]  # they are taken anyway
         defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
+    kind = defaults.get("backbone") or said("backbone")
+    if kind in BACKBONES:
+        defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}
     if said("train_iters") is not None or said("train_samples") is not None:
         defaults.pop("train_epochs", None)
     if "train_epochs" in defaults or said("train_epochs") is not None:
@@ -212,7 +262,7 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
 
 def _said(argv: list[str], name: str) -> Any:
     """What the command line, with its files, gives a setting."""
-    return given(argv, name, {**GROUPS, GROUP: TaskSettings})
+    return given(argv, name, {**GROUPS, **groups()})
 
 
 def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:
@@ -233,7 +283,8 @@ def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], di
         if record is None:
             raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
         return record, dict(load=start, finetune=True)
-    if load is None and said("num_layers") is None and said("model_name_or_path") is None:
+    shapes = ("num_layers", "encoder_num_layers", "model_name_or_path")
+    if load is None and all(said(name) is None for name in shapes):
         raise UsageError(
             "there is no model to fine-tune",
             do="--load CHECKPOINTS, or the shape of a model that begins with random weights",
@@ -288,11 +339,16 @@ def _is_finetuned(record: dict[str, Any]) -> bool:
 def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_length: Optional[int]) -> dict[str, Any]:
     """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
     tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
-    found = shape_of(record, {}, tokenizer)
-    found["backbone"] = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
+    backbone = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
+    find_backbone(backbone)
+    if said("backbone") in BACKBONES and said("backbone") != backbone:
+        raise SettingsError(
+            f"--backbone {said('backbone')}: the checkpoint is of a {backbone}",
+            do="leave it out, or give another --load",
+        )
+    found = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
     if _is_finetuned(record):
         return found
-    find_backbone(found["backbone"])
     table = found.get("max_position_embeddings")
     if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         seq_length = min(seq_length, table)

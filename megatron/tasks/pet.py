@@ -24,8 +24,9 @@ from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.samples import TOKENS, cut
+from megatron.tasks.samples import cut
 from megatron.tasks.settings import open_task
+from megatron.tasks.texts import TOKENS
 from megatron.training.measures import RequestMeasures
 
 FIELDS = ("text", "pair", "label")

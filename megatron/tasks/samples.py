@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples as samples of training: tokens, filled up behind the text, and what is to be found out of them."""
+"""Examples as samples of training: what the model reads of a text, and what is to be found out of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -10,21 +9,17 @@ import numpy as np
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.texts import TextReader
 
-TOKENS, LENGTHS = "tokens", "lengths"  # of a sample: ids, filled up; how many of them are the text
 ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
 
 
-def sample_arrays(task: Task, seq_length: int, vocab_size: int) -> dict[str, SampleArray]:
-    """What a sample of a task consists of. Its loss mask is one number: 1 where the label is known."""
+def sample_arrays(task: Task, text: dict[str, SampleArray]) -> dict[str, SampleArray]:
+    """What a sample of a task consists of. text: what the model reads. Its loss mask is one number: 1 where the label is
+    known.
+    """
     numbers = {ABOVE: SampleArray(0, mask=True), BELOW: SampleArray(0, mask=True)} if task.regression else {}
-    return {
-        TOKENS: SampleArray(seq_length, below=vocab_size),
-        LABELS: SampleArray(0, below=task.outputs),
-        LOSS_MASK: SampleArray(0, mask=True),
-        LENGTHS: SampleArray(0, below=seq_length + 1),
-        **numbers,
-    }
+    return {**text, LABELS: SampleArray(0, below=task.outputs), LOSS_MASK: SampleArray(0, mask=True), **numbers}
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class TaskSamples:
     examples: Examples
     task: Task
     tokenizer: Any
-    seq_length: int
+    reader: TextReader
     whole: bool = False
 
     def __len__(self) -> int:
@@ -45,18 +40,15 @@ class TaskSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples.rows[index]
-        text = token_ids(example, self.tokenizer, self.seq_length)
-        return sample_of(self.task, text, example.label, self.seq_length)
+        return {**read(example, self.tokenizer, self.reader), **wanted(self.task, example.label)}
 
 
-def sample_of(task: Task, text: Sequence[int], label: Optional[float], seq_length: int) -> dict[str, Any]:
-    """The sample of a text of at most seq_length tokens. label: None where nobody knows it."""
-    tokens, value = np.zeros(seq_length, np.int64), label or 0
-    tokens[: len(text)] = text
-    sample = {TOKENS: tokens, LOSS_MASK: float(label is not None), LENGTHS: len(text)}
+def wanted(task: Task, label: Optional[float]) -> dict[str, Any]:
+    """What is to be found out, as arrays of a sample. label: None where nobody knows it."""
+    value, known = label or 0, {LOSS_MASK: float(label is not None)}
     if task.regression:
-        return {**sample, LABELS: 0, ABOVE: max(value, 0.0), BELOW: max(-value, 0.0)}
-    return {**sample, LABELS: int(value)}
+        return {**known, LABELS: 0, ABOVE: max(value, 0.0), BELOW: max(-value, 0.0)}
+    return {**known, LABELS: int(value)}
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class MockTaskSamples:
 
     size: int
     task: Task
-    seq_length: int
+    reader: TextReader
     vocab_size: int
     seed: int
     split: int
@@ -76,20 +68,18 @@ class MockTaskSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = np.random.default_rng((self.seed, self.split, index))
-        text = draw.integers(self.vocab_size, size=draw.integers(1, self.seq_length + 1))
-        return sample_of(self.task, text.tolist(), int(text[0] % max(self.task.outputs, 2)), self.seq_length)
+        text = draw.integers(self.vocab_size, size=draw.integers(1, self.reader.room(False) + 1)).tolist()
+        return {**self.reader.read(text, None), **wanted(self.task, text[0] % max(self.task.outputs, 2))}
 
 
-def token_ids(example: TaskExample, tokenizer, length: int) -> list[int]:
-    """At least one and at most `length` ids: the text, and where there is another one, the end of a document and that. What
-    is too long loses its end; of two texts the longer one first.
-    """
+def read(example: TaskExample, tokenizer, reader: TextReader) -> dict[str, Any]:
+    """What the model reads of an example. What is too long loses its end; of two texts the longer one first."""
     first = tokenizer.encode(example.text)
     if example.pair is None:
-        return first[:length] or [_end(tokenizer)]
+        return reader.read(first[: reader.room(False)], None)
     second = tokenizer.encode(example.pair)
-    keep = cut(len(first), len(second), length - 1)
-    return [*first[: keep[0]], _end(tokenizer), *second[: keep[1]]]
+    keep = cut(len(first), len(second), reader.room(True))
+    return reader.read(first[: keep[0]], second[: keep[1]])
 
 
 def cut(first: int, second: int, length: int) -> tuple[int, int]:
@@ -106,13 +96,11 @@ def cut(first: int, second: int, length: int) -> tuple[int, int]:
     return (first, length - first) if first <= length - half else (length - half, half)
 
 
-def _end(tokenizer) -> int:
-    return 0 if tokenizer.eod is None else tokenizer.eod
-
-
 def longest_cut(samples: Optional[TaskSamples], most: int = 2000) -> int:
     """Of the first `most` examples, how many are longer than the samples: the log says it."""
     if samples is None:
         return 0
+    encode, room = samples.tokenizer.encode, samples.reader.room
     rows = samples.examples.rows[:most]
-    return sum(len(token_ids(example, samples.tokenizer, 1 << 20)) > samples.seq_length for example in rows)
+    lengths = [(len(encode(row.text)) + len(encode(row.pair or "")), row.pair is not None) for row in rows]
+    return sum(length > room(pair) for length, pair in lengths)

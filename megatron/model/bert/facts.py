@@ -32,6 +32,7 @@ class BertFacts(GPTFacts):
     own: BertSettings = BertSettings()
 
     name = "BERT"
+    word_head = True  # a subclass may have another head in the place of the one that finds masked words
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "BertFacts":
@@ -85,14 +86,15 @@ class BertFacts(GPTFacts):
     def keeps_last_sum(self, kind: str) -> bool:
         return self.own.post_norm or super().keeps_last_sum(kind)
 
-    def flops(self, context: Optional[int] = None) -> float:
+    @property
+    def output_flops(self) -> float:
         """The head's own product with it."""
-        return super().flops(context) + 3 * 2.0 * self.settings.hidden_size**2
+        return super().output_flops + 2.0 * self.settings.hidden_size**2
 
     def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
         kept = super().ends_saved_bytes(share, first, last)
         rest, h = self._between(share, self._tokens(share)), self.settings.hidden_size
-        if last:  # inputs of the product and of GeLU, and the norm behind
+        if last and self.word_head:  # inputs of the product and of GeLU, and the norm behind
             kept["output layer and loss"] += 2 * rest * h * share.element
             kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
         if first and self.own.post_norm:

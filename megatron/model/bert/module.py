@@ -149,10 +149,10 @@ class Bert(LanguageModel):
         settings, tables = facts.settings, {unit.name: unit.weights for unit in self.units}
         self.rotary = Rotary(settings) if settings.position_embedding_type == "rope" else None
         self.head = self.binary = None
-        if self.last:
+        if self.last and facts.word_head:
             self.head = WordHead(facts, tables[HEAD], mesh.tp, **self.factory_kwargs)
-            if facts.own.bert_binary_head:
-                self.binary = BinaryHead(tables["binary"], **self.factory_kwargs)
+        if "binary" in tables:
+            self.binary = BinaryHead(tables["binary"], **self.factory_kwargs)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: BertFacts, **stage) -> "Bert":
@@ -199,13 +199,18 @@ class Bert(LanguageModel):
         samples = None if batch is None else batch.samples
         return ForwardContext(samples, angles, padding=padding, region=self.region, batch=batch)
 
-    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+    def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
         if self.first:
             x = self.embedding(batch.arrays["text"], batch.arrays["types"], batch.samples)
         x, sums = self.run_layers(x, self.context(batch))
         if not self.last:
             return x.to(self.dtype), sums
-        x = x if self.final_norm is None else self.final_norm(x)
+        return (x if self.final_norm is None else self.final_norm(x)), sums
+
+    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+        x, sums = self.trunk(x, batch)
+        if not self.last:
+            return x, sums
         sums = {**sums, **self.head_sums(x, batch)}
         if self.finds_places:
             return x, sums  # the head comes behind `counted`

@@ -171,9 +171,12 @@ class T5Facts(GPTFacts):
 
     def flops(self, context: Optional[int] = None) -> float:
         """Of one of a sample's tokens, as a mean over those of source and target."""
-        output = 2.0 * self.target * self.settings.hidden_size * self.vocab_size
         layers = sum(map(self.layer_flops, range(self.num_layers)))
-        return 3.0 * (layers + output) / self.seq_length
+        return 3.0 * (layers / self.seq_length + self.output_flops)
+
+    @property
+    def output_flops(self) -> float:
+        return super().output_flops * self.target / self.seq_length
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         """Of the decoder's own attention; relative positions are a reason for explicit ones on no device."""

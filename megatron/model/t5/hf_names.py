@@ -210,7 +210,7 @@ def _from_t5(c: dict[str, Any]) -> tuple[Model, T5Settings, int]:
         relative_attention_num_buckets=int(c.get("relative_attention_num_buckets", 32)),
         relative_attention_max_distance=int(c.get("relative_attention_max_distance", 128)),
         unscaled_attention=True,
-        scale_tied_output=tied,
+        scale_tied_output=tied and bool(c.get("scale_decoder_outputs", True)),  # transformers 5 says it by itself
     )
     sizes = (
         encoder,

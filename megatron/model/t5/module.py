@@ -280,7 +280,8 @@ class T5(LanguageModel):
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
-    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+    def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
+        """As `LanguageModel.trunk`: source, target and tables as one message, or the target's states [t, b, h]."""
         tables = None
         if self.first:
             halves = self.embedding(batch.arrays["text_enc"], batch.arrays["text_dec"], batch.samples)
@@ -290,11 +291,14 @@ class T5(LanguageModel):
         halves = self._through(halves, self.shared(batch, tables))
         if not self.last:
             return self._packed(halves, tables), {}
-        return self._normed(halves.target, gather), {}
+        return self.final_norm(halves.target), {}
 
-    def _normed(self, x: torch.Tensor, gather: bool = True) -> torch.Tensor:
-        """What the output layer multiplies, [t, b, h]."""
-        x = self.final_norm(x)
+    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
+        x, sums = self.trunk(x, batch)
+        return (self._scaled(x, gather) if self.last else x), sums
+
+    def _scaled(self, x: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        """What the output layer multiplies, [t, b, h], out of normed hidden states."""
         x = x if self.output_scale == 1.0 else x * self.output_scale
         return self.gather_input(x, self.tp) if gather else x
 
@@ -383,7 +387,7 @@ class T5(LanguageModel):
                 x = self.blocks[str(n)](x, encoded.memory, context)
             if cache is not None:
                 cache.length = end
-            x = self._normed(x[-1:] if last_only else x)
+            x = self._scaled(self.final_norm(x[-1:] if last_only else x))
             scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)
             scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap

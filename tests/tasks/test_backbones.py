@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning of BERT and T5 against Hugging Face's models with a linear layer, each text by itself and without padding."""
+
+import re
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.errors import Failure
+from megatron.inference.convert.huggingface import from_hf
+from megatron.inference.load import load_model
+from megatron.model.recipe import facts_of
+from megatron.mpu.random import seed_of
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import state
+from megatron.planner.parity import laid_out, parse_layout
+from megatron.planner.traffic import totals, transfers
+from megatron.settings.parse import parse_pretrain
+from megatron.tasks.finetune import recipe_for
+from megatron.tools.checkpoint_convert import fresh_state
+from tests.planner.test_truth import counted_step
+from tests.tasks.classification import LABELS, Toy
+from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
+from tests.training.plain_loop import EOD, LENGTH
+from tests.training.test_plain_loop import records
+
+CLS, SEP, MASK, PAD, BOS, EOS = range(EOD + 1, EOD + 7)  # what --vocab-extra-ids adds, and one sentinel
+VOCABULARY = EOS + 2
+WORDS = f"--tokenizer-type NullTokenizer --vocab-size {EOD} --vocab-extra-ids 1"
+LAYOUTS = {
+    "one process": (1, ""),
+    "tp2 with sequence parallelism": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --micro-batch-size 1"),
+}
+CASES = [
+    pytest.param(kind, layout, marks=() if layout in quick else pytest.mark.full)
+    for kind, quick in {
+        "BERT": ("tp2 with sequence parallelism",),
+        "T5": ("tp2 with sequence parallelism", "pp2"),
+        "T5 1.0": (),
+    }.items()
+    for layout in LAYOUTS
+]
+
+
+def model_of(kind: str):
+    """Hugging Face's, with weights that are large enough to make a difference."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "BERT":
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=LENGTH,
+        )
+        whole = transformers.BertForPreTraining(config)
+    else:
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            feed_forward_proj="relu" if kind == "T5 1.0" else "gated-gelu",
+            tie_word_embeddings=kind == "T5 1.0",
+        )
+        whole = transformers.T5ForConditionalGeneration(config)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            drawn = torch.randn(parameter.shape, generator=draw)
+            parameter.copy_(drawn * 0.2 if parameter.dim() > 1 else parameter + 0.1 * drawn)
+    whole.tie_weights()
+    return whole
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """kind -> a folder with a checkpoint, imported from Hugging Face's."""
+
+    @cache
+    def folder(kind):
+        path = tmp_path_factory.mktemp("models") / kind.replace(" ", "-")
+        model_of(kind).save_pretrained(path / "hf")
+        from_hf(path / "hf", path / "ours", fresh_state())
+        return path / "ours"
+
+    return folder
+
+
+def cut(first: list[int], second: list[int], room: int) -> tuple[list[int], list[int]]:
+    """The longer text loses tokens until both fit."""
+    first, second = list(first), list(second or [])
+    while len(first) + len(second) > room:
+        (second if len(second) >= len(first) else first).pop()
+    return first, second
+
+
+def scores_of(model, head, kind: str, row) -> torch.Tensor:
+    """[c] of a text, or a pair."""
+    pair = row[1] is not None
+    ids = lambda *parts: torch.tensor([[one for part in parts for one in part]])
+    if kind == "BERT":
+        first, second = cut(*row[:2], LENGTH - 2 - pair)
+        front, back = [CLS, *first, SEP], [*second, SEP] if pair else []
+        types = ids([0] * len(front), [1] * len(back))
+        return model.bert(ids(front, back), token_type_ids=types)[0][0, 0] @ head.T
+    first, second = cut(*row[:2], LENGTH - 1 - pair)
+    source = ids(first, [EOS], [*second, EOS] if pair else [])
+    states = model.encoder(source)[0]
+    return model.decoder(torch.tensor([[BOS]]), encoder_hidden_states=states)[0][0, 0] @ head.T
+
+
+@cache
+def theirs(kind: str, folder, pairs: bool):
+    """([{loss, grad_norm} of each step], validation scores at the end) of a plain loop."""
+    model, toy = model_of(kind), Toy(folder, pairs=pairs)
+    if kind == "BERT":
+        model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
+    std = load_model(str(folder.parent / "trunk")).config.model.init_method_std
+    head = torch.empty(len(LABELS), 16)
+    head.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(1234, "head.weight", 0))).requires_grad_()
+    unused = ("cls.", "bert.pooler", "lm_head")
+    used = [p for name, p in model.named_parameters() if not name.startswith(unused)]
+    groups = [
+        dict(params=[p for p in (*used, head) if (p.dim() > 1) == decays], weight_decay=0.01 * decays)
+        for decays in (True, False)
+    ]
+    adam, steps, rows = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), [], toy.rows["train"]
+    orders = [torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
+    for step in range(STEPS):
+        places = [orders[n // len(rows)][n % len(rows)] for n in range(step * 8, step * 8 + 8)]
+        found = torch.stack([scores_of(model, head, kind, rows[place]) for place in places])
+        loss = F.cross_entropy(found, torch.tensor([rows[place][2] for place in places]))
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([*used, head], 1.0).item()
+        adam.step()
+        steps.append({"loss": loss.item(), "grad_norm": norm})
+    with torch.no_grad():
+        return steps, torch.stack([scores_of(model, head, kind, row) for row in toy.rows["valid"]])
+
+
+@pytest.mark.parametrize("kind, layout", CASES)
+def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_path, tmp_path_factory, run_ranks):
+    world, words = LAYOUTS[layout]
+    trunk, pairs = given(kind), layout != "pp2"
+    toy = Toy(trunk.parent / f"toy{pairs}", pairs=pairs)
+    (trunk.parent / "trunk").exists() or (trunk.parent / "trunk").symlink_to(trunk)
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
+    line += f" --seq-length {LENGTH} --no-best-checkpoint"
+    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    heads = ("head.", "binary.", "output.")
+    assert set(weights_of(tmp_path / "run")) == {
+        "head.weight",
+        *(name for name in weights_of(trunk) if not name.startswith(heads)),
+    }
+    steps, scores = theirs(kind, toy.folder, pairs)
+    found = records(tmp_path / "run", "step")
+    assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [
+        pytest.approx(step, rel=5e-5) for step in steps
+    ]
+    told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
+    assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
+
+
+# ---- what the planner says of them -----------------------------------------------------------------------------------
+
+SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4
+    --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --micro-batch-size 2
+    --save none {WORDS}"""
+PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp")]
+MORE = [("BERT", "pp2"), ("BERT", "dp2-zero3"), ("T5", "pp2"), ("T5", "tp2"), ("GPT", "tp2"), ("GPT", "tp2sp")]
+PLANNED += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+
+
+def settings_of(kind: str, layout: str):
+    shared = "--tensor-model-parallel-size 2 --sequence-parallel" if "sp" in layout else ""
+    argv, recipe = recipe_for(f"{SMALL} --backbone {kind} {shared}".split())
+    argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
+    defaults = {"model_type": recipe.model_type, **recipe.defaults}
+    return laid_out(recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults)), parse_layout(layout))
+
+
+@pytest.mark.parametrize("kind, layout", PLANNED)
+def test_ledgers_are_exact(kind, layout, run_ranks):
+    config = settings_of(kind, layout)
+    world = parse_layout(layout).world_size
+    facts = facts_of(config, VOCABULARY)
+    plan, job = Layout.of(config, world), Job.of(config, facts, dp=world, device="cpu")
+    for place, memory, _, sent in run_ranks(world, lambda rank: counted_step()(config)):
+        held, _ = state(job, plan, place["pp"], place["shard"])
+        shared = 0 if held["main weights"] else memory["parameters"]
+        assert sum(held.values()) == sum(memory.values()) - shared, place
+        assert totals(transfers(job, plan, place["pp"], place["shard"])) == sent, place
+
+
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+BARE = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
+WRONG = {  # kind, words -> what the message says
+    ("BERT", BARE): "has no \\[CLS\\], no \\[SEP\\].*--vocab-extra-ids",
+    ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
+    ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
+    ("BERT", f"{WORDS} --pet-pattern {{text}}{{label}} --pet-verbalizer words.json"): "BERT does not score texts",
+    ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",
+    ("T5", f"{WORDS} --seq-length 3"): "--seq-length 3 must be at least 4",
+    ("T5", f"{WORDS} --decoder-seq-length 0"): "--decoder-seq-length 0 must be at least 1",
+    ("BERT", f"{WORDS} --num-tokentypes 3"): "num-tokentypes: 2 in the checkpoint, 3 now",
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=" ".join)
+def test_what_cannot_work_is_told(case, given, tmp_path):
+    kind, words = case
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} {TUNE} --seq-length {LENGTH} {words}"
+    with pytest.raises(Failure) as problem:
+        tune(0, line)
+    assert re.search(WRONG[case], str(problem.value), re.DOTALL)
+
+
+def test_settings_of_another_kind_of_trunk_are_told(given, tmp_path, capsys):
+    toy = Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {given('BERT')} {TUNE} {WORDS} --seq-length {LENGTH}"
+    tune(0, f"{line} --decoder-seq-length 3 --train-epochs 1 --no-best-checkpoint")
+    assert "--decoder-seq-length 3 has no effect without --backbone T5" in capsys.readouterr().out
