@@ -22,5 +22,10 @@ def examples(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if examples(name)])
 def test_examples(name):
-    found = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:  # of another package, which an extra brings
+        assert not error.name.startswith("megatron")
+        pytest.skip(f"{error.name} is not installed")
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert found.attempted and not found.failed

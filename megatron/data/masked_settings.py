@@ -101,14 +101,4 @@ MASKED_RULES = (
         lambda s: _own(s).task_mixture and s.full_validation,
         lambda s: "--full-validation: a mixture of tasks (--task-mixture) has no end; give --eval-iters instead",
     ),
-    *(
-        Rule(
-            lambda s, name=name: getattr(s, name),
-            lambda s, name=name: (
-                f"--{name.replace('_', '-')} is of samples with several documents; those of masked models are of one "
-                "document each: leave it out"
-            ),
-        )
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    ),
 )

@@ -80,5 +80,5 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     found |= {name: extra[group][name] for name, group in own.items() if name in extra.get(group, {})}
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
     if not given & set(config.get("tokenizer", {})):
-        found |= tokenizer or _numbers(record.get("vocab_size"))
+        found |= tokenizer if any(tokenizer.values()) else _numbers(record.get("vocab_size"))
     return {name: value for name, value in found.items() if value is not None and name not in given}

@@ -377,7 +377,6 @@ def test_room_for_spans(folder):
         ("--mask-spans words --mask-max-ngram 3", "leave one of the two out"),
         ("--seq-length 4", "--seq-length 4 is too short for a masked sample"),
         ("--dataset-type webtext", "--dataset-type webtext is of models that predict the next token"),
-        ("--reset-attention-mask", "--reset-attention-mask is of samples with several documents"),
         ("--train-epochs 3", "--train-epochs 3: an epoch of masked samples has no number"),
         ("--vocab-extra-ids -1", "--vocab-extra-ids -1 must be at least 0"),
     ],

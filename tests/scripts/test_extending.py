@@ -72,7 +72,8 @@ def test_patches_fit_and_commands_run(section, tmp_path):
     folder = tmp_path / "tree"
     for name in ("megatron", "tests/models", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pretrain_gpt.py", folder)
+    for script in ROOT.glob("pretrain_*.py"):
+        shutil.copy(script, folder)
     for patch in blocks(section, "diff"):
         apply(patch, folder)
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
