@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -100,9 +102,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `full` are skipped without --full, those marked `gpu` where torch sees no GPU."""
-    for item in items:
-        if item.get_closest_marker("full") and not config.getoption("--full"):
+    """Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases; those marked
+    `gpu` where torch sees no GPU.
+    """
+    if not config.getoption("--full"):
+        for item in [*(item for item in items if item.get_closest_marker("full")), *_left_out(items)]:
             item.add_marker(pytest.mark.skip(reason="takes long: make test-full"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -112,6 +116,20 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def _left_out(items) -> list:
+    """The cases of `sampled` tests that --full alone runs: by a hash of their names, so that all parameters are met."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("full"):
+            cases[item.function].append(item)
+    left = []
+    for found in cases.values():
+        [each] = found[0].get_closest_marker("sampled").args
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        left += found[-(-len(found) // each) :]
+    return left
 
 
 # ---- processes of a test that failed ---------------------------------------------------------------------------------

@@ -181,6 +181,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("averaging", ["token", "micro-batch"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_the_plain_loop_with_both_sums_minimised(tmp_path, name, averaging):
@@ -216,6 +217,7 @@ def test_documents_apart(tmp_path):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_resumes_bit_for_bit_also_in_another_layout_and_from_resharded_files(tmp_path, capsys):
     whole = train(tmp_path / "whole")
     half = train(tmp_path / "half", "--exit-interval 2")

@@ -326,6 +326,7 @@ def test_the_odd_ones_are_named(run_ranks, root, monkeypatch):
     assert set(found) == {"data", "clocks", "gemm", "versions", "code", "all-reduce", "command", "disk"}
 
 
+@pytest.mark.full
 def test_a_started_job_looks_at_its_machines(root):
     words = f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1 --preflight --device cpu".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -53,6 +53,7 @@ def test_every_promised_script_is_there():
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_head_is_what_the_planner_says(name):
     text = SCRIPTS[name].read_text()
@@ -82,6 +83,7 @@ def test_the_head_that_the_guide_shows():
 SEARCHED = ("auto_gpt_1.3B_dp8", "pretrain_gpt_22B_auto")  # another search is long enough to see that it needs no torch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -121,6 +123,7 @@ def first_with():
 LARGE = ("pretrain_gpt_39B", "pretrain_gpt_76B", "pretrain_gpt_530B", "pretrain_gpt_1T", "pretrain_llama_70B")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )

@@ -383,6 +383,7 @@ def test_the_oldest_rank_is_named_when_another_gives_up_before_the_supervisor_do
     assert "attempt 0 ended: peer lost (exit 7)" in said
 
 
+@pytest.mark.full
 def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, run_ranks, memory_folder):
     import torch
 

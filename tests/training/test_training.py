@@ -53,6 +53,7 @@ def test_resume_is_bit_identical(world, precision, run_ranks, tmp_path):
     assert [s["lm loss"] for s in _steps(whole)] == [s["lm loss"] for s in _steps(halves)]
 
 
+@pytest.mark.full
 def test_kill_9_loses_only_what_was_not_saved(root, tmp_path):
     """A real job under torchrun, killed without warning, goes on to the same bits as one that was left alone."""
     flags = f"{TINY} --train-iters 60 --save-interval 5 --bf16".split()
