@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.short])
 def test_short_tier(name, tmp_path):
     line = conduct(CASES[name], 0, tmp_path / "case")

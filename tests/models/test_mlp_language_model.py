@@ -181,7 +181,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("averaging", ["token", "micro-batch"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_the_plain_loop_with_both_sums_minimised(tmp_path, name, averaging):

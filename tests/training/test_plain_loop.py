@@ -200,7 +200,7 @@ def expected(case: str) -> Outcome:
     return train(Job(**CASES[case][1]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, stops", [(1, []), (2, []), (1, [3, 4])], ids=["one rank", "two ranks", "two resumes"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
