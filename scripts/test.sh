@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Set up .venv, then run the tests, three files at a time: on two cores, because many wait for processes most of the time.
-# A few that take long need --full (make test-full).
+# What takes long needs --full (make test-full): some tests, and two of three cases of long families (`sampled` in conftest.py).
 # Arguments go to pytest:  bash scripts/test.sh tests/data -k blend
 # They start, stop and kill some thousand processes. A test that fails is tried once more, at most two of them in a run
 # (over all workers; the third fails at once). What passed then is no pass: the end of the output lists it under "rerun
