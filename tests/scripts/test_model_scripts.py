@@ -148,6 +148,7 @@ def test_preflight(name, first_with, monkeypatch):
     assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "shrunk"] for line in told), told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )

@@ -48,6 +48,7 @@ def line_of_own_text(command: str) -> str:
     return next(line for line in lines if command in line and not line.startswith("#"))
 
 
+@pytest.mark.full
 def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstart):
     """What the README says of the command that it shows: with more --train-iters the bits are those of a longer run."""
     commands = "train_tokenizer", "preprocess_data.py", "pretrain_gpt.py"
