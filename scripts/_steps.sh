@@ -36,6 +36,15 @@ told() { # seconds, a command; what it says comes at its end, and until then how
     sed 's/^/  /' "$RUN/said.txt"
     rm -f "$RUN/said.txt" "$RUN/said.errors"
 }
+make_corpus() { # what comes with Python, as text to train on and a part to try it on
+    is_made "$RUN/train.jsonl" ||
+        told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
+            --output "$RUN/train.jsonl"
+}
+make_vocabulary() {
+    is_made "$RUN/vocab.json" ||
+        told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+}
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 others() { # what other programs take from it, in words; nothing on a quiet machine
     python -c 'from megatron.mpu.cpu_threads import busy_cores, cores; busy = busy_cores()

@@ -17,13 +17,10 @@ given=(${flags[@]+"${flags[@]}"})
 VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt")
 
 step 1/7 "A corpus from the documentation that comes with Python"
-is_made "$RUN/train.jsonl" ||
-    told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
-        --output "$RUN/train.jsonl"
+make_corpus
 
 step 2/7 "A vocabulary of 8192 tokens (byte-level BPE)"
-is_made "$RUN/vocab.json" ||
-    told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+make_vocabulary
 
 step 3/7 "Text to tokens"
 preprocess() {

@@ -19,13 +19,10 @@ export OMP_NUM_THREADS
 OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2)
 
 step 1/7 "A corpus from the documentation that comes with Python"
-is_made "$RUN/train.jsonl" ||
-    told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
-        --output "$RUN/train.jsonl"
+make_corpus
 
 step 2/7 "A vocabulary of 8192 tokens, and 100 sentinels that stand for gaps"
-is_made "$RUN/vocab.json" ||
-    told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+make_vocabulary
 
 step 3/7 "Text to sentences, sentences to tokens"
 preprocess() {

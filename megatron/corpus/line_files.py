@@ -16,7 +16,6 @@ import lzma
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 
+from megatron.corpus.processes import end_with
 from megatron.corpus.stage import Document, Filter
 from megatron.data.json_input import BadLine, Source, parse_record, read_blocks, read_part, values_of
 from megatron.data.workspace import Workspace
@@ -386,14 +386,7 @@ def _start_worker(cleaner: LineCleaner, parent: int) -> None:
     _cleaner = cleaner
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent alone answers it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _leave_with(parent: int) -> None:
-    """End this process when the one that started it was killed without a chance to stop it."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    end_with(parent)
 
 
 def _work(block: LineBlock, lines: tuple[int, int]) -> Cleaned:

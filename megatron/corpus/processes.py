@@ -33,6 +33,12 @@ def _begin(parent: int, memory: Optional[int]) -> None:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """End this process when the one that started it was killed without a chance to stop it."""
+
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
-from megatron.fused_kernels.autocast import Autocast
+from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
@@ -33,7 +33,7 @@ from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Kernels, Model, Recompute
+from megatron.settings.schema import Config, Kernels, Model, Recompute
 
 LOSS, TOKENS = "lm loss", "tokens"  # what the sums of a last stage are called
 Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
@@ -135,6 +135,20 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":
+        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        return cls(
+            facts,
+            mesh,
+            sequence_parallel=config.parallel.sequence_parallel,
+            kernels=config.kernels,
+            recompute=config.recompute,
+            autocast=autocast_of(config.precision),
+            seed=config.logging.seed,
+            **stage,
+        )
 
     # ---- what a model says -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from megatron.errors import CheckpointError, Failure, Locked, StorageError
+from megatron.errors import CheckpointError, DataError, Failure, Locked, StorageError
 from megatron.storage.urls import UrlPath
 
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
@@ -162,6 +162,25 @@ def require_space(path: Path, needed: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- one writer
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path):
+    """A file that appears under its name once everything has been written; what stood there before stays until then."""
+    path = Path(path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder", do="give the name of a file")
+    aside = path.with_name(f".{path.name}.tmp")
+    with storage_errors(path):
+        try:
+            with open(aside, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            sync_folder(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 class WriterLock:

@@ -20,6 +20,7 @@ from typing import Optional
 from megatron.corpus.agenda import Agenda, TaskOutcome, child_threads, execute
 from megatron.corpus.plan import CorpusTask
 from megatron.errors import SettingsError
+from megatron.mpu.cpu_threads import cores
 
 WATCH = 0.5  # seconds between looks at the memory of the workers
 _PR_SET_PDEATHSIG = 1
@@ -43,8 +44,7 @@ def workers_for(workers: Optional[int], memory_gb: Optional[float], task_gb: flo
     >>> workers_for(8, 4.0, 1.5), workers_for(2, None, 1.0)
     (2, 2)
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = workers or cores
+    asked = workers or cores()
     if memory_gb is None:
         return asked
     if memory_gb < task_gb:

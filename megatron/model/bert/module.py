@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels.autocast import autocast_of
 from megatron.model.attention import ForwardContext
 from megatron.model.bert.facts import HEAD, BertFacts
 from megatron.model.block import Block
@@ -27,7 +26,6 @@ from megatron.mpu import mappings
 from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Config
 
 FOLLOWS = "sop loss"  # what Megatron-LM calls the sum of the second head
 
@@ -153,20 +151,6 @@ class Bert(LanguageModel):
             self.head = WordHead(facts, tables[HEAD], mesh.tp, **self.factory_kwargs)
         if "binary" in tables:
             self.binary = BinaryHead(tables["binary"], **self.factory_kwargs)
-
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, facts: BertFacts, **stage) -> "Bert":
-        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
-        return cls(
-            facts,
-            mesh,
-            sequence_parallel=config.parallel.sequence_parallel,
-            kernels=config.kernels,
-            recompute=config.recompute,
-            autocast=autocast_of(config.precision),
-            seed=config.logging.seed,
-            **stage,
-        )
 
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return BertEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)

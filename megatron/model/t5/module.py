@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels.autocast import autocast_of
 from megatron.model.attention import Attention, ForwardContext, attention_core
 from megatron.model.block import Block
 from megatron.model.cache import Cache
@@ -34,7 +33,7 @@ from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Config, Kernels
+from megatron.settings.schema import Kernels
 
 
 class Halves(NamedTuple):
@@ -244,20 +243,6 @@ class T5(LanguageModel):
         if "relative" in tables:
             self.relative = RelativeTables(tables["relative"], mesh.tp, **self.factory_kwargs)
         self.output_scale = settings.hidden_size**-0.5 if facts.own.scale_tied_output and facts.tied else 1.0
-
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, facts: T5Facts, **stage) -> "T5":
-        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
-        return cls(
-            facts,
-            mesh,
-            sequence_parallel=config.parallel.sequence_parallel,
-            kernels=config.kernels,
-            recompute=config.recompute,
-            autocast=autocast_of(config.precision),
-            seed=config.logging.seed,
-            **stage,
-        )
 
     # ---- what it says of itself --------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from megatron.data.json_input import Ahead, Source, compression_of, decompressed
 from megatron.errors import DataError, Failure, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.storage.durable import storage_errors, sync_folder
+from megatron.storage.durable import whole_file
 from megatron.tools.positional import divide, expect
 
 PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
@@ -155,25 +155,17 @@ def sift_lists(source: str, target: Path, sift: Sift, options: BlacklistOptions)
     Raises DataError where there is no list.
     """
     paths = find_lists(source)
-    aside, set_aside = target.with_name(f".{target.name}.tmp"), []
-    with storage_errors(target):
-        try:
-            with open(aside, "wb") as out:
-                for path in paths:
-                    try:
-                        for address in addresses(path, options.max_unpacked_gb * 1e9):
-                            if not sift(address):
-                                out.write(address.encode() + b"\n")
-                            if sift.counts["read"] % options.log_interval == 0:
-                                print(f"PROGRESS | {sift.figures()}", flush=True)
-                    except Unreadable as error:
-                        set_aside.append(f"{path}: {error}")
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(aside, target)
-            sync_folder(target.parent)
-        finally:
-            aside.unlink(missing_ok=True)
+    set_aside = []
+    with whole_file(target) as out:
+        for path in paths:
+            try:
+                for address in addresses(path, options.max_unpacked_gb * 1e9):
+                    if not sift(address):
+                        out.write(address.encode() + b"\n")
+                    if sift.counts["read"] % options.log_interval == 0:
+                        print(f"PROGRESS | {sift.figures()}", flush=True)
+            except Unreadable as error:
+                set_aside.append(f"{path}: {error}")
     return set_aside
 
 

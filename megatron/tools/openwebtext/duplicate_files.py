@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of the three commands for duplicates: written whole or not at all, read line by line, odd lines told of."""
 
-import contextlib
 import json
 import os
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 
 from megatron.corpus.duplicates.shards import blocks_of_lines
 from megatron.errors import DataError
-from megatron.storage.durable import storage_errors, sync_folder
 
 
 class LeftOut:
@@ -65,22 +63,3 @@ def json_line(content: Any) -> bytes:
         return json.dumps(content, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8
         return json.dumps(content).encode() + b"\n"
-
-
-@contextlib.contextmanager
-def whole_file(path: str | Path):
-    """A file that appears under its name once everything has been written; what stood there before stays until then."""
-    path = Path(path)
-    if path.is_dir():
-        raise DataError(f"{path} is a folder", do="give the name of a file")
-    aside = path.with_name(f".{path.name}.tmp")
-    with storage_errors(path):
-        try:
-            with open(aside, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            sync_folder(path.parent)
-        finally:
-            aside.unlink(missing_ok=True)

@@ -32,7 +32,8 @@ from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line, whole_file
+from megatron.storage.durable import whole_file
+from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
 
 PROG = "python -m megatron.tools.openwebtext.find_duplicates"
 WIDTH = 5  # characters of a shingle

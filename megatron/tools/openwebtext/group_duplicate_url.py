@@ -15,7 +15,8 @@ from typing import Any
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line, whole_file
+from megatron.storage.durable import whole_file
+from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.tools.positional import divide, expect
 
 PROG = "python -m megatron.tools.openwebtext.group_duplicate_url"

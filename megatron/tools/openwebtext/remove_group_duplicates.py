@@ -14,7 +14,8 @@ from typing import Any, Optional
 from megatron.errors import DataError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, whole_file
+from megatron.storage.durable import whole_file
+from megatron.tools.openwebtext.duplicate_files import LeftOut, documents
 from megatron.tools.positional import divide, expect
 
 PROG = "python -m megatron.tools.openwebtext.remove_group_duplicates"
