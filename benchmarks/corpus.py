@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole corpus recipe: MB of input a second by stage and end to end, by the local runner and by Ray on the same cores.
 
-    python benchmarks/corpus.py --input corpus.jsonl --vocab-file vocab.json --merge-file merges.txt --mb 256 --workers 2
+    python benchmarks/corpus.py --input corpus.jsonl --vocab-file vocab.json --merge-file merges.txt --mb 256 --workers 2 \
+        --evaluation-set lambada_test.jsonl
     python benchmarks/corpus.py --recipe recipe.yaml --runners local ray
 
 The input is repeated with changes until it has --mb of text; each runner starts in an empty folder, as a command of its
@@ -29,7 +30,7 @@ shard-mb: {shard_mb}
 stages:
   - filter: [gate, language, ftfy, gopher]
   - near-duplicates: {{preset: fineweb}}
-  - shuffle: {{seed: 7}}
+{decontaminate}  - shuffle: {{seed: 7}}
   - tokenize: {{tokenizer-type: GPT2BPETokenizer, vocab-file: {vocab}, merge-file: {merges}, append-eod: true}}
 """
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--input", type=Path, help="JSON lines that are repeated")
     parser.add_argument("--vocab-file")
     parser.add_argument("--merge-file")
+    parser.add_argument("--evaluation-set", type=Path, help="JSON lines whose n-grams are cut out of the corpus")
     parser.add_argument("--recipe", type=Path, help="another recipe, with its own input")
     parser.add_argument("--mb", type=float, default=256, help="text, in 10^6 bytes")
     parser.add_argument("--shard-mb", type=float, default=64)
@@ -85,8 +87,14 @@ def make_recipe(asked, folder: Path) -> Path:
                 if size >= asked.mb * 1e6:
                     break
             copy += 1
+    decontaminate = ""
+    if asked.evaluation_set:
+        words = [sys.executable, "-m", "megatron.tools.contamination", "register", "TEST", asked.evaluation_set]
+        subprocess.run([*words, "--index", folder / "test.ngrams"], cwd=ROOT, env=environment(), check=True)
+        decontaminate = f"  - decontaminate: {{index: {folder / 'test.ngrams'}, action: cut}}\n"
     recipe = folder / "recipe.yaml"
     shown = dict(input=path, shard_mb=asked.shard_mb, vocab=asked.vocab_file, merges=asked.merge_file)
+    shown["decontaminate"] = decontaminate
     recipe.write_text(RECIPE.format(**shown))
     return recipe
 
@@ -95,10 +103,9 @@ def run(recipe: Path, output: Path, runner: str, workers: int) -> tuple[float, f
     """(seconds from start to exit, seconds until the first task was committed)."""
     words = [sys.executable, "-m", "megatron.tools.corpus", "run", str(recipe), "--output", str(output)]
     words += ["--runner", runner, "--workers", str(workers)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     started, first = time.perf_counter(), 0.0
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=subprocess.STDOUT)
         while process.poll() is None:
             if not first and next(output.glob("tasks/*/*/receipt.json"), None):
                 first = time.perf_counter() - started
@@ -108,6 +115,10 @@ def run(recipe: Path, output: Path, runner: str, workers: int) -> tuple[float, f
             said.seek(0)
             sys.exit(said.read())
     return took, first
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def tell_stages(output: Path) -> None:

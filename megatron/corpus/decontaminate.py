@@ -6,23 +6,24 @@
       action: cut                  # or count, drop
 
 A document that is cut goes on as several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a
-number behind their "id". For documents one at a time there is `Decontaminate`, a filter that drops or only tells.
+number behind their "id". Notes of what was found stand beside the shard: `dropped.jsonl` and `cut.jsonl`. For documents
+one at a time there is `Decontaminate`, a filter that drops or only tells.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
-from megatron.corpus.stage import Document, StagePhase, Verdict
+from megatron.corpus.documents import SHARD, ShardWriter, decode, read_documents, read_lines
+from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict
 from megatron.data.contamination import NgramIndex
-from megatron.data.json_input import find_sources, read_blocks
-from megatron.data.preprocess_screen import Cutting, Screen
+from megatron.data.preprocess_screen import Cutting, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
 DEFAULTS = dict(action="cut", side=200, least=200, most_pieces=10)
-OUTPUT = "documents.jsonl.zst"
-BLOCK = 1 << 20  # bytes of lines that are looked at together
+REASON = "contaminated"
+DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes of a task
+BLOCK = 1 << 20  # characters of text that are looked at together
 
 
 class Decontaminate:
@@ -39,7 +40,7 @@ class Decontaminate:
         if not len(hits.ngrams):
             return Verdict(document, figures=figures)
         figures["evaluation_sets"] = ", ".join(self.index.sets_of(hits.ngrams))
-        return Verdict(None if self.action == "drop" else document, "contaminated", figures)
+        return Verdict(None if self.action == "drop" else document, REASON, figures)
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
@@ -62,30 +63,70 @@ def check(options: Mapping[str, Any]) -> None:
     NgramIndex.open(options["index"])
 
 
-def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Clean a shard. Counts documents that came, that have any n-gram, and that go on; and items found of each set."""
+def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Clean a shard. Counts beside those of every stage: documents that hold any n-gram and that were cut, into how many
+    pieces, and items found of each set.
+    """
     import numpy as np
 
+    [shard] = inputs
+    screen = screen_of(options)
+    counts = dict(documents_in=0, bytes_in=0, documents=0, bytes=0, contaminated=0, cut=0, pieces=0)
+    gone, ngrams, first = dict(documents=0, bytes=0), [], 0
+    with (
+        ShardWriter(output / SHARD) as write,
+        ShardWriter(output / DROPPED) as dropped,
+        ShardWriter(output / CUT) as cut,
+    ):
+        for documents in _blocks(shard):
+            screening = _screened(screen, documents)
+            notes = {row["line"]: row for row in screening.found}
+            ngrams += [found for found, _ in screening.ngrams.values()]
+            for number, document in enumerate(documents):
+                left, size = _pieces(document, screening.parts.get(number)), _size(document)
+                counts["documents_in"] += 1
+                counts["bytes_in"] += size
+                counts["documents"] += len(left)
+                counts["bytes"] += sum(map(_size, left))
+                for one in left:
+                    write.write(one)
+                if not left:
+                    gone["documents"] += 1
+                    gone["bytes"] += size
+                    dropped.write(_note(first + number, document, notes[number]))
+                elif number in screening.parts:
+                    counts["cut"] += 1
+                    counts["pieces"] += len(left)
+                    cut.write(_note(first + number, document, notes[number]))
+            counts["contaminated"] += len(screening.found)
+            first += len(documents)
+    items = screen.index.sets_of(np.concatenate(ngrams)) if ngrams else {}
+    return counts | {"dropped": {REASON: gone}} | {f"items_of_{name}": count for name, count in items.items()}
+
+
+def explain(
+    made: Made, shard: int, row: int, document: Document, options: Mapping[str, Any]
+) -> Optional[dict[str, Any]]:
+    """What became of a document: dropped, or its first piece; None where it went on whole."""
+    for name in (DROPPED, CUT):
+        for note in read_lines(made["decontaminate"][shard] / name):
+            told = decode(note)
+            if told["row"] == row:
+                parts = _screened(screen_of(options), [document]).parts.get(0)
+                left = _pieces(document, parts)
+                figures = {key: told[key] for key in ("ngrams", "sets", "first", "pieces")}
+                return dict(document=left[0] if left else None, reason=REASON, figures=figures)
+    return None
+
+
+def screen_of(options: Mapping[str, Any]) -> Screen:
     options = {**DEFAULTS, **options}
     cutting = Cutting(options["side"], options["least"], options["most_pieces"])
-    screen = Screen(NgramIndex.open(options["index"]), options["action"], cutting)
-    counts = dict(documents=0, contaminated=0, kept=0, dropped=0, pieces=0)
-    found = []
-    with _writer(output / OUTPUT) as file:
-        for documents in _batches(inputs):
-            screening = screen((number, [document["text"]]) for number, document in enumerate(documents))
-            found += [ngrams for ngrams, _ in screening.ngrams.values()]
-            counts["documents"] += len(documents)
-            counts["contaminated"] += len(screening.found)
-            for number, document in enumerate(documents):
-                left = _pieces(document, screening.parts.get(number))
-                counts["kept"] += len(left)
-                counts["dropped"] += not left
-                counts["pieces"] += len(left) if number in screening.parts else 0
-                for one in left:
-                    file.write(json.dumps(one, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-    items = screen.index.sets_of(np.concatenate(found)) if found else {}
-    return counts | {f"items_of_{name}": count for name, count in items.items()}
+    return Screen(NgramIndex.open(options["index"]), options["action"], cutting)
+
+
+def _screened(screen: Screen, documents: Sequence[Document]) -> Screening:
+    return screen((number, [document["text"]]) for number, document in enumerate(documents))
 
 
 def _pieces(document: Document, parts) -> list[Document]:
@@ -101,26 +142,25 @@ def _pieces(document: Document, parts) -> list[Document]:
     return found
 
 
-def _batches(inputs: list[Path]) -> Iterator[list[Document]]:
-    for path in inputs:
-        for source in find_sources([str(path)]):
-            for block, _ in read_blocks(source, BLOCK):
-                yield [_document(line, path) for line in block.split(b"\n") if line.strip()]
+def _note(row: int, document: Document, found: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: document[key] for key in ("id", "url") if key in document}
+    told = dict(ngrams=found["ngrams"], sets=", ".join(found["sets"]), first=found["first"], pieces=found["pieces"])
+    return dict(row=row, reason=REASON, **told, **known)
 
 
-def _document(line: bytes, path: Path) -> Document:
-    try:
-        document = json.loads(line)
-        if isinstance(document, dict) and isinstance(document.get("text"), str):
-            return document
-    except (ValueError, RecursionError):
-        pass
-    raise DataError(f"{path}: a line is no document with a text", do="run the stages before this one again")
+def _size(document: Document) -> int:
+    return len(document["text"].encode("utf-8", "surrogatepass"))
 
 
-def _writer(path: Path):
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path}: zstd files need the package zstandard", do="pip install zstandard") from None
-    return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=3, write_checksum=True))
+def _blocks(shard: Path) -> Iterator[list[Document]]:
+    held, size = [], 0
+    for document in read_documents(shard):
+        if not (isinstance(document, dict) and isinstance(document.get("text"), str)):
+            raise DataError(f"{shard}: a line is no document with a text", do="run the stages before this one again")
+        held.append(document)
+        size += len(document["text"])
+        if size >= BLOCK:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held

@@ -12,6 +12,7 @@ import pytest
 from megatron.corpus import decontaminate
 from megatron.data.contamination import NgramIndex
 from megatron.errors import DataError, Failure, SettingsError
+from megatron.tools import corpus
 from megatron.tools.openwebtext import filter_ngrams
 
 N, LEAST = 4, 3  # words of an n-gram, and of the shortest item
@@ -194,9 +195,10 @@ def test_the_stage_does_the_same(tmp_path, monkeypatch, action):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         counts = phase.run([tmp_path / "in.jsonl"], tmp_path / name, options)
-        [path] = (tmp_path / name).iterdir()
+        path = tmp_path / name / "documents.jsonl.zst"
         made.append(path.read_bytes())
-    assert made[0] == made[1] and path.name.endswith(".jsonl.zst")
+        notes = [json.loads(line) for kind in ("dropped", "cut") for line in open(tmp_path / name / f"{kind}.jsonl")]
+    assert made[0] == made[1]
     whole = [[text] for text in texts]
     held = [bool(spans_of(text, grams_of(items))) for text in texts]
     expected = {
@@ -209,8 +211,40 @@ def test_the_stage_does_the_same(tmp_path, monkeypatch, action):
     ids = [one["id"].split("-")[0] for one in found]
     assert ids == [f"d{number}" for number, pieces in enumerate(expected) for _ in pieces]
     assert len({one["id"] for one in found}) == len(found)
-    assert counts["documents"] == len(texts) and counts["contaminated"] == sum(held) and counts["kept"] == len(found)
-    assert counts["dropped"] == sum(not pieces for pieces in expected) and counts["items_of_set"] > 0
+    gone = [len(text) for text, pieces in zip(texts, expected, strict=True) if not pieces]
+    assert counts["documents_in"] == len(texts) and counts["documents"] == len(found)
+    assert counts["bytes_in"] == sum(map(len, texts)) and counts["bytes"] == sum(len(one["text"]) for one in found)
+    assert counts["dropped"] == {"contaminated": dict(documents=len(gone), bytes=sum(gone))}
+    assert counts["contaminated"] == sum(held) and counts["items_of_set"] > 0
+    changed = [number for number, pieces in enumerate(expected) if pieces != whole[number]]
+    assert sorted(note["row"] for note in notes) == changed
+    for number, text in enumerate(texts):
+        told = decontaminate.explain({"decontaminate": [tmp_path / "first"]}, 0, number, dict(text=text), options)
+        assert (told is not None) == (number in changed)
+        assert told is None or (told["document"] or {}).get("text") == next(iter(expected[number]), None)
+
+
+def test_a_recipe_cuts_test_questions_out(tmp_path, monkeypatch, capsys):
+    """Through the command: what is left, what the summary and `explain` say."""
+    monkeypatch.chdir(tmp_path)
+    items, texts = made_up(7)
+    NgramIndex.empty(N, LEAST).with_set("set", [[item] for item in items]).save(tmp_path / "index")
+    lines = [json.dumps(dict(text=text, id=f"d{n}")) + "\n" for n, text in enumerate(texts)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    stage = f"decontaminate: {{index: index, side: {SIDE}, least: {KEEP}, most_pieces: {SPLITS}}}"
+    (tmp_path / "recipe.yaml").write_text(f"input: in.jsonl\nstages:\n  - {stage}\n")
+    corpus.main("run recipe.yaml --output out --workers 1".split())
+    said = capsys.readouterr().out
+    cut = slow_filter(texts, grams_of(items), 10**9)
+    expected = [pieces if len(pieces) <= SPLITS else [] for pieces in cut]
+    found = [one["text"] for path in sorted((tmp_path / "out" / "final").glob("*.zst")) for one in documents_of(path)]
+    assert found == [piece for pieces in expected for piece in pieces]
+    gone = [number for number, pieces in enumerate(expected) if not pieces]
+    assert f"contaminated dropped {len(gone)}" in said and f"final: {len(found)} documents" in said
+    several = next(number for number, pieces in enumerate(expected) if len(pieces) > 1)
+    for number, fate in ((gone[0], "dropped"), (several, "changed")):
+        corpus.main(f"explain d{number} --output out".split())
+        assert re.search(rf"decontaminate.*{fate}.*contaminated", capsys.readouterr().out)
 
 
 def test_the_filter(tmp_path):
