@@ -9,7 +9,9 @@ import json
 import pytest
 import torch
 
+import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +21,7 @@ BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
+T5, BERT = "--model-type T5 --decoder-seq-length 32", "--model-type BERT"
 
 CASES = {
     "plain": PLAIN,
@@ -39,13 +42,19 @@ CASES = {
     "state in files": f"{PLAIN} --nvme-offload-fraction 0.5 --nvme-offload-dir {{folder}}",
     "muon": f"{LLAMA} --optimizer muon",
     "sgd": f"{PLAIN} --optimizer sgd",
+    "t5": f"{T5} {PLAIN}",
+    "t5, published": f"{T5} {PLAIN} --position-embedding-type relative --unscaled-attention --normalization RMSNorm",
+    "t5, dropout": f"{T5} --hidden-dropout 0.1 --attention-dropout 0.1",
+    "bert": f"{BERT} {PLAIN}",
+    "bert, published": f"{BERT} --post-norm {PLAIN}",
 }
 
 
 def train(flags: str, device: str, folder, *more: str) -> list[tuple]:
     """(what, iteration, loss, norm) of every step and evaluation of a run."""
     words = f"{BASE} {flags.format(folder=folder)} --device {device} --metrics-file {folder}/metrics.jsonl".split()
-    pretrain_gpt.main([*words, *more])
+    command = next((one for kind, one in {T5: pretrain_t5, BERT: pretrain_bert}.items() if kind in flags), pretrain_gpt)
+    command.main([*words, *more])
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         (one["kind"], one["iteration"], one["lm loss"], one.get("grad_norm", 0.0))
@@ -75,7 +84,9 @@ def test_as_on_the_cpu_in_fp32(name, device, tmp_path):
     close(train(f"{CASES[name]} --precision fp32", device, there), expected, 1e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "llama", "documents", "recompute full", "zero 3", "offload"])
+@pytest.mark.parametrize(
+    "name", ["plain", "dropout", "llama", "documents", "recompute full", "zero 3", "offload", "t5", "bert"]
+)
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp16 --initial-loss-scale 4096", "bf16 --amp-level O1", "bf16 --torch-compile"]
 )
