@@ -15,93 +15,27 @@ a terminal gets `short_line` instead. Nothing here is read back to decide anythi
 import contextlib
 import math
 import time
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Optional
 
 from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
-from megatron.telemetry.console import WIDTH, Console
-from megatron.telemetry.figures import duration, short_duration
+from megatron.telemetry.console import Console
+from megatron.telemetry.log_lines import (
+    console_line,
+    evaluation_lines,
+    short_count,
+    short_evaluation,
+    short_line,
+    short_name,
+    told_rates,
+)
 from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_folder import METRICS, point_to
 from megatron.telemetry.run_record import JsonLines, now
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, step_record, step_tags
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
-
-
-@dataclass(frozen=True)
-class RunSizes:
-    """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
-
-    train_iters: int
-    seq_length: int
-    ranks: int = 1
-    data_ranks: int = 1  # of data parallelism
-    flops_per_token: float = 0.0
-    peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
-    device: str = "cpu"
-    perplexities: tuple[str, ...] = ("lm loss",)  # losses of which an evaluation gives exp, too
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What a step did. Numbers may be 0-d tensors. `iteration` counts from 1, `consumed_samples` includes this step."""
-
-    iteration: int
-    consumed_samples: int
-    batch_size: int
-    losses: dict[str, float]
-    learning_rate: float  # the rate that was used
-    grad_norm: Optional[float] = None  # before clipping
-    loss_scale: float = 1.0
-    skipped: bool = False  # gradients overflowed (fp16): no update happened
-    ledger: str = ""  # hash of the samples of the step
-    num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
-    params_norm: Optional[float] = None  # behind the update (--log-params-norm)
-    extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
-
-    @property
-    def asked_for(self) -> dict[str, float]:
-        """Figures that are there at some steps only, by their names in files."""
-        found = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
-        return {name: float(value) for name, value in found.items() if value is not None}
-
-
-@dataclass
-class _Interval:
-    """Sums over steps: since the last console line, or of an epoch."""
-
-    seconds: float = 0.0
-    samples: int = 0
-    advanced: int = 0
-    skipped: int = 0
-    nan: int = 0
-    losses: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)  # steps that had such a loss
-
-    def add(self, step: StepMetrics, losses: dict[str, float], seconds: float) -> None:
-        """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
-        self.seconds += seconds
-        self.samples += step.batch_size
-        if step.skipped:
-            self.skipped += 1
-            self.nan += not all(math.isfinite(value) for value in losses.values())
-            return
-        self.advanced += 1
-        for name, value in losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + value
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Of the steps that had such a loss."""
-        return {name: total / self.counts[name] for name, total in self.losses.items()}
-
-    @property
-    def steps(self) -> int:
-        return self.advanced + self.skipped
 
 
 class Metrics:
@@ -128,8 +62,8 @@ class Metrics:
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
-        self.interval, self.epoch = _Interval(), _Interval()
-        self._started, self._mean = 0, _Interval()  # steps of this start, and those that its mean is over
+        self.interval, self.epoch = Interval(), Interval()
+        self._started, self._mean = 0, Interval()  # steps of this start, and those that its mean is over
         self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
@@ -195,9 +129,9 @@ class Metrics:
             sums.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
         self._count_for_mean(step, seconds)
-        self._write(_step_record(step, losses, seconds, rates))
-        self._track(_step_tags(step, losses), step.iteration, step.consumed_samples)
-        shown = {_short_name(name): f"{value:.4f}" for name, value in losses.items()}
+        self._write(step_record(step, losses, seconds, rates))
+        self._track(step_tags(step, losses), step.iteration, step.consumed_samples)
+        shown = {short_name(name): f"{value:.4f}" for name, value in losses.items()}
         self.console.advance(shown | {"tok/s": short_count(rates["tokens_per_second"])})
         if complete:
             self._log(step, times)
@@ -233,15 +167,9 @@ class Metrics:
         perplexities = {
             name: math.exp(min(20.0, value)) for name, value in losses.items() if name in self.run.perplexities
         }
-        label = f" on {split} set" if final else ""
-        line = f" validation loss at iteration {iteration}{label} | " + "".join(
-            f"{name} value: {value:.6E} | "
-            + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
-            for name, value in losses.items()
-        )
-        rule = "-" * (len(line) + 1)
         self.console.log(
-            "\n".join([rule, line, rule]), _short_evaluation(iteration, split, final, losses, perplexities, seconds)
+            evaluation_lines(iteration, split, final, losses, perplexities),
+            short_evaluation(iteration, split, final, losses, perplexities, seconds),
         )
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
@@ -257,7 +185,7 @@ class Metrics:
 
     def record_epoch(self, number: int, iteration: int) -> None:
         """An epoch has ended behind this iteration: a line with the mean losses of its steps, of this start alone."""
-        epoch, self.epoch = self.epoch, _Interval()
+        epoch, self.epoch = self.epoch, Interval()
         if not self.active:
             return
         losses = epoch.means
@@ -287,7 +215,7 @@ class Metrics:
             )
         rates = self._rates(mean.samples, mean.seconds, mean.steps)
         but = f" (without the first {ignored} of this start)" if ignored else ""
-        self.log(f"mean throughput over {mean.steps} steps{but}: {_told_rates(rates)}")
+        self.log(f"mean throughput over {mean.steps} steps{but}: {told_rates(rates)}")
         rates = {name: float(f"{value:.5g}") for name, value in rates.items()}
         self._write(dict(kind="throughput", iteration=iteration, time=now(), steps=mean.steps, ignored=ignored) | rates)
 
@@ -366,7 +294,7 @@ class Metrics:
 
     def rollback(self, iteration: int) -> None:
         """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
-        self.interval, self.epoch, self._unlogged = _Interval(), _Interval(), None
+        self.interval, self.epoch, self._unlogged = Interval(), Interval(), None
         if self.timers:
             self.timers.forget()
         self.console.rewind(iteration)
@@ -380,7 +308,7 @@ class Metrics:
             self.console.log(text)
 
     def _log(self, step: StepMetrics, times: dict[str, list[float]]) -> None:
-        interval, self.interval = self.interval, _Interval()
+        interval, self.interval = self.interval, Interval()
         rates = self._rates(interval.samples, interval.seconds, interval.steps)
         self.console.log(
             console_line(step, interval, self.run, rates, self.settings.log_throughput),
@@ -450,172 +378,3 @@ def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
     if logging.log_file:
         return Path(logging.log_file)
     return local_folder(save) / "train.log" if save else None
-
-
-def console_line(
-    step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float], log_throughput: bool = False
-) -> str:
-    """Megatron-LM's line for the steps since the last one, with our rates behind it.
-
-    log_throughput: TFLOP/s stand in Megatron-LM's words and place, whatever the device is.
-    Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
-    """
-    milliseconds = 1000 * interval.seconds / interval.steps
-    losses = interval.means
-    digits, throughput = 1 if run.device == "cuda" else 3, []
-    if run.flops_per_token:
-        unit = "GPU (TFLOP/s/GPU)" if log_throughput or run.device == "cuda" else "rank (TFLOP/s)"
-        throughput = [f"throughput per {unit}: {rates['tflops_per_rank']:.{digits}f}"]
-    parts = [
-        f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
-        f"consumed samples: {step.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {milliseconds:.1f}",
-        *(throughput if log_throughput else []),
-        f"learning rate: {step.learning_rate:.6E}",
-        f"global batch size: {step.batch_size:5d}",
-        *(f"{name}: {value:.6E}" for name, value in losses.items()),
-        f"loss scale: {step.loss_scale:.1f}",
-        *([] if step.grad_norm is None else [f"grad norm: {float(step.grad_norm):.3f}"]),
-        *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
-        *([] if step.params_norm is None else [f"params norm: {step.params_norm:.3f}"]),
-        f"number of skipped iterations: {interval.skipped:3d}",
-        f"number of nan iterations: {interval.nan:3d}",
-        f"tokens per second: {rates['tokens_per_second']:.1f}",
-        *(_data_rates(rates) if log_throughput else throughput),
-    ]
-    if "mfu" in rates:
-        parts.append(f"MFU: {rates['mfu']:.1%}")
-    left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
-    return " " + " | ".join([*parts, f"ETA: {duration(left)}"]) + " |"
-
-
-def _data_rates(rates: dict[str, float]) -> list[str]:
-    """Rates besides tokens per second, as parts of Megatron-LM's line."""
-    return [
-        f"samples per second: {rates['samples_per_second']:.2f}",
-        f"steps per second: {rates['steps_per_second']:.3f}",
-        f"tokens per second per data rank: {rates['tokens_per_second_per_data_rank']:.1f}",
-    ]
-
-
-def _told_rates(rates: dict[str, float]) -> str:
-    parts = [
-        f"{rates['samples_per_second']:.5g} samples/s",
-        f"{rates['steps_per_second']:.5g} steps/s",
-        f"{rates['tokens_per_second']:.5g} tokens/s",
-        f"a data rank {rates['samples_per_second_per_data_rank']:.5g} samples/s and "
-        f"{rates['tokens_per_second_per_data_rank']:.5g} tokens/s",
-        f"a rank {rates['tflops_per_rank']:.4g} TFLOP/s",
-    ]
-    return ", ".join([*parts, *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else [])])
-
-
-def short_line(
-    step: StepMetrics, interval: _Interval, run: RunSizes, rates: dict[str, float], width: int = WIDTH
-) -> str:
-    """The same in at most `width` columns, for people; what matters least is left out where they do not suffice."""
-    seconds = interval.seconds / interval.steps
-    losses = list(interval.means.items())
-    digits = len(str(run.train_iters))
-    parts = [(0, f"iter {step.iteration:{digits}d}/{run.train_iters}")]
-    parts += [(5 if at else 0, f"{_short_name(name)} {value:6.4f}") for at, (name, value) in enumerate(losses)]
-    parts.append((1, f"lr {step.learning_rate:.2e}"))
-    if step.grad_norm is not None:
-        parts.append((2, f"norm {_three_digits(float(step.grad_norm)):>4}"))
-    parts.append((0, f"{_short_milliseconds(seconds):>8}"))
-    parts.append((1, f"{short_count(rates['tokens_per_second']):>6} tok/s"))
-    if "mfu" in rates:
-        parts.append((3, f"MFU {rates['mfu']:3.0%}"))
-    parts.append((0, f"ETA {short_duration((run.train_iters - step.iteration) * seconds)}"))
-    if interval.skipped:
-        parts.append((1, f"skipped {interval.skipped}" + (f", nan {interval.nan}" if interval.nan else "")))
-    return _fitted(parts, width)
-
-
-def _fitted(parts: list[tuple[int, str]], width: int) -> str:
-    """Parts in columns; narrower, and without those of the highest numbers, until they fit.
-
-    >>> _fitted([(0, "loss  7.1"), (1, "lr 1e-3"), (0, "ETA 4s")], 20)
-    'loss 7.1  ETA 4s'
-    """
-    for blanks in ("  ", " "):
-        line = blanks.join(text for _, text in parts)
-        if len(line) <= width:
-            return line
-    parts = [(rank, " ".join(text.split())) for rank, text in parts]
-    for least in (9, 5, 4, 3, 2, 1, 0):
-        line = "  ".join(text for rank, text in parts if rank <= least)
-        if len(line) <= width:
-            break
-    return line[:width]
-
-
-def _short_evaluation(iteration: int, split: str, final: bool, losses: dict, perplexities: dict, seconds) -> str:
-    """Losses of an evaluation, for people."""
-    told = [
-        f"{_short_name(name)} {value:.4f}" + (f" (perplexity {perplexities[name]:.4g})" if name in perplexities else "")
-        for name, value in losses.items()
-    ]
-    took = "" if seconds is None else f", in {seconds:.1f} s"
-    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(told)}{took}"
-
-
-def _short_name(name: str) -> str:
-    return "loss" if name == "lm loss" else name
-
-
-def _three_digits(value: float) -> str:
-    """
-    >>> [_three_digits(value) for value in (0.0123456, 1.5, 123.4, 45678.0, math.inf)]
-    ['0.0123', '1.50', '123', '4.6e+04', 'inf']
-    """
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
-    if not 0.001 <= abs(value) < 9999.5:
-        return f"{value:.1e}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
-
-
-def _short_milliseconds(seconds: float) -> str:
-    """
-    >>> [_short_milliseconds(seconds) for seconds in (0.00987, 0.0579, 2.272, 150)]
-    ['9.87 ms', '57.9 ms', '2,272 ms', '150 s']
-    """
-    milliseconds = 1000 * seconds
-    if milliseconds >= 99999.5:
-        return f"{seconds:,.0f} s"
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{_three_digits(milliseconds)} ms"
-
-
-def short_count(number: float) -> str:
-    """
-    >>> [short_count(number) for number in (870.4, 23456, 234567, 12345678, 3.2e9)]
-    ['870', '23,456', '235k', '12.3M', '3.20G']
-    """
-    if number < 99999.5:
-        return f"{number:,.0f}"
-    for limit, unit in ((999_500, "k"), (999_500_000, "M"), (math.inf, "G")):
-        if number < limit:
-            return _three_digits(number / {"k": 1e3, "M": 1e6, "G": 1e9}[unit]) + unit
-    return "inf"
-
-
-def _step_record(step: StepMetrics, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:
-    return (
-        dict(kind="step", iteration=step.iteration, consumed_samples=step.consumed_samples, batch_size=step.batch_size)
-        | losses
-        | dict(learning_rate=step.learning_rate, grad_norm=None if step.grad_norm is None else float(step.grad_norm))
-        | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
-        | ({"ledger": step.ledger} if step.ledger else {})
-        | {name: float(f"{value:.5g}") for name, value in rates.items()}
-        | step.asked_for
-        | {name: float(value) for name, value in step.extra.items()}
-    )
-
-
-def _step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
-    tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
-    if step.grad_norm is not None:
-        tags["grad-norm"] = float(step.grad_norm)
-    tags |= {name.replace("_", "-"): value for name, value in step.asked_for.items()}
-    return tags | losses | {name: float(value) for name, value in step.extra.items()}

@@ -34,12 +34,13 @@ from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
 from megatron.settings.batch import total_iterations
 from megatron.telemetry.console import Console
-from megatron.telemetry.metrics import Metrics, RunSizes
+from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.own_code import code_notes, code_record
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
+from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
 from megatron.training.datasets import (

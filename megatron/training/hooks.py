@@ -21,7 +21,7 @@ from typing import Optional
 from megatron.errors import Failure, SettingsError, did_you_mean
 from megatron.guard.endings import peer_lost
 from megatron.settings.schema import Config
-from megatron.telemetry.metrics import StepMetrics
+from megatron.telemetry.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)

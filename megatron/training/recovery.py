@@ -12,7 +12,7 @@ from megatron.guard.stopping import Stop
 from megatron.guard.watch import StepVerdict
 from megatron.optimizer.lr_schedule import learning_rate
 from megatron.storage.urls import location
-from megatron.telemetry.metrics import StepMetrics
+from megatron.telemetry.step_metrics import StepMetrics
 from megatron.training.checkpointing import load
 from megatron.training.state import Run
 

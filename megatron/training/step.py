@@ -16,8 +16,8 @@ from megatron.pipeline.execute import execute
 from megatron.pipeline.returned import Returned
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
-from megatron.telemetry.metrics import StepMetrics
 from megatron.telemetry.phases import phase
+from megatron.telemetry.step_metrics import StepMetrics
 from megatron.training.hooks import step_facts
 from megatron.training.loss import make_loss_func
 from megatron.training.outcome import Figures, Outcome

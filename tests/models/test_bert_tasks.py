@@ -11,7 +11,7 @@ from megatron.data.loader import MicroBatch
 from megatron.model.recipe import parse_any, recipe_of, shown, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
-from megatron.telemetry.metrics import StepMetrics, _Interval
+from megatron.telemetry.step_metrics import Interval, StepMetrics
 from megatron.training.rules import resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
@@ -99,7 +99,7 @@ def test_a_step_without_samples_of_a_task_has_no_part_in_its_mean():
         {"lm loss": 2.0, "mood loss": 0.0, "mood samples": 0.0},
         {"lm loss": 4.0, "mood loss": 6.0, "mood samples": 3.0},
     ]
-    interval = _Interval()
+    interval = Interval()
     for number, means in enumerate(steps):
         means = shown(means, counts)
         step = StepMetrics(number, 8, 8, means, 1e-3)

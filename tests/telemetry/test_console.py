@@ -19,13 +19,14 @@ import pytest
 
 from megatron.settings.schema import Logging
 from megatron.telemetry.console import Console
-from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics, log_path
+from megatron.telemetry.metrics import Metrics, log_path
+from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 
 # Two intervals of a run, an evaluation, a save, a library's warning, half a line, a skipped step; then a last word.
 RUN = """
 import warnings
 from megatron.settings.schema import Logging
-from megatron.telemetry import metrics
+from megatron.telemetry import log_lines, metrics
 from megatron.telemetry.console import Console
 
 class Fixed:
@@ -35,7 +36,7 @@ class Fixed:
 
 clock = [0.0]
 metrics.time.perf_counter = lambda: clock[0]
-real, metrics.datetime = metrics.datetime, Fixed
+real, log_lines.datetime = log_lines.datetime, Fixed
 logging = Logging(log_interval=2, {more})
 sizes = metrics.RunSizes(4, 16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
 console = Console(logging.console, bar=logging.progress_bar)

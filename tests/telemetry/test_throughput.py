@@ -9,7 +9,8 @@ import pytest
 import pretrain_gpt
 from megatron.settings.schema import Logging
 from megatron.telemetry import metrics as module
-from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
+from megatron.telemetry.metrics import Metrics
+from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 
 # 4 ranks, of which 2 are data parallel; samples of 16 tokens; 1 GFLOP a token
 SIZES = dict(seq_length=16, ranks=4, data_ranks=2, flops_per_token=1e9)

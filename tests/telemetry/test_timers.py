@@ -14,8 +14,9 @@ from megatron.errors import UsageError
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Logging
 from megatron.telemetry import timers
-from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
+from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import PHASES, Listening, phase
+from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 from megatron.telemetry.timers import HISTORY, Timed, Timers, table
 from megatron.training import build, step
 

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from megatron.settings.schema import Logging
-from megatron.telemetry.metrics import Metrics, RunSizes, StepMetrics
+from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.run_folder import find_metrics
+from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 from megatron.tools import report, status
 
 CONFIG = dict(

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step did, sums over steps, and their form in metrics.jsonl and trackers."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
+
+    train_iters: int
+    seq_length: int
+    ranks: int = 1
+    data_ranks: int = 1  # of data parallelism
+    flops_per_token: float = 0.0
+    peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
+    device: str = "cpu"
+    perplexities: tuple[str, ...] = ("lm loss",)  # losses of which an evaluation gives exp, too
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step did. Numbers may be 0-d tensors. `iteration` counts from 1, `consumed_samples` includes this step."""
+
+    iteration: int
+    consumed_samples: int
+    batch_size: int
+    losses: dict[str, float]
+    learning_rate: float  # the rate that was used
+    grad_norm: Optional[float] = None  # before clipping
+    loss_scale: float = 1.0
+    skipped: bool = False  # gradients overflowed (fp16): no update happened
+    ledger: str = ""  # hash of the samples of the step
+    num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
+    params_norm: Optional[float] = None  # behind the update (--log-params-norm)
+    extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
+
+    @property
+    def asked_for(self) -> dict[str, float]:
+        """Figures that are there at some steps only, by their names in files."""
+        found = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+@dataclass
+class Interval:
+    """Sums over steps: since the last console line, or of an epoch."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    advanced: int = 0
+    skipped: int = 0
+    nan: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # steps that had such a loss
+
+    def add(self, step: StepMetrics, losses: dict[str, float], seconds: float) -> None:
+        """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
+        self.seconds += seconds
+        self.samples += step.batch_size
+        if step.skipped:
+            self.skipped += 1
+            self.nan += not all(math.isfinite(value) for value in losses.values())
+            return
+        self.advanced += 1
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of the steps that had such a loss."""
+        return {name: total / self.counts[name] for name, total in self.losses.items()}
+
+    @property
+    def steps(self) -> int:
+        return self.advanced + self.skipped
+
+
+def step_record(step: StepMetrics, losses: dict[str, float], seconds: float, rates: dict[str, float]) -> dict:
+    return (
+        dict(kind="step", iteration=step.iteration, consumed_samples=step.consumed_samples, batch_size=step.batch_size)
+        | losses
+        | dict(learning_rate=step.learning_rate, grad_norm=None if step.grad_norm is None else float(step.grad_norm))
+        | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
+        | ({"ledger": step.ledger} if step.ledger else {})
+        | {name: float(f"{value:.5g}") for name, value in rates.items()}
+        | step.asked_for
+        | {name: float(value) for name, value in step.extra.items()}
+    )
+
+
+def step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
+    tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
+    if step.grad_norm is not None:
+        tags["grad-norm"] = float(step.grad_norm)
+    tags |= {name.replace("_", "-"): value for name, value in step.asked_for.items()}
+    return tags | losses | {name: float(value) for name, value in step.extra.items()}
