@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage that looks for n-grams of registered evaluation sets: counts them, cuts them out, or drops the documents.
 
-    - stage: decontaminate
-      index: evaluation.ngrams     # python -m megatron.tools.contamination register ...
-      action: cut                  # or count, drop
+    - decontaminate:
+        index: evaluation.ngrams     # python -m megatron.tools.contamination register ...
+        action: cut                  # or count, drop
 
 A document that is cut goes on as several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a
 number behind their "id". Notes of what was found stand beside the shard: `dropped.jsonl` and `cut.jsonl`. For documents
@@ -11,19 +11,40 @@ one at a time there is `Decontaminate`, a filter that drops or only tells.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.corpus.documents import SHARD, ShardWriter, decode, read_documents, read_lines
-from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict
+from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, options_of
 from megatron.data.contamination import NgramIndex
 from megatron.data.preprocess_screen import Cutting, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
-DEFAULTS = dict(action="cut", side=200, least=200, most_pieces=10)
+VERSION = "1"  # of what the tasks of this stage write
 REASON = "contaminated"
 DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes of a task
 BLOCK = 1 << 20  # characters of text that are looked at together
+
+
+@dataclass(frozen=True)
+class DecontaminateOptions:
+    """Options of the stage: an index, and how much goes with an n-gram (`data.contamination.cut`)."""
+
+    index: str = ""
+    action: Literal["count", "cut", "drop"] = "cut"
+    side: int = Cutting.side
+    least: int = Cutting.least
+    most_pieces: int = Cutting.most_pieces
+
+    def __post_init__(self):
+        if not self.index:
+            raise SettingsError("an index is needed", do="python -m megatron.tools.contamination register ...")
+        if min(self.side, self.least, self.most_pieces) < 0:
+            raise SettingsError("side, least and most_pieces start at 0")
+
+
+OPTIONS = DecontaminateOptions
 
 
 class Decontaminate:
@@ -45,27 +66,13 @@ class Decontaminate:
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """One task a shard. Memory: the index, and a block of lines."""
-    check(options)
+    screen_of(options)  # an index that is none is told now, not by a worker
     return [StagePhase("decontaminate", run=run, split=lambda made: [[shard] for shard in made["documents"]])]
-
-
-def check(options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options that cannot work, DataError for an index that is none."""
-    unknown = set(options) - {"index", *DEFAULTS}
-    if unknown:
-        raise SettingsError(
-            f"decontaminate has no option {', '.join(sorted(unknown))}", do=f"index, {', '.join(DEFAULTS)}"
-        )
-    if not options.get("index"):
-        raise SettingsError("decontaminate needs an index", do="python -m megatron.tools.contamination register ...")
-    if options.get("action", DEFAULTS["action"]) not in ("count", "cut", "drop"):
-        raise SettingsError(f"decontaminate: action {options['action']}", do="count, cut or drop")
-    NgramIndex.open(options["index"])
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """Clean a shard. Counts beside those of every stage: documents that hold any n-gram and that were cut, into how many
-    pieces, and items found of each set.
+    pieces, and items found of each set: those of this shard, so that sums over shards count some of them again.
     """
     import numpy as np
 
@@ -120,9 +127,8 @@ def explain(
 
 
 def screen_of(options: Mapping[str, Any]) -> Screen:
-    options = {**DEFAULTS, **options}
-    cutting = Cutting(options["side"], options["least"], options["most_pieces"])
-    return Screen(NgramIndex.open(options["index"]), options["action"], cutting)
+    asked = options_of(OPTIONS, options)
+    return Screen(NgramIndex.open(asked.index), asked.action, Cutting(asked.side, asked.least, asked.most_pieces))
 
 
 def _screened(screen: Screen, documents: Sequence[Document]) -> Screening:

@@ -11,7 +11,7 @@ among 10^9 documents two different ones have the same hash is 10^-20.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,14 +33,12 @@ from megatron.corpus.duplicates.shards import (
     text_sizes,
 )
 from megatron.corpus.duplicates.shingles import codes_of, word_bounds
-from megatron.corpus.stage import Counts, Made, StagePhase
-from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.errors import DataError, SettingsError
 
 VERSION = "1"  # of what the tasks of this stage write
 REASON = "exact_duplicate"
 RECORD = 96  # bytes of memory a document takes in `match`
-OWN = ("memory", "shards", "shard", "partition", "of_partitions")
-NORMALIZE = ("none", "space", "words")
 
 
 @dataclass(frozen=True)
@@ -53,30 +51,17 @@ class ExactDuplicateOptions:
     documents_per_shard: int = 100_000  # a guess, for the number of partitions
     partitions: int = 0  # 0: as many as the memory of a task asks for
 
+    def __post_init__(self):
+        if min(self.documents_per_shard, self.partitions + 1) < 1:
+            raise SettingsError("documents_per_shard starts at 1, partitions at 0")
+
 
 OPTIONS = ExactDuplicateOptions
 
 
-def read_options(options: Mapping[str, Any]) -> ExactDuplicateOptions:
-    """The stage's options, checked. Raises SettingsError."""
-    given = {name: value for name, value in options.items() if name not in OWN}
-    known = [one.name for one in fields(ExactDuplicateOptions)]
-    for name in given:
-        if name not in known:
-            raise SettingsError(f"exact_duplicates has no option {name}{did_you_mean(name, known)}")
-    made = ExactDuplicateOptions(**given)
-    if made.normalize not in NORMALIZE:
-        raise SettingsError(f"normalize of exact duplicates is {made.normalize!r}", do=f"known: {', '.join(NORMALIZE)}")
-    if min(made.documents_per_shard, made.partitions + 1) < 1:
-        raise SettingsError("documents_per_shard of exact duplicates starts at 1, partitions at 0")
-    if isinstance(made.against, str):
-        raise SettingsError(f"against of exact duplicates is {made.against!r}: a list of folders")
-    return made
-
-
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     _check_alike(_earlier(asked), asked)
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
 
@@ -100,7 +85,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 def digest(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[shard] -> the hashes of its texts."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     writer = RunWriter(output, dict(checks="<u8", rows="<u4"))
     documents, signed = 0, 0
     with open(output / "sizes.bin", "wb") as sizes:
@@ -137,7 +122,7 @@ def normalized(text: str, how: str) -> bytes:
 
 def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """Hashes of all shards -> (document, the first one with its text) of a partition."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     before = _earlier(asked)
     folders = [*before, *inputs]
     reader, numbering = RunReader(folders), numbering_of(folders)
@@ -160,7 +145,7 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[shard, hashes ..., duplicates ...] -> the shard without what goes."""
-    asked, shard, shards = read_options(options), options["shard"], options["shards"]
+    asked, shard, shards = options_of(OPTIONS, options), options["shard"], options["shards"]
     before = _earlier(asked)
     numbering = numbering_of([*before, *inputs[1 : 1 + shards]])
     removed = removed_of(inputs[1 + shards :], numbering, shard + len(before))

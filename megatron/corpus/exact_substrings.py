@@ -15,7 +15,7 @@ length of 50 tokens.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -25,13 +25,11 @@ import orjson
 from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
 from megatron.corpus.duplicates.shards import WRITTEN, blocks_of_lines, document_of, encoded, fates, shard_writer
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
-from megatron.corpus.stage import Counts, Made, StagePhase
-from megatron.errors import SettingsError, did_you_mean
+from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.errors import SettingsError
 
 VERSION = "1"  # of what the tasks of this stage write
 REASON = "exact_substring"
-UNITS, ACTIONS = ("tokens", "bytes"), ("cut", "drop")
-OWN = ("memory", "shard", "partition", "of_partitions")
 RECORD = 80  # bytes of memory a window takes in `match`
 UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory a unit takes in `find`, its suffix array included
 DROPPED, CHANGED = "dropped.jsonl", "cut.jsonl"  # notes of a task of `cut`
@@ -52,33 +50,19 @@ class ExactSubstringOptions:
     shard_mb: float = 64.0  # a guess, for the number of partitions
     partitions: int = 0  # 0: as many as the memory of a task asks for
 
+    def __post_init__(self):
+        if not 2 <= self.length <= 1_000_000:
+            raise SettingsError(f"length {self.length}: 2 to 1,000,000 {self.unit}")
+        if not 0 < self.drop_share <= 1 or self.shard_mb <= 0 or self.partitions < 0:
+            raise SettingsError("drop_share is above 0 and at most 1, shard_mb above 0, partitions from 0")
+
 
 OPTIONS = ExactSubstringOptions
 
 
-def read_options(options: Mapping[str, Any]) -> ExactSubstringOptions:
-    """The stage's options, checked. Raises SettingsError."""
-    given = {name: value for name, value in options.items() if name not in OWN}
-    known = [one.name for one in fields(ExactSubstringOptions)]
-    for name in given:
-        if name not in known:
-            raise SettingsError(f"exact_substrings has no option {name}{did_you_mean(name, known)}")
-    made = ExactSubstringOptions(**given)
-    for name, known in (("unit", UNITS), ("action", ACTIONS)):
-        if getattr(made, name) not in known:
-            raise SettingsError(f"{name} of exact substrings is {getattr(made, name)!r}: {' or '.join(known)}")
-    if isinstance(made.length, bool) or not isinstance(made.length, int) or not 2 <= made.length <= 1_000_000:
-        raise SettingsError(f"length of exact substrings is {made.length!r}: 2 to 1,000,000 {made.unit}")
-    if not 0 < made.drop_share <= 1 or made.shard_mb <= 0 or made.partitions < 0:
-        raise SettingsError(
-            "exact substrings: drop_share is above 0 and at most 1, shard_mb above 0, partitions from 0"
-        )
-    return made
-
-
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     _suffix_arrays()
     units = asked.shard_mb * 1e6 / (5 if asked.unit == "tokens" else 1)
     partitions = asked.partitions or max(1, -int(-shards * units * RECORD // memory))
@@ -108,7 +92,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 def find(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[shard] -> windows that repeat within a block, and the hashes of all others, each once a block."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     writer = RunWriter(output, dict(places="<u4"))
     repeated, start, windows = [np.zeros(0, np.int64)], 0, 0
     for hashes, ends in _blocks(inputs[0], asked, max(1, options["memory"] // UNIT_BYTES[asked.unit])):
@@ -144,7 +128,7 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
 
 def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """[shard, its windows, repeated windows ...] -> the shard without what they cover."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     shard, own, *matched = inputs
     covered = _Cover(own, matched, options["shard"], asked.length)
     counts = dict(cut=0, bytes_cut=0)
@@ -178,7 +162,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
 
 def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[str, Any]) -> Optional[dict[str, Any]]:
     """What became of a document: dict(document=None or as it went on, reason, figures); None where nothing did."""
-    asked = read_options(options)
+    asked = options_of(OPTIONS, options)
     for name in (DROPPED, CHANGED):
         with open(made["cut"][shard] / name, "rb") as notes:
             for note in map(orjson.loads, notes):

@@ -26,8 +26,8 @@ from megatron.corpus.duplicates.candidates import load_pairs
 from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of, saved_below, text_sizes
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing, write_fingerprints
 from megatron.corpus.duplicates.union import DocumentGroups
-from megatron.corpus.stage import Counts, Made, StagePhase
-from megatron.errors import SettingsError, did_you_mean
+from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.errors import SettingsError
 
 VERSION = "1"  # of what the tasks of this stage write
 REASON = "near_duplicate"
@@ -40,16 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "curator": dict(shingle="characters", width=24, bands=20, rows=13, threshold=0.8),
 }
 MOST_RANGES = 256  # tasks of the phases `compare` and `decide`
-OWN = (
-    "memory",
-    "shards",
-    "shard",
-    "band",
-    "partition",
-    "of_partitions",
-    "range",
-    "ranges",
-)  # options of a task, beside the stage's
 
 
 @dataclass(frozen=True)
@@ -72,6 +62,14 @@ class NearDuplicateOptions:
     documents_per_shard: int = 100_000  # a guess, for the number of partitions; memory holds whatever comes
     partitions: int = 0  # 0: as many as the memory of a task asks for
 
+    def __post_init__(self):
+        _ = self.signing  # checks what is its own
+        if not 0 < self.threshold <= 1:
+            raise SettingsError(f"threshold {self.threshold}: above 0, at most 1")
+        for name, least in dict(links=1, examples=0, documents_per_shard=1, partitions=0).items():
+            if getattr(self, name) < least:
+                raise SettingsError(f"{name} {getattr(self, name)}: at least {least} is needed")
+
     @property
     def signing(self) -> Signing:
         return Signing(**{one.name: getattr(self, one.name) for one in fields(Signing)})
@@ -81,30 +79,9 @@ OPTIONS = NearDuplicateOptions  # what an engine checks a recipe's options with
 
 
 def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
-    """The stage's options, checked, with those of the preset. Raises SettingsError."""
-    given = {name: value for name, value in options.items() if name not in OWN}
-    known = [one.name for one in fields(NearDuplicateOptions)]
-    for name in given:
-        if name not in known:
-            raise SettingsError(
-                f"near_duplicates has no option {name}{did_you_mean(name, known)}", do=f"known: {', '.join(known)}"
-            )
-    preset = given.get("preset", NearDuplicateOptions.preset)
-    if preset not in PRESETS:
-        raise SettingsError(f"near_duplicates: unknown preset {preset}", do=f"known: {', '.join(PRESETS)}")
-    made = NearDuplicateOptions(**{**PRESETS[preset], **given})
-    _ = made.signing
-    if isinstance(made.threshold, bool) or not isinstance(made.threshold, (int, float)) or not 0 < made.threshold <= 1:
-        raise SettingsError(f"threshold of near-duplicates is {made.threshold!r}: above 0, at most 1")
-    if made.verify not in compare.VERIFY:
-        raise SettingsError(f"verify of near-duplicates is {made.verify!r}", do=f"known: {', '.join(compare.VERIFY)}")
-    for name, least in (("links", 1), ("examples", 0), ("documents_per_shard", 1), ("partitions", 0)):
-        value = getattr(made, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SettingsError(f"{name} of near-duplicates is {value!r}: a whole number, at least {least}")
-    if isinstance(made.against, str) or not all(isinstance(folder, str) for folder in made.against):
-        raise SettingsError(f"against of near-duplicates is {made.against!r}: a list of folders")
-    return made
+    """The stage's options, with those of the preset. Raises SettingsError."""
+    preset = options.get("preset", NearDuplicateOptions.preset)
+    return options_of(NearDuplicateOptions, {**PRESETS[preset], **options})
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:

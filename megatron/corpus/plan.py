@@ -20,7 +20,15 @@ from megatron.corpus import filtering, shards
 from megatron.corpus.digests import Digests
 from megatron.corpus.documents import SHARD
 from megatron.corpus.recipe import CorpusRecipe, StageWanted
-from megatron.corpus.registry import code_version, filter_options, load, module_of, phase_options, stage_address
+from megatron.corpus.registry import (
+    code_of_options,
+    code_version,
+    filter_options,
+    load,
+    module_of,
+    phase_options,
+    stage_address,
+)
 from megatron.corpus.stage import StagePhase
 from megatron.errors import Failure, SettingsError, UsageError
 
@@ -166,7 +174,7 @@ class _Builder:
             names[stage.name] = names.get(stage.name, 0) + 1
             name = stage.name if names[stage.name] == 1 else f"{stage.name}-{names[stage.name]}"
             wanted.append([name, address, _json(options, stage.where)])
-            version.append(code_version(address))
+            version += [code_version(address), *code_of_options(options)]
         options = dict(filters=wanted, samples=self.recipe.samples)
         reads = self.stages[-1].makes
         folders = [

@@ -6,8 +6,8 @@ a task may take) -> phases. The module of a stage may have, beside it, a datacla
 `explain` (see `explain.py`). A name with a colon is a user's own: `my_package.my_module:MyFilter`.
 """
 
-import hashlib
 import inspect
+import re
 import sys
 import types
 import typing
@@ -20,7 +20,9 @@ from typing import Any
 
 from megatron.corpus.recipe import StageWanted
 from megatron.errors import SettingsError, UsageError, did_you_mean
+from megatron.telemetry.own_code import checksum, file_of, own_files
 
+_NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 STAGES = {
     "exact-duplicates": "megatron.corpus.exact_duplicates:phases",
     "near-duplicates": "megatron.corpus.near_duplicates:phases",
@@ -81,14 +83,24 @@ def _public(module) -> list[str]:
 
 @cache
 def code_version(address: str) -> str:
-    """What changes when the code of a stage does: VERSION of its module or class, else a digest of the module's source."""
-    module = import_module(address.partition(":")[0])
-    thing = getattr(module, address.partition(":")[2], None)
-    version = getattr(thing, "VERSION", getattr(module, "VERSION", None))
+    """What changes when the code of a stage or filter does: VERSION of its class or module, else a digest of the files of
+    its module and of what that imports of megatron/corpus and beside itself, one through another.
+    """
+    name, _, attribute = address.partition(":")
+    module = import_module(name)
+    version = getattr(getattr(module, attribute, None), "VERSION", getattr(module, "VERSION", None))
     if version is not None:
         return str(version)
-    source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16] if source else ""
+    files = own_files(name, inside=__package__)
+    if source := getattr(module, "__file__", None):
+        files[""] = Path(source)  # of an installed package, too
+    return checksum("".join(f"{key} {checksum(path.read_bytes())}\n" for key, path in files.items()).encode())
+
+
+def code_of_options(options: Mapping[str, Any]) -> list[str]:
+    """The versions of code that options name as "module:name": a rule, a scorer."""
+    named = [word for word in options.values() if isinstance(word, str) and _NAMED.fullmatch(word)]
+    return [code_version(word) for word in named if file_of(word.partition(":")[0])]
 
 
 # ---------------------------------------------------------------------------------------------------- options

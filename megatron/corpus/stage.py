@@ -14,11 +14,12 @@ them (`.jsonl`, or `.jsonl.zst`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Optional, Protocol
+from typing import Any, Optional, Protocol, TypeVar
 
 Document = dict[str, Any]
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,16 @@ class StagePhase:
 # - Where the last phase has a task for each shard that the stage reads, it may leave `dropped.jsonl` beside the documents:
 #   an object a line with "row" (from 0, in the shard that was read), "reason", and figures. `explain` reads it.
 # The module of a stage may also have
-#   OPTIONS         a dataclass whose fields are the options: the engine then checks a recipe's against it
+#   OPTIONS         a dataclass whose fields are the options: the engine checks a recipe's names and types against it before
+#                   anything else; ranges are checked by its `__post_init__`
 #   MAKES_TOKENS    True: no documents come out, the stage is the last
 #   explain         (made, shard, row, document, options) -> None for a document that went on as it was, else a dict with
 #                   "reason" (a word) and "figures" (a dict), and with "document" where it was changed and not dropped.
 #                   made: phase -> the folders of its tasks, all done, and "documents" -> the shards that the stage read;
 #                   shard, row: where among them the document stood, both from 0
 StageOfPhases = Callable[[Mapping[str, Any], int, int], list[StagePhase]]
+
+
+def options_of(kind: type[Options], options: Mapping[str, Any]) -> Options:
+    """The options of a stage as its dataclass, out of those of a task, which may have others of its own beside them."""
+    return kind(**{one.name: options[one.name] for one in fields(kind) if one.name in options})

@@ -23,6 +23,7 @@ import numpy as np
 from megatron.data.ngrams import SEPARATOR, all_ngram_hashes, ngram_hashes, words_of
 from megatron.errors import DataError
 from megatron.storage.array_file import Pieces, read_arrays, write_arrays
+from megatron.storage.durable import whole_file
 
 LONGEST, SHORTEST = 13, 8  # words of an n-gram
 MOST = 50_000_000  # n-grams of an index: 600 MB in memory
@@ -139,11 +140,14 @@ class NgramIndex:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path) -> None:
+        """Write it whole: whoever reads meanwhile has the old one."""
         about = dict(
             sets=[list(one) for one in self.sets], lengths=self.lengths, longest=self.longest, shortest=self.shortest
         )
         arrays = {name: Pieces.of(getattr(self, name)) for name in ("hashes", "starts", "owners")}
-        write_arrays(path, _KIND, _VERSION, about, arrays)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            write_arrays(file.name, _KIND, _VERSION, about, arrays)
 
     @classmethod
     def open(cls, path) -> "NgramIndex":

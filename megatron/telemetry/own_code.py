@@ -45,25 +45,30 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
-def own_files(module: str) -> dict[str, Path]:
+def own_files(module: str, inside: str = "") -> dict[str, Path]:
     """Path below the folder that the module is imported from -> file, of it and of the modules below that folder that it
-    imports; none of the suite's package, and none of installed ones. Nothing is imported for it.
+    imports; none of the suite's package but those of its part `inside`, and none of installed ones. Nothing is imported
+    for it.
     """
     start = file_of(module)
     if start is None:
         return {}
     root = start.parents[module.count(".") + (start.name == "__init__.py")]
+    suite = Path(__file__).resolve().parents[2]
+    first = lambda name: name.partition(".")[0]
+    within = lambda name: bool(inside) and f"{name}.".startswith(f"{inside}.")
     found: dict[str, Path] = {}
     todo = [module]
     while todo:
         name = todo.pop()
-        stem = root.joinpath(*name.split("."))
+        base = suite if within(name) else root
+        stem = base.joinpath(*name.split("."))
         for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
-            key = path.relative_to(root).as_posix()
-            if key not in found and path.is_file() and not set(INSTALLED) & set(path.parts):
+            key = path.relative_to(base).as_posix()
+            if key not in found and path.is_file() and (within(name) or not set(INSTALLED) & set(path.parts)):
                 found[key] = path
-                todo += [other for other in imported(path, name) if other.partition(".")[0] not in (PACKAGE, "")]
-        if "." in name:
+                todo += [other for other in imported(path, name) if within(other) or first(other) not in (PACKAGE, "")]
+        if "." in name and not within(name):
             todo.append(name.rpartition(".")[0])  # packages are imported with what is in them
     return dict(sorted(found.items()))
 
@@ -71,7 +76,11 @@ def own_files(module: str) -> dict[str, Path]:
 def imported(path: Path, module: str) -> Iterator[str]:
     """Names of modules that a file imports, anywhere in it; `from a import b` gives a and a.b, one of which may be none."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # not imported, or this process would have ended
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -76,7 +76,7 @@ def register(words: list[str], options: ContaminationOptions) -> None:
     name, files = words[0], words[1:]
     started = time.perf_counter()
     index = index.with_set(name, (item for file in files for item in read_items(file, options.json_keys)), files)
-    save_index(index, path)
+    index.save(path)
     one = index.sets[-1]
     short = (
         f", {one.too_short:,} of them of less than {index.shortest} words, which are not looked for"
@@ -187,21 +187,8 @@ def ignore(words: list[str], options: ContaminationOptions) -> None:
         raise DataError(what, do="preprocess it with --contamination INDEX")
     common = contained.hashes[contained.before > options.above]
     numbers = np.flatnonzero(np.isin(index.hashes, common))
-    save_index(index.without(numbers), path)
+    index.without(numbers).save(path)
     print(f"{path}: {len(numbers):,} n-grams left out that are there more than {options.above} times")
-
-
-def save_index(index, path: Path) -> None:
-    """Write an index aside and give it its name: whoever reads meanwhile has the old one."""
-    import os
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        index.save(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _index_path(options: ContaminationOptions) -> Path:

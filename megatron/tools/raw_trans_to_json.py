@@ -27,7 +27,7 @@ from megatron.corpus.processes import process_pool
 from megatron.errors import DataError, Failure, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.storage.durable import storage_errors, sync_folder
+from megatron.storage.durable import storage_errors, sync_folder, whole_file
 
 PROG = "python -m megatron.tools.raw_trans_to_json"
 
@@ -98,7 +98,7 @@ def convert(options: RawTextOptions) -> Counter:
             if options.no_merge:
                 _keep_apart(source, files, parts, target)
             else:
-                _merge(parts, target, folder, options)
+                _merge(parts, target, options)
     left_out = {name: count for name, count in totals.items() if name not in ("documents", "bytes")}
     told = "".join(f"; {count:,} {name}" for name, count in sorted(left_out.items()))
     print(f"{totals['documents']:,} documents in {target}{told}")
@@ -183,7 +183,7 @@ def _workspace(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _merge(parts: list[Path], target: Path, folder: Path, options: RawTextOptions) -> None:
+def _merge(parts: list[Path], target: Path, options: RawTextOptions) -> None:
     """One file of all parts, shuffled or not, which appears when it is whole."""
     from megatron.tools.shuf import shuffle_files
 
@@ -192,15 +192,11 @@ def _merge(parts: list[Path], target: Path, folder: Path, options: RawTextOption
         print("Shuffling the file...", flush=True)
         shuffle_files([str(part) for part in parts], target, options.seed, int(options.memory_gb * 1e9))
         return
-    with open(folder / "merged", "wb") as out:
+    with whole_file(target) as out:
         for part in parts:
             with open(part, "rb") as file:
                 shutil.copyfileobj(file, out, 1 << 20)
             part.unlink()
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(folder / "merged", target)
-    sync_folder(target.parent)
 
 
 def _keep_apart(source: Path, files: list[str], parts: list[Path], target: Path) -> None:

@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Optional
 from megatron.errors import DataError, Locked, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.storage.durable import WriterLock, storage_errors, sync_folder
+from megatron.storage.durable import WriterLock, storage_errors, whole_file
 from megatron.tools.positional import divide
 
 PROG = "python -m megatron.tools.shuf"
@@ -70,7 +70,10 @@ def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: i
         numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
         scatter_lines(numbered, folder, seed, partitions, memory)
         ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
-        _write(islice(ordered, most), target, folder)
+        with nullcontext(sys.stdout.buffer) if target is None else whole_file(target) as out:
+            for line in islice(ordered, most):
+                out.write(line + b"\n")
+            out.flush()
 
 
 @contextmanager
@@ -92,21 +95,6 @@ def _folder_for(target: Optional[Path]) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
-
-
-def _write(ordered: Iterable[bytes], target: Optional[Path], folder: Path) -> None:
-    if target is None:
-        for line in ordered:
-            sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
-        return
-    with open(folder / "out", "wb") as out:
-        for line in ordered:
-            out.write(line + b"\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(folder / "out", target)
-    sync_folder(target.parent)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,15 @@
 import json
 from pathlib import Path
 
+from megatron.corpus.recipe import StageWanted
+from megatron.corpus.registry import load, phase_options, stage_address
+
+
+def phases_of(name: str, options: dict, shards: int = 1, memory: int = 1 << 30):
+    """The phases of a stage that a recipe names, its options checked as the engine does."""
+    stage = StageWanted(name, options, "recipe.yaml:3")
+    return load(stage_address(stage), stage.where)(phase_options(stage), shards, memory)
+
 
 def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tuple[dict[str, list[Path]], dict]:
     """(phase -> folder of each of its tasks, "documents" -> the shards; phase -> counts, numbers added up)."""

@@ -8,8 +8,8 @@ import pytest
 import xxhash
 
 from megatron.corpus import exact_duplicates
-from megatron.errors import DataError, SettingsError
-from tests.corpus.run_phases import read_shards, run_phases, write_shards
+from megatron.errors import DataError, Failure
+from tests.corpus.run_phases import phases_of, read_shards, run_phases, write_shards
 
 MEMORY = 1 << 30
 
@@ -100,7 +100,15 @@ def test_lines_without_a_text_stay(tmp_path):
     assert kept == [*lines[:5], lines[6]]
 
 
-@pytest.mark.parametrize("wrong", [dict(normalise="none"), dict(normalize="all"), dict(partitions=-1)])
-def test_wrong_options(wrong):
-    with pytest.raises(SettingsError):
-        exact_duplicates.phases(wrong, 1, MEMORY)
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(normalise="none"), "did you mean normalize"),
+        (dict(normalize="all"), "none or space or words"),
+        (dict(partitions=-1), "partitions at 0"),
+        (dict(against="folder"), "a list"),
+    ],
+)
+def test_wrong_options(wrong, told):
+    with pytest.raises(Failure, match=told):
+        phases_of("exact-duplicates", wrong)

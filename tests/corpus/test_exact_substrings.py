@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.corpus import exact_substrings
-from megatron.errors import SettingsError
-from tests.corpus.run_phases import read_shards, run_phases, write_shards
+from megatron.errors import Failure
+from tests.corpus.run_phases import phases_of, read_shards, run_phases, write_shards
 
 pytest.importorskip("pydivsufsort", reason="the package pydivsufsort is missing")
 
@@ -184,5 +184,5 @@ def test_odd_lines_pass_through(tmp_path):
     [dict(length=1), dict(length="50"), dict(unit="words"), dict(action="mask"), dict(drop_share=0), dict(size=5)],
 )
 def test_wrong_options(wrong):
-    with pytest.raises(SettingsError):
-        exact_substrings.phases(wrong, 1, MEMORY)
+    with pytest.raises(Failure, match=next(iter(wrong))):
+        phases_of("exact-substrings", wrong)

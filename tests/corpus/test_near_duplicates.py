@@ -15,8 +15,8 @@ from megatron.corpus.duplicates.candidates import load_pairs, sorted_pairs
 from megatron.corpus.duplicates.key_runs import RunReader, RunWriter
 from megatron.corpus.duplicates.signatures import sign_texts
 from megatron.corpus.duplicates.union import DocumentGroups
-from megatron.errors import DataError, SettingsError
-from tests.corpus.run_phases import read_shards, run_phases, write_shards
+from megatron.errors import DataError, Failure
+from tests.corpus.run_phases import phases_of, read_shards, run_phases, write_shards
 
 needs_rensa = pytest.mark.skipif(find_spec("rensa") is None, reason="the package rensa is missing")
 
@@ -275,7 +275,7 @@ def test_odd_lines_pass_through(tmp_path, kind):
         (dict(treshold=0.5), "threshold"),
         (dict(preset="gopher"), "fineweb"),
         (dict(threshold=0), "above 0"),
-        (dict(threshold="0.5"), "above 0"),
+        (dict(threshold="0.5"), "a number"),
         (dict(bands=0), "bands"),
         (dict(verify="maybe"), "doubtful"),
         (dict(links=0), "links"),
@@ -284,5 +284,5 @@ def test_odd_lines_pass_through(tmp_path, kind):
     ],
 )
 def test_wrong_options_are_told_before_anything_runs(wrong, word):
-    with pytest.raises(SettingsError, match=word):
-        near_duplicates.phases(wrong, 1, MEMORY)
+    with pytest.raises(Failure, match=word):
+        phases_of("near-duplicates", wrong)

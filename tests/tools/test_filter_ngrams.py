@@ -11,9 +11,10 @@ import pytest
 
 from megatron.corpus import decontaminate
 from megatron.data.contamination import NgramIndex
-from megatron.errors import DataError, Failure, SettingsError
+from megatron.errors import Failure, SettingsError
 from megatron.tools import corpus
 from megatron.tools.openwebtext import filter_ngrams
+from tests.corpus.run_phases import phases_of
 
 N, LEAST = 4, 3  # words of an n-gram, and of the shortest item
 SIDE, KEEP, SPLITS = 12, 15, 2
@@ -257,9 +258,15 @@ def test_the_filter(tmp_path):
 
 @pytest.mark.parametrize(
     "options, message",
-    [(dict(), "needs an index"), (dict(index="gone"), "no such file"), (dict(index="i", size=3), "no option size")],
+    [
+        (dict(), "an index is needed"),
+        (dict(index="gone"), "no such file"),
+        (dict(index="i", size=3), "unknown option size"),
+        (dict(index="i", action="hide"), "count or cut or drop"),
+        (dict(index="i", least=-1), "start at 0"),
+    ],
 )
 def test_wrong_options_of_the_stage(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((SettingsError, DataError), match=message):
-        decontaminate.phases(options, 1, 1)
+    with pytest.raises(Failure, match=message):
+        phases_of("decontaminate", options)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents by their address: where a blacklist of domains, or any other rule about URLs, is put in."""
+"""Documents by their address: lists of bad ones, and any other rule about URLs."""
 
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Literal, Optional
 from urllib.parse import urlsplit
 
+from megatron.corpus.addresses import AddressRules, is_below, read_lists
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import SettingsError
 
@@ -15,17 +16,23 @@ class UrlFilter:
 
     rule: "module:function" of url -> why it goes (one word with underscores), "" or None where it stays
     domains: domains that go, each with all below it
+    blacklist: files (see `addresses.py`): what the command blacklist_urls leaves out goes, but repeated addresses
     missing: what becomes of a document without a URL
     """
 
     def __init__(
-        self, rule: Optional[str] = None, domains: Sequence[str] = (), missing: Literal["keep", "drop"] = "keep"
+        self,
+        rule: Optional[str] = None,
+        domains: Sequence[str] = (),
+        missing: Literal["keep", "drop"] = "keep",
+        blacklist: Sequence[str] = (),
     ):
         if missing not in ("keep", "drop"):
             raise SettingsError(f"missing: {missing!r} is neither keep nor drop")
         self.rule = None if rule is None else named_function(rule)
         self.domains = frozenset(domain.lower().strip(".") for domain in domains)
         self.missing = missing
+        self.blacklist = AddressRules(read_lists(blacklist)) if blacklist else None
 
     def __call__(self, document: Document) -> Verdict:
         url = document.get("url")
@@ -34,7 +41,8 @@ class UrlFilter:
         figures = {"url": url[:500]}
         if self.domains and self._is_listed(url):
             return Verdict(None, "listed_domain", figures)
-        reason = self.rule(url) if self.rule else None
+        reason = self.blacklist(url.strip()) if self.blacklist else None
+        reason = reason or (self.rule(url) if self.rule else None)
         return Verdict(None, reason, figures) if reason else Verdict(document, "", figures)
 
     def _is_listed(self, url: str) -> bool:
@@ -42,8 +50,7 @@ class UrlFilter:
             host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
         except ValueError:  # a bracket that is not closed
             return False
-        labels = host.strip(".").split(".")
-        return any(".".join(labels[start:]) in self.domains for start in range(len(labels)))
+        return is_below(host.strip("."), self.domains)
 
 
 def named_function(name: str) -> Callable:

@@ -4,14 +4,14 @@
     python -m megatron.tools.openwebtext.blacklist_urls URLs/ clean_urls.txt
 
 IN is a list (`.txt`, one address a line; also .gz .bz2 .xz .zst), a `.zip` of lists, or a folder of them, searched below.
-Each address counts under the first reason that holds: its domain, its ending, 8 letters or fewer, malformed, met before.
+Each address counts under the first reason that holds: its domain, its page, its ending, 8 letters or fewer, malformed, met
+before. In a recipe the filter `url: {blacklist: [FILES]}` decides alike.
 What stays keeps its order. Nothing is fetched and nothing unpacked to the disk. A list that cannot be read whole is named
 at the end (exit code 4); what could be read of it counts.
 """
 
 import lzma
 import os
-import re
 import sys
 import zipfile
 import zlib
@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
-from urllib.parse import urlsplit
 
 import xxhash
 
+from megatron.corpus.addresses import LONGEST, AddressRules, read_lists
 from megatron.corpus.lines import split
 from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
 from megatron.data.json_input import Ahead, Source, compression_of, decompressed
@@ -35,19 +35,10 @@ from megatron.tools.positional import divide, expect
 
 PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
 LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, beside .zip
-LONGEST = 8192  # bytes of an address: browsers and servers take no longer ones
-SHORTEST = 9  # "http://a." is no address yet
-ADDRESS = re.compile(
-    r"https?://"
-    r"(?:(?:[\w](?:[\w-]{0,61}[\w])?\.)+(?:[^\W\d_]{2,63}|xn--[a-z0-9-]{1,59})\.?"  # labels, the last one of letters
-    r"|\d{1,3}(?:\.\d{1,3}){3})"
-    r"(?::\d{1,5})?"
-    r"(?:[/?#][^\s\x00-\x1f\x7f\ufffd]*)?",
-    re.IGNORECASE,
-)
 REASONS = dict(  # in the order of the checks
-    domain="of a domain of the list",
-    extension="with an ending of the list",
+    listed_domain="of a domain of the list",
+    listed_page="a page of the list",
+    listed_ending="with an ending of the list",
     short="of 8 letters or fewer",
     malformed="malformed",
     duplicate="met before",
@@ -59,7 +50,7 @@ class BlacklistOptions:
     """What is left out, and how much a packed list may hold."""
 
     blacklist: Optional[str] = setting(
-        "a list of domains and endings in place of ours (its form: see blacklist.txt)", None
+        "a list of domains, pages and endings in place of ours (its form: see blacklist.txt)", None
     )
     log_interval: int = setting("addresses between progress lines", 100_000)
     max_unpacked_gb: float = setting("a packed list that holds more is left there: a zip bomb", 64.0)
@@ -79,7 +70,7 @@ def main(argv: list[str]) -> None:
     source, target = expect(files, "IN OUT", PROG)
     if options.log_interval < 1 or options.max_unpacked_gb <= 0:
         raise SettingsError("--log-interval starts at 1, --max-unpacked-gb above 0")
-    sift = Sift(*read_blacklist(options.blacklist or Path(__file__).with_name("blacklist.txt")))
+    sift = Sift(options.blacklist or Path(__file__).with_name("blacklist.txt"))
     set_aside = sift_lists(source, Path(target), sift, options)
     print(f"FINAL | {sift.figures()}")
     if set_aside:
@@ -87,26 +78,11 @@ def main(argv: list[str]) -> None:
         raise DataError(what, "\n  ".join(set_aside), f"mend or remove them; {target} has what could be read")
 
 
-def read_blacklist(path: str | Path) -> tuple[frozenset[str], tuple[str, ...]]:
-    """(names of domains, endings with their dot) of a list. Raises DataError where there is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--blacklist {path}: cannot be read: {error}") from None
-    entries = [line.split("#")[0].strip().lower() for line in text.splitlines()]
-    return frozenset(e for e in entries if e and e[0] != "."), tuple(e for e in entries if e[:1] == ".")
-
-
 class Sift:
     """Says of one address after the other why it is left out. Remembers those that stay: about 100 bytes each."""
 
-    def __init__(self, domains: frozenset[str], extensions: tuple[str, ...]):
-        try:
-            from tld import get_tld
-        except ImportError as error:
-            do = "pip install 'megatron[corpus]' (or tld)"
-            raise DataError("the list of public suffixes needs the package tld", str(error), do) from None
-        self._public, self._domains, self._extensions = get_tld, domains, extensions
+    def __init__(self, blacklist: str | Path):
+        self._rules = AddressRules(read_lists([blacklist]))
         self._met: set[bytes] = set()
         self.counts = Counter(dict.fromkeys(("read", "kept", *REASONS), 0))
 
@@ -118,30 +94,13 @@ class Sift:
         return reason
 
     def _judge(self, address: str) -> str:
-        try:
-            parts = urlsplit(address)
-            host = (parts.hostname or "").rstrip(".")
-        except ValueError:  # brackets of an IPv6 address that do not close
-            return "short" if len(address) < SHORTEST else "malformed"
-        if host and self._of_a_domain(host):
-            return "domain"
-        if parts.path.lower().endswith(self._extensions) or parts.query.lower().endswith(self._extensions):
-            return "extension"
-        if len(address) < SHORTEST:
-            return "short"
-        if not ADDRESS.fullmatch(address):
-            return "malformed"
+        if reason := self._rules(address):
+            return reason
         mark = xxhash.xxh3_128_digest(address.encode())
         if mark in self._met:
             return "duplicate"
         self._met.add(mark)
         return ""
-
-    def _of_a_domain(self, host: str) -> bool:
-        found = self._public(
-            f"http://{host}", fail_silently=True, as_object=True, search_private=False
-        )  # private suffixes (github.io) are registered domains of somebody, too
-        return found is not None and bool({found.domain, found.fld} & self._domains)
 
     def figures(self) -> str:
         """All counts on a line, in the order of the checks."""

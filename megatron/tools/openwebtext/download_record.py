@@ -25,7 +25,7 @@ from typing import Any, Optional
 import xxhash
 
 from megatron.errors import DataError, Locked
-from megatron.storage.durable import storage_errors, sync_folder
+from megatron.storage.durable import storage_errors, sync_folder, whole_file
 
 
 def _zstd(data: bytes) -> bytes:
@@ -217,9 +217,12 @@ def _write_all(file, data: bytes) -> None:
 
 def write_sqlite(record: Path, target: Path) -> int:
     """What became of each address as a table `pages` of an SQLite file. Returns the number of rows."""
-    aside = target.with_name(f".{target.name}.tmp")
-    aside.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(aside)) as base, base, open(record, "rb") as journal:
+    with (
+        whole_file(target) as file,
+        contextlib.closing(sqlite3.connect(file.name)) as base,
+        base,
+        open(record, "rb") as journal,
+    ):
         base.execute(f"CREATE TABLE pages ({', '.join(COLUMNS)}, PRIMARY KEY (number))")
         next(journal)
         for line in journal:
@@ -227,5 +230,4 @@ def write_sqlite(record: Path, target: Path) -> int:
                 f"INSERT OR REPLACE INTO pages VALUES ({', '.join('?' * len(COLUMNS))})", json.loads(line)["pages"]
             )
         [rows] = base.execute("SELECT count(*) FROM pages").fetchone()
-    os.replace(aside, target)
     return rows

@@ -29,6 +29,7 @@ from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.storage.durable import whole_file
 
 KEYS = dict(  # of the texts of a task; LAMBADA's is "text"
     squad="question",
@@ -150,24 +151,16 @@ def below_threshold(index: NgramIndex, pairs: list[tuple[str, str]], options: Fi
 
 def clean(index: NgramIndex, pairs: list[tuple[str, str]], options: FilterOptions) -> None:
     """Write what is left of the data, whole or not at all."""
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f"{output.name}.{os.getpid()}.partial")
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     prefix, sums = "-".join(options.tasks or ["index"]), np.zeros(6, np.int64)
-    try:
-        with aside.open("wb") as file:
-            for rows, counted in over_blocks(clean_block, pairs, FilterWork(index, options)):
-                for number, row in rows:
-                    for piece, record in enumerate(row):
-                        own = f"{prefix}-{sums[0] + number:010d}-{piece:04d}"
-                        record["split_id"] = f"{record['split_id']}-{own}" if "split_id" in record else own
-                        file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-                sums += counted
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, output)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(options.output) as file:
+        for rows, counted in over_blocks(clean_block, pairs, FilterWork(index, options)):
+            for number, row in rows:
+                for piece, record in enumerate(row):
+                    own = f"{prefix}-{sums[0] + number:010d}-{piece:04d}"
+                    record["split_id"] = f"{record['split_id']}-{own}" if "split_id" in record else own
+                    file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            sums += counted
     docs, split, ignored, many, trimmed, bad = sums.tolist()
     more = f" bad lines {bad}" if bad else ""
     print(f" Total docs {docs} splitted {split} ignored {ignored} splits > theshold {many} trimmed {trimmed}{more}")

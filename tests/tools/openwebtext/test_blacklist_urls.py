@@ -11,26 +11,27 @@ import zipfile
 
 import pytest
 
+from megatron.corpus.filters import build_filter
 from megatron.errors import DataError
 from megatron.tools.openwebtext import blacklist_urls
-from megatron.tools.openwebtext.blacklist_urls import Sift, read_blacklist
+from megatron.tools.openwebtext.blacklist_urls import Sift
 
 pytest.importorskip("tld", reason="needs megatron[corpus]")
 
 CASES = [  # address, why it is left out
     ("https://en.example.org/an/article", ""),
-    ("http://www.imgur.com/gallery/1", "domain"),
-    ("http://imgur.co.uk/x.jpg", "domain"),  # before the ending
+    ("http://www.imgur.com/gallery/1", "listed_domain"),
+    ("http://imgur.co.uk/x.jpg", "listed_domain"),  # before the ending
     ("https://imgur.example.org/", ""),  # a host of somebody else's domain
-    ("http://x.com/status/1", "domain"),
+    ("http://x.com/status/1", "listed_domain"),
     ("http://x.org/status/1", ""),
-    ("https://example.org/a.7z", "extension"),
-    ("https://example.org/a.ai", "extension"),
-    ("https://example.org/a.JPG?size=2", "extension"),
-    ("https://example.org/?file=a.pdf", "extension"),
+    ("https://example.org/a.7z", "listed_ending"),
+    ("https://example.org/a.ai", "listed_ending"),
+    ("https://example.org/a.JPG?size=2", "listed_ending"),
+    ("https://example.org/?file=a.pdf", "listed_ending"),
     ("https://example.ai", ""),
-    ("https://example.org/b.mp3#t=1", "extension"),
-    ("a.pdf", "extension"),  # before its length
+    ("https://example.org/b.mp3#t=1", "listed_ending"),
+    ("a.pdf", "listed_ending"),  # before its length
     ("http://a", "short"),
     ("b.org/", "short"),
     ("example.org/without-a-scheme", "malformed"),
@@ -43,12 +44,15 @@ CASES = [  # address, why it is left out
     ("https://b\u00fccher.example/", ""),
     ("https://xn--bcher-kva.xn--p1ai/", ""),
     ("https://en.example.org/an/article", "duplicate"),
-    ("http://www.imgur.com/gallery/1", "domain"),  # before duplicates
+    ("http://www.imgur.com/gallery/1", "listed_domain"),  # before duplicates
 ]
 
 
+OURS = os.path.join(os.path.dirname(blacklist_urls.__file__), "blacklist.txt")
+
+
 def sift_of_ours() -> Sift:
-    return Sift(*read_blacklist(os.path.join(os.path.dirname(blacklist_urls.__file__), "blacklist.txt")))
+    return Sift(OURS)
 
 
 def run(tmp_path, source, *flags) -> list[str]:
@@ -60,6 +64,54 @@ def test_each_reason():
     sift = sift_of_ours()
     assert [(address, sift(address)) for address, _ in CASES] == CASES
     assert sift.counts["read"] == len(CASES) == sum(sift.counts.values()) - sift.counts["read"]
+
+
+def test_the_filter_of_a_recipe_decides_alike():
+    """Of single addresses, so that no one was met before."""
+    judge = build_filter("url", blacklist=[OURS], missing="drop")
+    for address, reason in CASES:
+        found = judge(dict(text="x", url=address))
+        assert found.reason == reason.replace("duplicate", "") and (found.document is None) == bool(found.reason), (
+            address
+        )
+
+
+PAGES = """
+sub.example.org   # with all below it
+https://www.Site.net/a/
+site.net/b?x=1
+shop.com:80/
+http://[::1/
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_domains_and_pages_of_a_list(tmp_path, packed):
+    path = tmp_path / ("list.gz" if packed else "list")
+    path.write_bytes(gzip.compress(PAGES.encode()) if packed else PAGES.encode())
+    judge = build_filter("url", blacklist=[str(path)])
+    for address, reason in [
+        ("http://sub.example.org/x", "listed_domain"),
+        ("https://a.SUB.example.org:80", "listed_domain"),
+        ("https://example.org/", ""),
+        ("http://site.net/a", "listed_page"),
+        ("http://www.site.net/a/b/c.html?q=1", "listed_page"),
+        ("http://site.net/ab", ""),
+        ("http://site.net/b?x=1#top", "listed_page"),
+        ("http://site.net/b?x=2", ""),
+        ("http://site.net/b", ""),
+        ("https://shop.com/any/thing", "listed_page"),
+        ("https://my.shop.com/any/thing", ""),
+        ("shop.com", "short"),
+        ("https://" + "a" * 9000 + ".org/", "malformed"),
+        ("https://half.org/\ud800", ""),
+    ]:
+        assert judge(dict(text="x", url=address)).reason == reason, address
+    with pytest.raises(DataError, match="cannot be read"):
+        build_filter("url", blacklist=[str(tmp_path / "gone.txt")])
+    (tmp_path / "latin").write_bytes(b"caf\xe9.org\n")
+    with pytest.raises(DataError, match="cannot be read"):
+        build_filter("url", blacklist=[str(path), str(tmp_path / "latin")])
 
 
 def test_what_stays_keeps_its_order_and_counts_are_told(tmp_path, capsys):

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a web address: it is on a list of bad ones, has 8 letters or fewer, or is none.
+
+A list is a text file, packed or not, an entry a line, with comments behind #:
+
+    name             any registered domain of this name, under any public suffix: imgur.com, imgur.io
+    name.com         this domain with all below it
+    name.com/page    this page with all below it; http(s):// and www. before it do not count
+    .ext             an address whose path or query ends so
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from megatron.corpus.lines import lines
+from megatron.errors import DataError, SettingsError
+
+LONGEST = 8192  # bytes of an address: browsers and servers take no longer ones
+SHORTEST = 9  # "http://a." is no address yet
+ADDRESS = re.compile(
+    r"https?://"
+    r"(?:(?:[\w](?:[\w-]{0,61}[\w])?\.)+(?:[^\W\d_]{2,63}|xn--[a-z0-9-]{1,59})\.?"  # labels, the last one of letters
+    r"|\d{1,3}(?:\.\d{1,3}){3})"
+    r"(?::\d{1,5})?"
+    r"(?:[/?#][^\s\x00-\x1f\x7f\ufffd]*)?",
+    re.IGNORECASE,
+)
+_SCHEME = re.compile(r"(?:https?:)?//", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class AddressLists:
+    """The entries of lists: names without a dot, domains, pages ("host/path"), endings."""
+
+    names: frozenset[str]
+    domains: frozenset[str]
+    pages: frozenset[str]
+    endings: tuple[str, ...]
+
+
+def read_lists(paths: Iterable[str | Path]) -> AddressLists:
+    """All entries of some lists. Raises DataError for one that cannot be read."""
+    entries = {}
+    for path in paths:
+        try:
+            for line in lines(path, LONGEST):
+                entries[line.decode("utf-8").split("#")[0].strip()] = True
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: the list of addresses cannot be read: {error}") from None
+    entries.pop("", None)
+    entries = [entry for entry in entries if "[" not in entry]  # IPv6: no address that stays has one
+    pages = [_page_and_query(urlsplit(f"//{_SCHEME.sub('', entry, count=1)}")) for entry in entries if "/" in entry]
+    words = [entry.lower() for entry in entries if "/" not in entry]
+    domains = [word.strip(".") for word in words if word[0] != "." and "." in word]
+    return AddressLists(
+        names=frozenset(word for word in words if "." not in word),
+        domains=frozenset(domains),
+        pages=frozenset(pages),
+        endings=tuple(word for word in words if word[0] == "."),
+    )
+
+
+class AddressRules:
+    """Says why an address is left out: listed_domain, listed_page, listed_ending, short or malformed; "" where it stays."""
+
+    def __init__(self, listed: AddressLists):
+        self.listed = listed
+        self._public = _public_suffixes() if listed.names else None
+
+    def __call__(self, address: str) -> str:
+        if len(address.encode("utf-8", "surrogatepass")) > LONGEST:
+            return "malformed"
+        try:
+            parts = urlsplit(address)
+            host = (parts.hostname or "").rstrip(".")
+        except ValueError:  # brackets of an IPv6 address that do not close
+            return "short" if len(address) < SHORTEST else "malformed"
+        if host and (is_below(host, self.listed.domains) or self._of_a_name(host)):
+            return "listed_domain"
+        if host and self.listed.pages and self._is_page(parts):
+            return "listed_page"
+        if parts.path.lower().endswith(self.listed.endings) or parts.query.lower().endswith(self.listed.endings):
+            return "listed_ending"
+        if len(address) < SHORTEST:
+            return "short"
+        return "" if ADDRESS.fullmatch(address) else "malformed"
+
+    def _of_a_name(self, host: str) -> bool:
+        if not self._public:
+            return False
+        found = self._public(
+            f"http://{host}", fail_silently=True, as_object=True, search_private=False
+        )  # private suffixes (github.io) are registered domains of somebody, too
+        return found is not None and found.domain in self.listed.names
+
+    def _is_page(self, parts: SplitResult) -> bool:
+        page = _page_and_query(parts)
+        if page in self.listed.pages:
+            return True
+        page = page.partition("?")[0]
+        while page and page not in self.listed.pages:
+            page = page.rpartition("/")[0]
+        return bool(page)
+
+
+def is_below(host: str, domains: Collection[str]) -> bool:
+    """Whether a host is one of the domains, or below one.
+
+    >>> is_below("a.b.org", {"b.org"}), is_below("ab.org", {"b.org"})
+    (True, False)
+    """
+    labels = host.split(".")
+    return any(".".join(labels[start:]) in domains for start in range(len(labels)))
+
+
+def _page_and_query(parts: SplitResult) -> str:
+    """A page as lists and addresses have it in common: www.B.org:80/a/?x=1 is b.org/a?x=1."""
+    host = (parts.hostname or "").rstrip(".").removeprefix("www.")
+    return "/".join(filter(None, (host, parts.path.strip("/")))) + (f"?{parts.query}" if parts.query else "")
+
+
+def _public_suffixes():
+    try:
+        from tld import get_tld
+    except ImportError as error:
+        do = "pip install 'megatron[corpus]' (or tld)"
+        raise SettingsError(
+            "names without a dot need the list of public suffixes, package tld", str(error), do
+        ) from None
+    return get_tld
