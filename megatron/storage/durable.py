@@ -170,7 +170,7 @@ def whole_file(path: str | Path):
     path = Path(path)
     if path.is_dir():
         raise DataError(f"{path} is a folder", do="give the name of a file")
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # another process may be writing the same file
     with storage_errors(path):
         try:
             with open(aside, "wb") as file:
