@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import numpy as np
-import orjson
 
+from megatron.corpus.documents import decode, encode
 from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
 from megatron.corpus.duplicates.shards import WRITTEN, blocks_of_lines, document_of, encoded, fates, shard_writer
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
@@ -152,7 +152,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
                 notes_cut.write(_note(row, document, repeated, text, spans, asked.unit))
                 counts["cut"] += 1
                 counts["bytes_cut"] += size - len(encoded(left))
-                line = _line({**document, asked.text_key: left})
+                line = encode({**document, asked.text_key: left})
             write([line])
             went_on += 1
     told = fates(np.array(sizes, np.int64), np.array(dropped, np.int64), REASON)
@@ -165,7 +165,7 @@ def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[s
     asked = options_of(OPTIONS, options)
     for name in (DROPPED, CHANGED):
         with open(made["cut"][shard] / name, "rb") as notes:
-            for note in map(orjson.loads, notes):
+            for note in map(decode, notes):
                 if note["row"] == row:
                     figures = dict(repeated=note["repeated"], begins=note["begins"])
                     spans = [tuple(span) for span in note["spans"]]
@@ -329,10 +329,3 @@ def _note(row: int, document: dict, share: float, text: str, spans: list, unit: 
     shown = text[start:end] if unit == "tokens" else encoded(text)[start:end].decode("utf-8", "replace")
     told = dict(row=row, **known, reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
     return json.dumps(told).encode() + b"\n"
-
-
-def _line(document: dict) -> bytes:
-    try:
-        return orjson.dumps(document)
-    except TypeError:  # half of a surrogate pair, a huge number
-        return json.dumps(document).encode()

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import xxhash
 
+from megatron.corpus.documents import decode
+from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase
 from megatron.errors import DataError
@@ -123,7 +124,7 @@ def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
         for line in gather_lines(inputs, options["partition"], options["memory"]):
             out.write(line + b"\n")
             documents += 1
-            size += len(orjson.loads(line)["text"].encode())
+            size += text_bytes(decode(line)["text"])
     return dict(documents_in=documents, bytes_in=size, documents=documents, bytes=size)
 
 

@@ -27,7 +27,7 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
     """The page of what is done so far, as HTML without further files."""
     counts = counts_by_phase(plan, output)
     funnel = funnel_of(plan, counts)
-    tokens = next((found["tokens"] for name, found in counts.items() if name.endswith("tokenize.tokens")), None)
+    tokens = tokens_of(plan, counts)
     rate = tokens / funnel[-1]["bytes"] if tokens and funnel[-1]["bytes"] else None
     samples = read_samples(plan, output)
     done = sum(found["tasks"] for found in counts.values())
@@ -66,6 +66,14 @@ def funnel_of(plan: CorpusPlan, counts: dict[str, dict]) -> list[dict[str, Any]]
             size = last.get("bytes", rows[-1]["bytes"] if rows else 0)
             rows.append(dict(name=stage.name, documents=last["documents"], bytes=size, dropped=last.get("dropped", {})))
     return rows or [dict(name="nothing yet", documents=0, bytes=0, dropped={})]
+
+
+def tokens_of(plan: CorpusPlan, counts: dict[str, dict]) -> Optional[int]:
+    """Tokens of all shards; None as long as some of them have none."""
+    for name, found in counts.items():
+        if name.endswith("tokenize.tokens") and found["tasks"] == len(plan.phases[name]):
+            return found["tokens"]
+    return None
 
 
 def _filter_rows(phase: str, names: list[str], last: dict) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import orjson
 
+from megatron.corpus.documents import decode
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError
 
@@ -34,12 +34,9 @@ def blocks_of_lines(path: Path, block_size: int = BLOCK) -> Iterator[list[bytes]
 def document_of(line: bytes) -> Optional[dict[str, Any]]:
     """The JSON object of a line, or None."""
     try:
-        document = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:
-            document = json.loads(line.decode("utf-8"))  # half of a surrogate pair: JSON lets it pass, orjson does not
-        except (ValueError, RecursionError):
-            return None
+        document = decode(line)
+    except (ValueError, RecursionError):
+        return None
     return document if isinstance(document, dict) else None
 
 
