@@ -4,6 +4,8 @@
 import json
 from pathlib import Path
 
+from megatron.corpus.stage import flat
+
 
 def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tuple[dict[str, list[Path]], dict]:
     """(phase -> folder of each of its tasks, "documents" -> the shards; phase -> counts, numbers added up)."""
@@ -14,7 +16,7 @@ def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tu
         own = phase.own(made) or [{}] * len(made[phase.name])
         for inputs, output, more in zip(phase.split(made), made[phase.name], own, strict=True):
             output.mkdir(parents=True)
-            for name, value in phase.run(inputs, output, {**json.loads(json.dumps(options)), **more}).items():
+            for name, value in phase.run(flat(inputs), output, {**json.loads(json.dumps(options)), **more}).items():
                 told = counts.setdefault(phase.name, {})
                 told[name] = told[name] + value if name in told and isinstance(value, int) else value
     return made, counts
