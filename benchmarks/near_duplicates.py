@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.corpus import near_duplicates
 from megatron.corpus.duplicates.shards import blocks_of_lines, shard_writer, text_of
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
+from megatron.corpus.stage import flat
 
 RATES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0)  # shares of words that a copy has replaced
 
@@ -151,7 +152,7 @@ def run_ours(shards: list[Path], folder: Path, memory: int) -> dict:
         own = phase.own(made) or [{}] * len(made[phase.name])
         for inputs, output, more in zip(phase.split(made), made[phase.name], own):
             output.mkdir(parents=True)
-            counts = phase.run(inputs, output, {**options, **more})
+            counts = phase.run(flat(inputs), output, {**options, **more})
             kept += counts["documents"] if phase.name == "remove" else 0
         seconds[phase.name] = round(time.process_time() - began, 1)
     return dict(kept=kept, phases=seconds)

@@ -14,8 +14,9 @@ import errno
 import json
 import os
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,15 @@ from typing import Any, Optional
 
 from megatron.corpus.commit import commit, discard, read_receipt
 from megatron.corpus.documents import join_shards
-from megatron.corpus.plan import TASKS, CorpusPlan, CorpusTask
+from megatron.corpus.plan import TASKS, CorpusPlan, CorpusTask, paths_of
 from megatron.corpus.registry import load
 from megatron.errors import StorageError, explain
 from megatron.storage.durable import replace_file
 
 MOST_ATTEMPTS = 4
 QUARANTINE = "quarantine"
+MANY = 2000  # receipts: more are read by several threads, for a file system of a cluster answers each of them late
+READERS = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -48,10 +51,9 @@ class TaskOutcome:
 def execute(task: CorpusTask, output: Path) -> TaskOutcome:
     """Run a task here, to its commit. Does not raise for what the task raises."""
     base = output / TASKS
-    inputs = [base / path for path in task.inputs]
 
     def fill(work: Path) -> dict[str, Any]:
-        counts = load(task.function)(inputs, work, dict(task.options)) or {}
+        counts = load(task.function)(paths_of(task, output), work, dict(task.options)) or {}
         if task.joins:
             join_shards(work)
         return dict(counts)
@@ -86,22 +88,28 @@ class Agenda:
         """only: folders of the tasks to do; default: all. whole: done is what has the right bytes, not only sizes."""
         self.plan, self.output = plan, output
         wanted = set(plan.tasks if only is None else only)
-        self.done = {f for f in plan.tasks if read_receipt(output / TASKS / f, whole)}
+        lists = {name for folder in wanted for name in plan.tasks[folder].needs if name in plan.lists}
+        needed = {need for name in (wanted | lists) for need in plan.needs_of(name)} - lists
+        self.done = folders_done(wanted | needed, output, whole)
+        self.done_by_phase = Counter(map(_phase, self.done))
         for folder in wanted - self.done if whole else ():
             discard(output / TASKS / folder)  # sizes alone would take it for good
         self.running: set[str] = set()
         self.failures: dict[str, list[str]] = {}
         self.quarantined: dict[str, str] = {}
         self.wanted = wanted
-        self.waits = {f: set(plan.tasks[f].needs) - self.done for f in wanted - self.done}
+        there = self.done | {name for name in lists if self.done.issuperset(plan.needs_of(name))}
+        self.waits = {name: set(plan.needs_of(name)) - there for name in (wanted | lists) - there}
         self.feeds: dict[str, list[str]] = {}
         for folder in sorted(self.waits):
             for need in self.waits[folder]:
                 self.feeds.setdefault(need, []).append(folder)
         self.ready = deque(f for f in plan.tasks if f in self.waits and not self.waits[f])
         self.on_change: Callable[[Agenda], None] = lambda agenda: None
-        for folder in self.waits:
-            _quarantine_file(output, folder).unlink(missing_ok=True)  # it is tried again
+        for path in (output / QUARANTINE).glob("*.json") if (output / QUARANTINE).is_dir() else ():
+            phase, _, name = path.stem.rpartition("-")
+            if f"{phase}/{name}" in self.waits:
+                path.unlink(missing_ok=True)  # it is tried again
 
     @property
     def over(self) -> bool:
@@ -130,11 +138,10 @@ class Agenda:
                 "free some space, then run the same command again",
             )
         if outcome.reason is None:
+            if outcome.folder not in self.done:
+                self.done_by_phase[_phase(outcome.folder)] += 1
             self.done.add(outcome.folder)
-            for folder in self.feeds.get(outcome.folder, ()):
-                self.waits[folder].discard(outcome.folder)
-                if not self.waits[folder] and folder not in self.done:
-                    self.ready.append(folder)
+            self._release(outcome.folder)
         else:
             reasons = self.failures.setdefault(outcome.folder, [])
             reasons.append(outcome.reason)
@@ -145,9 +152,42 @@ class Agenda:
                 write_quarantine(self.output, self.plan.tasks[outcome.folder], reasons)
         self.on_change(self)
 
+    def _release(self, name: str) -> None:
+        """A task is done, or all that a list names: what waited for nothing else can run."""
+        for waiting in self.feeds.get(name, ()):
+            self.waits[waiting].discard(name)
+            if self.waits[waiting] or waiting in self.done:
+                continue
+            if waiting in self.plan.lists:
+                self._release(waiting)
+            else:
+                self.ready.append(waiting)
+
     def blocked(self) -> list[str]:
         """Tasks that are not done because one that they need is not."""
         return sorted(self.wanted - self.done - self.quarantined.keys() - self.running - set(self.ready))
+
+
+def folders_done(folders: Collection[str], output: Path, whole: bool = False) -> set[str]:
+    """Those of the tasks that are done: phases are listed once, and receipts that are there are read several at a time."""
+    listed = {phase: _names_in(output / TASKS / phase) for phase in set(map(_phase, folders))}
+    there = [folder for folder in folders if folder.partition("/")[2] in listed[_phase(folder)]]
+    look = lambda folder: read_receipt(output / TASKS / folder, whole) is not None
+    if len(there) < MANY:
+        return {folder for folder in there if look(folder)}
+    with ThreadPoolExecutor(READERS) as pool:
+        return {folder for folder, done in zip(there, pool.map(look, there, chunksize=64), strict=True) if done}
+
+
+def _names_in(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
+def _phase(folder: str) -> str:
+    return folder.partition("/")[0]
 
 
 # ---------------------------------------------------------------------------------------------------- quarantine

@@ -27,6 +27,7 @@ class Digests:
         self.output, self.log = output, log
         self.known: dict[str, list] = {}
         self.changed = False
+        self._named: dict[str, list[str]] = {}  # text of an option -> the digest of the file that it names, if any
 
     def __enter__(self) -> "Digests":
         try:
@@ -80,7 +81,11 @@ class Digests:
             return [mark for name in sorted(options) for mark in self.of_option_files(options[name])]
         if isinstance(options, (list, tuple)):
             return [mark for one in options for mark in self.of_option_files(one)]
-        return [self.of(options)] if isinstance(options, str) and _is_path(options) else []
+        if not isinstance(options, str):
+            return []
+        if options not in self._named:  # tasks of a phase have the same options: their files are asked for once
+            self._named[options] = [self.of(options)] if _is_path(options) else []
+        return self._named[options]
 
 
 def _is_path(word: str) -> bool:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.corpus.agenda import Agenda, read_quarantine
+from megatron.corpus.agenda import Agenda, folders_done, read_quarantine
 from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts, this_process
 from megatron.corpus.figures import summed
-from megatron.corpus.plan import TASKS, CorpusPlan
+from megatron.corpus.plan import LIST, LISTS, TASKS, CorpusPlan, save_lists
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file, storage_errors, sync_folder
 
@@ -66,6 +66,7 @@ def run(
     """
     with storage_errors(output):
         (output / TASKS).mkdir(parents=True, exist_ok=True)
+        save_lists(plan, output)
     _remove_dead(plan, output)
     agenda = Agenda(plan, output, whole=whole)
     reporter = _Reporter(agenda, output, report)
@@ -120,10 +121,7 @@ class _Reporter:
         if now - self.last < AFTER and not at_once:
             return
         self.last = now
-        done = dict.fromkeys(self.totals, 0)
-        for folder in agenda.done:
-            done[folder.partition("/")[0]] += 1
-        phases = {name: [done[name], total] for name, total in self.totals.items()}
+        phases = {name: [agenda.done_by_phase[name], total] for name, total in self.totals.items()}
         fresh = len(agenda.done) - self.before
         left = (now - self.started) / fresh * agenda.left if fresh else None
         words = {agenda.plan.tasks[folder].about: reason for folder, reason in agenda.quarantined.items()}
@@ -223,10 +221,10 @@ class Missing:
 def check(plan: CorpusPlan, output: Path, whole: bool = True) -> Missing:
     """Compare what is there with the plan and the receipts. whole: every byte, not only sizes."""
     missing, damaged = [], []
+    done = folders_done(plan.tasks, output, whole)
     for folder in plan.tasks:
-        path = output / TASKS / folder
-        if read_receipt(path, whole) is None:
-            (damaged if (path / RECEIPT).exists() else missing).append(folder)
+        if folder not in done:
+            (damaged if (output / TASKS / folder / RECEIPT).exists() else missing).append(folder)
     return Missing(missing, damaged, read_quarantine(output, plan))
 
 
@@ -244,4 +242,7 @@ def clean(plan: CorpusPlan, output: Path) -> tuple[int, int]:
         folders += remove_dead_attempts(parent)
         if not any(parent.iterdir()):
             parent.rmdir()
+    for path in (output / LISTS).glob("*.json"):
+        if LIST + path.stem not in plan.lists:
+            path.unlink()
     return folders, size

@@ -73,11 +73,11 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
     return [
         StagePhase("digest", digest, lambda made: [[shard] for shard in made["documents"]]),
-        StagePhase("match", match, lambda made: [[*made["digest"]] for _ in range(partitions)], each_partition),
+        StagePhase("match", match, lambda made: [[made["digest"]] for _ in range(partitions)], each_partition),
         StagePhase(
             "remove",
             remove,
-            lambda made: [[shard, *made["digest"], *made["match"]] for shard in made["documents"]],
+            lambda made: [[shard, made["digest"], made["match"]] for shard in made["documents"]],
             each_shard,
         ),
     ]

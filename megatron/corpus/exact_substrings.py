@@ -77,11 +77,11 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
             lambda made: [[shard] for shard in made["documents"]],
             lambda made: [dict(memory=memory) for _ in made["documents"]],
         ),
-        StagePhase("match", match, lambda made: [[*made["find"]] for _ in range(partitions)], each_partition),
+        StagePhase("match", match, lambda made: [[made["find"]] for _ in range(partitions)], each_partition),
         StagePhase(
             "cut",
             cut,
-            lambda made: [[shard, own, *made["match"]] for shard, own in zip(made["documents"], made["find"])],
+            lambda made: [[shard, own, made["match"]] for shard, own in zip(made["documents"], made["find"])],
             lambda made: [dict(shard=number) for number in range(len(made["documents"]))],
         ),
     ]

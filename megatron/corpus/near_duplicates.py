@@ -106,27 +106,24 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
     return [
         StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
-        StagePhase("pair", pair, lambda made: [[*made["sign"]] for _ in keys], each_key),
+        StagePhase("pair", pair, lambda made: [[made["sign"]] for _ in keys], each_key),
         StagePhase(
-            "compare", compare_pairs, lambda made: [[*made["sign"], *made["pair"]] for _ in range(ranges)], each_range
+            "compare", compare_pairs, lambda made: [[made["sign"], made["pair"]] for _ in range(ranges)], each_range
         ),
         StagePhase(
             "read",
             read_texts,
-            lambda made: [[shard, *made["sign"], *made["compare"]] for shard in made["documents"]],
+            lambda made: [[shard, made["sign"], made["compare"]] for shard in made["documents"]],
             each_shard,
         ),
-        StagePhase("decide", decide, lambda made: [[folder, *made["read"]] for folder in made["compare"]], each_range),
+        StagePhase("decide", decide, lambda made: [[folder, made["read"]] for folder in made["compare"]], each_range),
         StagePhase(
-            "group",
-            group,
-            lambda made: [[*made["sign"], *made["compare"], *made["decide"]]],
-            own(lambda made: [dict()]),
+            "group", group, lambda made: [[made["sign"], made["compare"], made["decide"]]], own(lambda made: [dict()])
         ),
         StagePhase(
             "remove",
             remove,
-            lambda made: [[shard, *made["group"], *made["sign"]] for shard in made["documents"]],
+            lambda made: [[shard, *made["group"], made["sign"]] for shard in made["documents"]],
             each_shard,
         ),
     ]

@@ -10,9 +10,9 @@ the same, and a changed option redoes what depends on it and nothing else. Paths
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -29,18 +29,23 @@ from megatron.corpus.registry import (
     phase_options,
     stage_address,
 )
-from megatron.corpus.stage import StagePhase
-from megatron.errors import Failure, SettingsError, UsageError
+from megatron.corpus.stage import StagePhase, TaskInputs
+from megatron.data.json_input import Source
+from megatron.errors import DataError, Failure, SettingsError, UsageError
+from megatron.storage.durable import replace_file
 
 TASKS = "tasks"
+LISTS = "lists"  # files of paths that many tasks read, by the name of the list
+LIST = "@"  # begins such a name
 
 
 @dataclass(frozen=True)
 class CorpusTask:
     """A call of a function with paths and options, whose files go into a folder of its own.
 
-    folder: <phase>/<id>; inputs: paths below `tasks/`, or absolute ones of files that nobody makes; needs: folders of
-    other tasks; joins: what it writes are documents, which become one shard; about: what it works on, for messages
+    folder: <phase>/<id>; inputs: paths below `tasks/`, or absolute ones of files that nobody makes, and lists of them by
+    name; needs: folders of other tasks, and lists; joins: what it writes are documents, which become one shard;
+    about: what it works on, for messages
     """
 
     folder: str
@@ -82,6 +87,7 @@ class CorpusPlan:
     stages: list[PlannedStage]
     set_aside: list[tuple[str, str]]  # input files that cannot be read, with the reason
     samples: int = 0
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by name: paths that many tasks read
 
     @property
     def id(self) -> str:
@@ -96,8 +102,21 @@ class CorpusPlan:
         """What the corpus is in the end: shards, or the folders of token files; paths below `tasks/`."""
         return self.stages[-1].makes
 
+    def inputs_of(self, task: CorpusTask) -> list[str]:
+        """All paths that a task is called with."""
+        return [path for name in task.inputs for path in self.lists.get(name, (name,))]
+
+    def needs_of(self, name: str) -> list[str]:
+        """What a task needs: folders and lists; what a list needs: folders."""
+        if name in self.tasks:
+            return [*self.tasks[name].needs]
+        return [maker for maker in dict.fromkeys(map(_maker, self.lists[name])) if maker in self.tasks]
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        content = dict(
+            tasks={name: vars(task) for name, task in self.tasks.items()}, stages=[vars(stage) for stage in self.stages]
+        )
+        return json.dumps(vars(self) | content, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> "CorpusPlan":
@@ -107,7 +126,8 @@ class CorpusPlan:
             for name, task in content["tasks"].items()
         }
         stages = [PlannedStage(**stage) for stage in content["stages"]]
-        return CorpusPlan(tasks, stages, [tuple(one) for one in content["set_aside"]], content["samples"])
+        lists = {name: tuple(paths) for name, paths in content["lists"].items()}
+        return CorpusPlan(tasks, stages, [tuple(one) for one in content["set_aside"]], content["samples"], lists)
 
 
 def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = lambda line: None) -> CorpusPlan:
@@ -115,15 +135,22 @@ def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = l
 
     Raises UsageError, SettingsError for what the recipe cannot mean; DataError for input that is not there.
     """
-    rows = _rows(recipe)
+    _rows(recipe)
     sources, refused = shards.sources_of(recipe.input, recipe.on_damaged)
     with Digests(output, log) as digests:
         digests.ahead([source.path for source in sources])
-        builder = _Builder(recipe, digests)
-        builder.add_shards(sources)
-        for row in rows:
-            builder.add_filters(row) if row[0].is_filter else builder.add_phases(row[0])
-    return CorpusPlan(builder.tasks, builder.stages, refused, recipe.samples)
+        return plan_of(recipe, sources, digests, refused)
+
+
+def plan_of(
+    recipe: CorpusRecipe, sources: Sequence[Source], digests: Digests, refused: Sequence[tuple[str, str]] = ()
+) -> CorpusPlan:
+    """The plan of a recipe over some input files, of which nothing is asked but their sizes and digests."""
+    builder = _Builder(recipe, digests)
+    builder.add_shards(sources)
+    for row in _rows(recipe):
+        builder.add_filters(row) if row[0].is_filter else builder.add_phases(row[0])
+    return CorpusPlan(builder.tasks, builder.stages, [*refused], recipe.samples, builder.lists)
 
 
 def _rows(recipe: CorpusRecipe) -> list[list[StageWanted]]:
@@ -144,8 +171,10 @@ class _Builder:
     def __init__(self, recipe: CorpusRecipe, digests: Digests):
         self.recipe, self.digests = recipe, digests
         self.tasks: dict[str, CorpusTask] = {}
+        self.lists: dict[str, tuple[str, ...]] = {}
         self.stages: list[PlannedStage] = []
         self.ended_by = ""
+        self._known_lists: dict[int, tuple[Sequence[Path], str, str]] = {}
 
     def add_shards(self, sources) -> None:
         most = int(self.recipe.max_document_mb * 1e6)
@@ -220,7 +249,7 @@ class _Builder:
                 name,
                 phase.run,
                 paths,
-                dict(options) | (_json(own[number], address) if own else {}),
+                options | _json(own[number], address) if own else options,
                 f"task {number} of {len(inputs)}",
                 version,
                 joins,
@@ -238,25 +267,48 @@ class _Builder:
     def _phase(self, name: str) -> str:
         return f"{len(self.stages):02}-{name}"
 
-    def _task(self, name, run, inputs: Iterable[Path], options, about: str, version: list[str], joins=False) -> str:
+    def _task(self, name, run, inputs: TaskInputs, options, about: str, version: list[str], joins=False) -> str:
         """Add a task, or find the one that does the same; returns its folder."""
-        inputs = [sys.intern(str(path)) for path in inputs]  # tasks that read all shards name the same paths
-        marks, needs = [], {}
-        for path in inputs:
-            maker = "/".join(path.split("/")[:2])
-            if maker in self.tasks:
-                marks.append([maker.rpartition("/")[2], path[len(maker) :]])
-                needs[maker] = True
+        names, marks, needs = [], [], {}
+        for one in inputs:
+            if isinstance(one, (list, tuple)):
+                path, mark = self._list(one)
+                maker = path
             else:
-                marks.append(self.digests.of(path))
+                path = str(one)
+                maker, mark = self._marked(path)
+            names.append(path)
+            marks.append(mark)
+            needs |= {maker: True} if maker else {}
         files = self.digests.of_option_files(options)
         function = _address(run)
         what = _hash([function, version, options, files, marks, joins])
         folder = f"{self._phase(name)}/{what}"
         where = "tasks of " + name if not about else f"{name}, {about}"
-        task = CorpusTask(folder, function, tuple(inputs), tuple(needs), options, joins, where)
+        task = CorpusTask(folder, function, tuple(names), tuple(needs), options, joins, where)
         self.tasks.setdefault(folder, task)
         return folder
+
+    def _marked(self, path: str) -> tuple[str, Any]:
+        """(the task that makes a path, if any; what stands for its bytes)."""
+        maker = _maker(path)
+        if maker in self.tasks:
+            return maker, [maker.rpartition("/")[2], path[len(maker) :]]
+        return "", self.digests.of(path)
+
+    def _list(self, paths: Sequence[Path]) -> tuple[str, str]:
+        """(name of a list of paths, what stands for their bytes). One that many tasks read is looked at once."""
+        if id(paths) not in self._known_lists:
+            told = tuple(map(str, paths))
+            name = LIST + _hash(told)
+            self.lists[name] = told
+            self._known_lists[id(paths)] = paths, name, _hash([self._marked(path)[1] for path in told])
+        return self._known_lists[id(paths)][1:]
+
+
+def _maker(path: str) -> str:
+    """The folder of the task that makes a path below `tasks/`."""
+    return "/".join(path.split("/", 2)[:2])
 
 
 def _told(piece: shards.InputPiece) -> str:
@@ -295,12 +347,37 @@ def _python() -> str:
 
 def save_plan(plan: CorpusPlan, output: Path) -> Path:
     """Write the plan where workers of other processes find it."""
-    from megatron.storage.durable import replace_file
-
     output.mkdir(parents=True, exist_ok=True)
     path = output / "plan.json"
     replace_file(path, plan.to_json().encode())
     return path
+
+
+def save_lists(plan: CorpusPlan, output: Path) -> None:
+    """Write the plan's lists where workers read them: a task that goes to another machine names them alone."""
+    (output / LISTS).mkdir(parents=True, exist_ok=True)
+    for name, paths in plan.lists.items():
+        path = output / LISTS / f"{name.removeprefix(LIST)}.json"
+        if not path.exists():  # the name is the hash of what it says
+            replace_file(path, json.dumps(paths).encode())
+
+
+def paths_of(task: CorpusTask, output: Path) -> list[Path]:
+    """What a task is called with, as a worker finds it."""
+    base = output / TASKS
+    found: list[Path] = []
+    for name in task.inputs:
+        found += _listed(name, output) if name.startswith(LIST) else [base / name]
+    return found
+
+
+@lru_cache(maxsize=8)
+def _listed(name: str, output: Path) -> list[Path]:
+    path = output / LISTS / f"{name.removeprefix(LIST)}.json"
+    try:
+        return [output / TASKS / one for one in json.loads(path.read_text())]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read", str(error), "run the same command again: it writes it") from None
 
 
 def load_plan(output: Path) -> Optional[CorpusPlan]:

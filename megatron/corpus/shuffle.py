@@ -28,7 +28,7 @@ import xxhash
 from megatron.corpus.documents import decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
-from megatron.corpus.stage import Counts, Made, StagePhase
+from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
 from megatron.errors import DataError
 
 VERSION = 1  # of the order, and of what the files hold
@@ -60,8 +60,8 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     def own_of_scatter(made: Made) -> list[Mapping[str, Any]]:
         return [dict(shard=n, partitions=partitions, memory=memory) for n in range(len(made["documents"]))]
 
-    def split_of_gather(made: Made) -> list[list[Path]]:
-        return [list(made["scatter"]) for _ in range(partitions)]
+    def split_of_gather(made: Made) -> list[TaskInputs]:
+        return [[made["scatter"]] for _ in range(partitions)]
 
     def own_of_gather(made: Made) -> list[Mapping[str, Any]]:
         return [dict(partition=n, memory=memory) for n in range(partitions)]
@@ -70,7 +70,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     with_places = lambda made: [[*made["places"], shard] for shard in made["documents"]]
     return [
         StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
-        StagePhase("places", places, lambda made: [list(made["count"])]),
+        StagePhase("places", places, lambda made: [[made["count"]]]),
         StagePhase("scatter", scatter, with_places, own_of_scatter),
         StagePhase("gather", gather, split_of_gather, own_of_gather),
     ]

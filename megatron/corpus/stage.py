@@ -49,6 +49,16 @@ Counts = Mapping[str, Any]  # what a task counted: JSON; numbers of the same nam
 Made = Mapping[
     str, Sequence[Path]
 ]  # phase -> folder of each of its tasks; "documents" -> the shards that the stage reads
+TaskInputs = Sequence[Path | Sequence[Path]]  # paths, and lists of them as a whole: `made["sign"]`
+
+
+def flat(inputs: TaskInputs) -> list[Path]:
+    """The paths that a task is called with.
+
+    >>> flat(["shard", ["a", "b"], "c"])
+    ['shard', 'a', 'b', 'c']
+    """
+    return [path for one in inputs for path in (one if isinstance(one, (list, tuple)) else [one])]
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,15 @@ class StagePhase:
            nothing else. Pure: the same bytes for the same inputs, whoever runs it, however often, in whatever
            process; a function of a module, so that another process can import it. `options` is JSON.
     split: what earlier phases of this stage will have made -> the inputs of each task. Called before anything runs,
-           with paths that need not exist yet: it looks at their number alone.
+           with paths that need not exist yet: it looks at their number alone. A task that reads something of every
+           task of a phase has `made[phase]` itself among its inputs, not each of them: the plan then holds the list
+           once, and does not grow with the square of the number of shards. `run` gets all of them, one by one.
     own:   options of each task beside the stage's, where they differ (a band, a partition): one mapping a task, or none
     """
 
     name: str
     run: Callable[[list[Path], Path, Mapping[str, Any]], Counts]
-    split: Callable[[Made], list[list[Path]]]
+    split: Callable[[Made], list[TaskInputs]]
     own: Callable[[Made], list[Mapping[str, Any]]] = lambda made: []
 
 
@@ -73,7 +85,8 @@ class StagePhase:
 # phase writes the shards that go on: files `*.jsonl.zst` (or what a last stage makes: token files).
 #
 # What the engine does with them (`plan.py`, `agenda.py`):
-# - Inputs of `split` are folders of earlier tasks, files in them, or shards; each decides what has to be done before.
+# - Inputs of `split` are folders of earlier tasks, files in them, or shards, or lists of these; each decides what has to be
+#   done before.
 # - Each task of the last phase makes one shard: several files `*.jsonl.zst` of its folder are joined in the order of their
 #   names, none is an empty shard. `documents.py` reads and writes shards.
 # - A task is identified by its function, its options (texts that name files: with the files' bytes), its inputs, and the

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.corpus.recipe import StageWanted
 from megatron.corpus.registry import load, phase_options, stage_address
+from megatron.corpus.stage import flat
 
 
 def phases_of(name: str, options: dict, shards: int = 1, memory: int = 1 << 30):
@@ -23,7 +24,7 @@ def run_phases(phases, documents: list[Path], options: dict, folder: Path) -> tu
         own = phase.own(made) or [{}] * len(made[phase.name])
         for inputs, output, more in zip(phase.split(made), made[phase.name], own, strict=True):
             output.mkdir(parents=True)
-            for name, value in phase.run(inputs, output, {**json.loads(json.dumps(options)), **more}).items():
+            for name, value in phase.run(flat(inputs), output, {**json.loads(json.dumps(options)), **more}).items():
                 told = counts.setdefault(phase.name, {})
                 told[name] = told[name] + value if name in told and isinstance(value, int) else value
     return made, counts

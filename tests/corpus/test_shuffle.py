@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from megatron.corpus import shuffle
+from megatron.corpus.stage import flat
 from megatron.errors import DataError, Locked, SettingsError
 from megatron.storage.durable import WriterLock
 from megatron.tools import shuf
@@ -29,7 +30,7 @@ def drive(folder: Path, shards: list[Path], options: dict, memory: int = MEMORY)
         made[phase.name] = [folder / f"{phase.name}-{number}" for number in range(len(inputs))]
         for given, output, more in reversed(list(zip(inputs, made[phase.name], own, strict=True))):
             output.mkdir(parents=True)
-            counts[phase.name].update(phase.run(given, output, {**options, **more}))
+            counts[phase.name].update(phase.run(flat(given), output, {**options, **more}))
     found = [path for output in made[phase.name] for path in sorted(output.iterdir())]
     texts = [json.loads(line)["text"] for line in content(found)]
     assert counts["gather"]["documents_in"] == counts["gather"]["documents"] == len(texts)
