@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, DataError, SettingsError, numbered
-from megatron.inference.stages import GPTStages, Halves, T5Stages, stages_of
+from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
@@ -74,7 +74,7 @@ def load_model(
     facts = recipe.facts(plain, vocab_size)
     if mesh.pp.size > 1 or halves != (None, None):
         pipeline = stages_of(facts, mesh.pp.size, halves)
-        kind = T5Stages if hasattr(facts, "encoder_layers") else GPTStages
+        kind = T5Stages if hasattr(facts, "encoder_layers") else DecoderStages
         model = kind(build, facts, pipeline, mesh)
         chunks = list(model.chunks)
     else:

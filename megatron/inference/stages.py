@@ -119,8 +119,8 @@ class Stages(nn.Module):
         return x
 
 
-class GPTStages(Stages):
-    """A GPT's: `logits` as `GPT.logits`, whose result the last rank of the pipeline has alone."""
+class DecoderStages(Stages):
+    """Of a model that continues texts: `logits` as that of the whole one, which the last rank of the pipeline has alone."""
 
     passes = ("cached_pass",)
 

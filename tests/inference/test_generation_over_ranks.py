@@ -29,7 +29,8 @@ from megatron.tools import generate as tool
 from megatron.tools.pretrain import start
 
 COMMON = """--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --lr 1e-2
-    --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32 --device cpu --num-workers 0
+    --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32
+    --device cpu --num-workers 0
     --tokenizer-type NullTokenizer"""
 T5 = """--encoder-num-layers 4 --decoder-num-layers 3 --decoder-seq-length 12 --position-embedding-type relative
     --normalization RMSNorm --disable-bias-linear --unscaled-attention --feed-forward-proj gated-gelu"""
