@@ -12,7 +12,10 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.sampling import Sampling
+from megatron.inference.scoring import ALONE
+from megatron.inference.stages import of_last_stage
 from megatron.model.cache import Cache
+from megatron.mpu.mesh import Axis
 
 
 @torch.no_grad()
@@ -25,12 +28,14 @@ def generate(
     end: Optional[int] = None,
     use_cache: bool = True,
     on_token: Callable[[list[int]], None] = lambda tokens: None,
+    pp: Axis = ALONE,
 ) -> list[list[int]]:
     """The continuation of each prompt, as token ids without the prompt and without `end`.
 
     longest:   tokens that the model can look at; a text that reaches it ends there
     end:       the token that ends a text
     on_token:  hears the new token of every prompt, -1 for those that have ended
+    pp:        ranks that share the model (`inference.stages`), all of which call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
     sampling.check()
@@ -45,8 +50,9 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for step in range(steps):
-        logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)[-1]  # [b, v]
-        chosen = choose_tokens(logits, texts, sampling, draws[:, step])
+        logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)  # [1, b, v]
+        chosen = None if logits is None else choose_tokens(logits[-1], texts, sampling, draws[:, step])
+        chosen = of_last_stage(chosen, (len(prompts),), torch.int64, texts.tokens.device, pp)
         for row, token in enumerate(chosen.tolist()):
             running[row] &= token != end and len(prompts[row]) + len(new[row]) < longest
             if running[row]:

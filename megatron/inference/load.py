@@ -10,13 +10,16 @@ import torch
 
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
-from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.errors import CheckpointError, DataError, SettingsError, numbered
+from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.recipe import config_of, recipe_of
+from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
+from megatron.settings.rules import violations
 from megatron.storage.urls import UrlPath, location
 
 
@@ -45,34 +48,56 @@ def load_model(
     precision: Optional[str] = None,
     step: Optional[int] = None,
     mesh: Optional[Mesh] = None,
+    halves: Halves = (None, None),
 ) -> Loaded:
-    """The model of a checkpoint folder (or of one checkpoint in it), weights alone, on one device.
+    """The model of a checkpoint folder (or of one checkpoint in it), weights alone, on one device or on those of a mesh.
 
     precision: fp32, bf16 or fp16; default: that of the training run, but fp32 for fp16 on a CPU, which is slow at it.
     step: a certain iteration instead of the newest.
-    mesh: of ranks whose `tp` divides each matrix (default: this process has all of it).
-    Raises CheckpointError when nothing valid is there.
+    mesh: of ranks that all load it; `tp` divides each matrix, `pp` the layers (default: this process has all of it). Over
+        several ranks of `pp` the model is `inference.stages.Stages`, which knows how to generate and nothing else.
+    halves: ranks of `pp` with layers of the encoder and of the decoder (default: all have some of both).
+    Raises CheckpointError when nothing valid is there, SettingsError for ranks that cannot share this model.
     """
+    mesh = mesh or Mesh()
     record = _record(location(folder), step)
     config = config_of(record["config"])
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     dtype, vocab_size = DTYPES[precision], record["vocab_size"]
-    mesh = mesh or Mesh()
-    parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size)
+    parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
-    model = recipe_of(config).build_model(plain, mesh, vocab_size, dtype=dtype, device="meta")
-    place_buffers(model, device)
+    recipe = recipe_of(config)
+    _refuse_sizes(plain, mesh, recipe.rules)
+    build = partial(recipe.build_model, plain, mesh, vocab_size, dtype=dtype, device="meta")
+    facts = recipe.facts(plain, vocab_size)
+    if mesh.pp.size > 1 or halves != (None, None):
+        pipeline = stages_of(facts, mesh.pp.size, halves)
+        kind = T5Stages if hasattr(facts, "encoder_layers") else DecoderStages
+        model = kind(build, facts, pipeline, mesh)
+        chunks = list(model.chunks)
+    else:
+        model = build()
+        chunks = [model]
+    for chunk in chunks:
+        place_buffers(chunk, device)
     axis_of = partial(getattr, mesh)
-    units = flat_units_of(model, axis_of)
+    units = flat_units_of(chunks, axis_of)
     weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
     pieces = []
     for own in owned_ranges(units, axis_of):
         materialise(own.unit, weights[own.unit.buffer_slice])
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
-    restored = restore(location(folder), pieces, step=step, cast=True)
+    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all take the same one
+    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
+
+
+def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
+    """Raise SettingsError where the tensor parallel size does not divide what it has to."""
+    if mesh.tp.size > 1 and (found := violations(config, mesh.world_size, rules)[0]):
+        raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 
 
 def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:

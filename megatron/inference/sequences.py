@@ -14,7 +14,10 @@ import torch
 from megatron.errors import DataError
 from megatron.inference.generation import kept, penalised, sample, uniform_draws
 from megatron.inference.sampling import Sampling, Search
+from megatron.inference.scoring import ALONE
+from megatron.inference.stages import of_last_stage
 from megatron.model.t5.module import DecoderCache, EncodedSource
+from megatron.mpu.mesh import Axis
 
 GREEDY = Search()  # or sampling: no beams
 
@@ -30,12 +33,14 @@ def generate_targets(
     start: int = 0,
     end: Optional[int] = None,
     on_token: Callable[[list[int]], None] = lambda tokens: None,
+    pp: Axis = ALONE,
 ) -> list[list[int]]:
     """The target of each source, as token ids without `start` and `end`.
 
     longest:  tokens of a source and of a target that the model can look at
     start:    the token that targets begin with; end: the one that ends them
     on_token: hears the new token of every target, -1 for those that have ended; not with beams
+    pp:       ranks that share the model (`inference.stages`), all of which call this and return the same
     Raises DataError for an empty source or one that is too long.
     """
     sampling.check()
@@ -48,15 +53,16 @@ def generate_targets(
     encoded = model.encode(*padded(sources, device))
     if beams.num_beams > 1:
         return [
-            _beam_search(model, _row(encoded, row), beams, steps, sampling.repetition_penalty, start, end)
+            _beam_search(model, _row(encoded, row), beams, steps, sampling.repetition_penalty, start, end, pp)
             for row in range(len(sources))
         ]
     draws = uniform_draws(sampling.sampling_seed, len(sources), steps)
     cache, new, running = DecoderCache(steps, len(sources)), [[] for _ in sources], [True] * len(sources)
     tokens = torch.full((1, len(sources)), start, dtype=torch.int64, device=device)
     for step in range(steps):
-        logits = model.decode(tokens[-1:], encoded, cache)[-1]  # [b, v]
-        chosen = _chosen(logits, tokens, sampling, draws[:, step])
+        logits = model.decode(tokens[-1:], encoded, cache)  # [1, b, v]; None: the last stage has them
+        chosen = None if logits is None else _chosen(logits[-1], tokens, sampling, draws[:, step])
+        chosen = of_last_stage(chosen, (len(sources),), torch.int64, device, pp)
         tokens = torch.cat((tokens, chosen.unsqueeze(0)))
         told = chosen.tolist()
         for row, token in enumerate(told):
@@ -101,8 +107,20 @@ def _row(encoded: EncodedSource, row: int) -> EncodedSource:
     return EncodedSource(memory if encoded.padding is None else memory[encoded.padding[row]], None)
 
 
+def _likeliest(logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, penalty: float) -> torch.Tensor:
+    """The 2 k best continuations by one token of k targets [t, k], best first: their scores, targets and tokens, [3, 2 k]
+    fp64. logits [k, v]; scores [k] of the targets.
+    """
+    if penalty != 1:
+        logits = penalised(logits, _occurred(tokens[1:], logits), penalty)
+    k, v = logits.shape
+    sums = (scores.unsqueeze(1) + logits.double().log_softmax(-1)).flatten()
+    best = sums.topk(min(2 * k, k * v))
+    return torch.stack((best.values, (best.indices // v).double(), (best.indices % v).double()))
+
+
 def _beam_search(
-    model, encoded: EncodedSource, beams: Search, steps: int, penalty: float, start: int, end: Optional[int]
+    model, encoded: EncodedSource, beams: Search, steps: int, penalty: float, start: int, end: Optional[int], pp: Axis
 ) -> list[int]:
     """The target whose sum of log probabilities over its length (`--length-penalty`) is the greatest that was found.
 
@@ -118,15 +136,12 @@ def _beam_search(
     finished: list[tuple[float, list[int]]] = []
     of = lambda score, length: score / max(1, length) ** beams.length_penalty
     for step in range(1, steps + 1):
-        logits = model.decode(tokens[-1:], repeated, cache)[-1]
-        if penalty != 1:
-            logits = penalised(logits, _occurred(tokens[1:], logits), penalty)
-        v = logits.shape[-1]
-        sums = (scores.unsqueeze(1) + logits.double().log_softmax(-1)).flatten()
-        best = sums.topk(min(2 * k, k * v))
+        logits = model.decode(tokens[-1:], repeated, cache)
+        best = None if logits is None else _likeliest(logits[-1], tokens, scores, penalty)
+        best = of_last_stage(best, (3, min(2 * k, k * model.vocab_size)), torch.float64, device, pp)
         live: list[tuple[float, int, int]] = []
-        for rank, (score, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-            beam, token = divmod(place, v)
+        for rank, (score, beam, token) in enumerate(best.t().tolist()):
+            beam, token = int(beam), int(token)
             if score == float("-inf"):
                 continue
             if token != end:

@@ -66,7 +66,7 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
-        return [self.stages.index((rank, chunk)) for chunk in range(self.chunks)]
+        return [stage for _, stage in sorted((chunk, n) for n, (at, chunk) in enumerate(self.stages) if at == rank)]
 
     def describe(self, num_microbatches: int) -> str:
         """What lies where, and what a step wastes, in a line.

@@ -2,12 +2,15 @@
 """Let a trained model write.
 
     python -m megatron.tools.generate --load runs/quickstart/checkpoints --prompt "The module" --top-p 0.9
+    python -m megatron.tools.launch --nproc-per-node 4 -m megatron.tools.generate --load runs/t5 --prompt "..." \\
+        --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2
 
-Everything about the model and its vocabulary is read from the checkpoint. Prompts come from --prompt (one or several)
-or from a file, one a line.
+Everything about the model and its vocabulary is read from the checkpoint, whatever layout wrote it. Prompts come from
+--prompt (one or several) or from a file, one a line. Ranks share the model, and the first one prints.
 """
 
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -17,8 +20,10 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling, Search
 from megatron.mpu.cpu_threads import choose_waiting
+from megatron.settings import rank_env
 from megatron.settings.parse import parse
-from megatron.settings.schema import TokenizerSettings, setting
+from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
+from megatron.tokenizer.base import SENTINEL
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,26 @@ class GenerateOptions:
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
     use_cache: bool = setting("keep keys and values of earlier tokens; off: compute them again (slow, same text)", True)
     json: bool = setting("one JSON object a line: prompt, text, tokens", False)
+    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    pipeline_model_parallel_size: Optional[int] = setting("ranks that share the layers (default: 1)", None, "--pp")
+    encoder_pipeline_stages: Optional[int] = setting(
+        "encoder-decoders: the first so many pipeline ranks have layers of the encoder (default: all)", None
+    )
+    decoder_pipeline_stages: Optional[int] = setting(
+        "encoder-decoders: the last so many pipeline ranks have layers of the decoder (default: all)", None
+    )
+    distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
+
+    @property
+    def halves(self) -> tuple[Optional[int], Optional[int]]:
+        """Pipeline ranks with layers of the encoder, and of the decoder; None: all."""
+        return self.encoder_pipeline_stages, self.decoder_pipeline_stages
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        given = self.pipeline_model_parallel_size
+        return max(1, *(half or 1 for half in self.halves)) if given is None else given
 
 
 COMMON = (
@@ -51,10 +76,13 @@ COMMON = (
     "num_beams",
     "device",
     "json",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
 )
 
 
 def main(argv: list[str]) -> None:
+    rank_env.adopt_slurm()
     groups = parse(
         argv,
         dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
@@ -63,19 +91,65 @@ def main(argv: list[str]) -> None:
         common=COMMON,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
+    check(settings)
     sampling.check()
     search.check(sampling)
-    prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
+    here = rank_env.ranks()
+    piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
+    prompts = None if piped else read_prompts(settings)
 
     choose_waiting()  # before torch is loaded
+    from megatron.guard.endings import guarded
+    from megatron.mpu.collectives import broadcast_object
+    from megatron.mpu.initialize import join_job, leave_job
+
+    parallel = Parallel(
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pp,
+        distributed_timeout_minutes=settings.distributed_timeout_minutes,
+    )
+    with guarded(Guard()):
+        context = join_job(parallel, Kernels(device=settings.device))
+        prompts = broadcast_object(prompts, context.mesh.world)
+        write(settings, sampling, search, groups["tokenizer"], prompts, context)
+        leave_job(context)
+
+
+def check(settings: GenerateOptions) -> None:
+    """Raise SettingsError for ranks that cannot be, before torch is loaded."""
+    tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
+    for name, size in sizes.items():
+        if size < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} {size}: has to be at least 1")
+    if not settings.distributed_timeout_minutes > 0:
+        raise SettingsError(
+            f"--distributed-timeout-minutes {settings.distributed_timeout_minutes:g}: has to be above 0"
+        )
+    if tp * pp != world:
+        raise SettingsError(
+            f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
+            do=f"python -m megatron.tools.launch --nproc-per-node {tp * pp} -m megatron.tools.generate ..., or give "
+            "--tensor-model-parallel-size and --pipeline-model-parallel-size whose product is the number of ranks",
+        )
+
+
+def write(
+    settings: GenerateOptions, sampling: Sampling, search: Search, given: TokenizerSettings, texts: list[str], context
+) -> None:
+    """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
-    from megatron.mpu.initialize import pick_device, use_threads
 
-    device = pick_device(settings.device, 0)
-    if device.type == "cpu":
-        use_threads()
-    loaded = load_model(settings.load, device=device, precision=settings.precision, step=settings.ckpt_step)
+    prompts = [text for text in texts for _ in range(settings.num_samples)]
+    loaded = load_model(
+        settings.load,
+        device=context.device,
+        precision=settings.precision,
+        step=settings.ckpt_step,
+        mesh=context.mesh,
+        halves=settings.halves,
+    )
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
     if not (pairs or hasattr(loaded.model, "logits")) or hasattr(loaded.model, "follows"):
         raise SettingsError(
@@ -86,19 +160,25 @@ def main(argv: list[str]) -> None:
         raise SettingsError(
             f"--num-beams {search.num_beams}: beam search is there for encoder-decoders", do="leave it out"
         )
-    tokenizer = open_tokenizer(loaded, groups["tokenizer"])
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    start, texts = time.perf_counter(), [tokenizer.encode(prompt) for prompt in prompts]
+    tokenizer = open_tokenizer(loaded, given)
+    notes, pp = list(loaded.notices), context.mesh.pp
     if pairs:
-        answers = targets_of(loaded, tokenizer, texts, sampling, search)
+        sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(prompts, 1)]
+        notes += no_sentinels(tokenizer, sources)
+        start = time.perf_counter()
+        answers = targets_of(loaded, tokenizer, sources, sampling, search, pp)
     else:
-        more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache)
-        answers = generate(loaded.model, texts, sampling, **more)
+        more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache, pp=pp)
+        encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
+        if any(len(tokens) + sampling.tokens_to_generate > loaded.longest for tokens in encoded):
+            notes.append(f"the model ends at {loaded.longest} tokens, prompt included")
+        answers = generate(loaded.model, encoded, sampling, **more)
+    if not context.is_rank_zero:
+        return
     seconds = time.perf_counter() - start
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
-    if not pairs and any(len(tokenizer.encode(p)) + sampling.tokens_to_generate > loaded.longest for p in prompts):
-        print(f"note: the model ends at {loaded.longest} tokens, prompt included", file=sys.stderr)
     count = sum(map(len, answers))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
@@ -123,7 +203,40 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     return prompts
 
 
-def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search) -> list[list[int]]:
+def source_of(tokenizer, prompt: str, number: int) -> list[int]:
+    """Ids of a text that an encoder reads; <extra_id_0> ... in it are sentinels, which stand for what is to be found.
+
+    Raises DataError for one that the vocabulary does not have.
+    """
+    first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
+    if not rest:
+        return tokenizer.encode(first)
+    ids, sentinels = tokenizer.encode(first.rstrip()) if first.strip() else [], tokenizer.sentinels
+    for place, (sentinel, text) in enumerate(zip(map(int, rest[::2]), rest[1::2], strict=True), 1):
+        if sentinel >= len(sentinels):
+            there = f"<extra_id_0> to <extra_id_{len(sentinels) - 1}>" if sentinels else "none"
+            raise DataError(
+                f"prompt {number} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
+                do="name those that it has; --vocab-extra-ids in pretraining adds them",
+            )
+        text = text.rstrip() if 2 * place < len(rest) else text
+        ids += [sentinels[sentinel], *(tokenizer.encode(text) if text.strip() else [])]
+    return ids
+
+
+def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
+    """What to tell of sources without a sentinel, for a vocabulary that has some: the model may wait for one."""
+    marks = set(tokenizer.sentinels)
+    lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
+    if not lacking:
+        return []
+    told = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
+    return [
+        f"{told} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
+    ]
+
+
+def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
     """What an encoder-decoder answers to each source."""
     from megatron.inference.sequences import generate_targets
 
@@ -132,7 +245,7 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
     end = _special(tokenizer, "eos", "sep") if end is None else end
     end = tokenizer.eod if end is None else end
     lengths = (facts.source, facts.target)
-    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end)
+    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
 
 
 def _special(tokenizer, *names: str) -> Optional[int]:

@@ -151,3 +151,25 @@ def test_beams_with_a_cache_are_beams_without():
     searched = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps), Search(k), longest=LONGEST)
     greedy = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps, greedy=True), longest=LONGEST)
     assert searched == [found[0][1]] and searched != greedy
+
+
+def test_sentinels_in_a_prompt(vocabulary):
+    """They stand between the ids of the texts around them, the spaces before them dropped, as masked words lose theirs."""
+    from megatron.settings.schema import TokenizerSettings
+    from megatron.tokenizer import build_tokenizer
+
+    files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
+    words = build_tokenizer(TokenizerSettings("GPT2BPETokenizer", **files, vocab_extra_ids=3), lambda text: None)
+    first, second, third = words.sentinels
+    assert len({first, second, third, *words.encode("the cat sat on")}) > 3
+    found = tool.source_of(words, "the <extra_id_0> sat <extra_id_2><extra_id_1> mat ", 1)
+    assert found == [*words.encode("the"), first, *words.encode(" sat"), third, second, *words.encode(" mat ")]
+    assert tool.source_of(words, "<extra_id_1>", 1) == [second]
+    assert tool.no_sentinels(words, [found, [5], [6]])[0].startswith("2 prompts have no <extra_id_0>")
+    assert tool.no_sentinels(words, [found]) == []
+    with pytest.raises(DataError, match="prompt 4 has <extra_id_3>; (.*)<extra_id_0> to <extra_id_2>"):
+        tool.source_of(words, "a <extra_id_3>", 4)
+    plain = build_tokenizer(TokenizerSettings("GPT2BPETokenizer", **files), lambda text: None)
+    assert tool.no_sentinels(plain, [[5]]) == []
+    with pytest.raises(DataError, match="of sentinels the vocabulary has none"):
+        tool.source_of(plain, "a <extra_id_0>", 1)

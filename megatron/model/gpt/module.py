@@ -90,11 +90,32 @@ class GPT(LanguageModel):
         Call `eval()` first: there is no sample to draw dropout for.
         """
         assert self.first and self.last and self.cp.size == 1, "logits need a whole model and whole sequences"
+        places = dict(position_ids=position_ids, document_ids=document_ids)
+        scores = self.cached_pass(None, tokens, cache=cache, **places, last_only=last_only, wanted=wanted)
+        if cache is not None:
+            cache.length += tokens.shape[0]
+        return scores
+
+    def cached_pass(
+        self,
+        x: Optional[torch.Tensor],
+        tokens: torch.Tensor,
+        *,
+        cache: Optional[Cache],
+        position_ids=None,
+        document_ids=None,
+        last_only: bool = False,
+        wanted: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """`logits` as far as this stage has the model: x [s, b, h] of the stage before (None on the first, which embeds the
+        tokens) -> [s, b, h], or on the last stage the scores. Who calls it moves the cache's length on.
+        """
         with self.region():
-            x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
+            if self.first:
+                x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
             x, _ = self.run_layers(x, self._context(len(tokens), position_ids, document_ids, cache))
-            if cache is not None:
-                cache.length += tokens.shape[0]
+            if not self.last:
+                return x.to(self.dtype)
             x = self.gather_input(self.final_norm(x), self.tp)
             x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
             scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)[

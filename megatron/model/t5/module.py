@@ -270,7 +270,7 @@ class T5(LanguageModel):
         tables = None
         if self.first:
             halves = self.embedding(batch.arrays["text_enc"], batch.arrays["text_dec"], batch.samples)
-            tables = None if self.relative is None else self.relative()
+            tables = self.tables()
         else:
             halves, tables = self._unpacked(x)
         halves = self._through(halves, self.shared(batch, tables))
@@ -333,14 +333,8 @@ class T5(LanguageModel):
     def encode(self, tokens: torch.Tensor, mask: Optional[torch.Tensor] = None) -> "EncodedSource":
         """What the encoder finds in sources [s, b], whose mask [s, b] is 0 where they are filled up (default: nowhere)."""
         self._whole()
-        with self.region():
-            padding = None if mask is None else attended(mask)
-            bias = self._bias(None if self.relative is None else self.relative(), 0, len(tokens))
-            context = ForwardContext(angles=self._angles(len(tokens)), bias=bias, padding=padding, region=self.region)
-            x = self.embedding.source(tokens, None)
-            for n in range(self.facts.encoder_layers):
-                x = self.blocks[str(n)](x, context)
-            return EncodedSource(x, padding)
+        padding = None if mask is None else attended(mask)
+        return EncodedSource(self.encoder_pass(None, tokens, padding, self.tables()), padding)
 
     def decode(
         self,
@@ -355,23 +349,67 @@ class T5(LanguageModel):
         the first call alone.
         """
         self._whole()
+        scores = self.decoder_pass(None, tokens, encoded, cache, self.tables(), last_only)
+        if cache is not None:
+            cache.length += len(tokens)
+        return scores
+
+    def tables(self) -> Optional[torch.Tensor]:
+        """Those of relative positions, [2, buckets, heads/tp]; None where there are none, or another stage has them."""
+        return None if self.relative is None else self.relative()
+
+    def encoder_pass(
+        self,
+        x: Optional[torch.Tensor],
+        tokens: torch.Tensor,
+        padding: Optional[torch.Tensor],
+        tables: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        """The encoder as far as this stage has it: x [s, b, h] of the stage before (None on the first, which embeds the
+        sources [s, b]) -> [s, b, h]. padding: which keys are tokens; tables: `tables` of the first stage.
+        """
+        with self.region():
+            s = len(tokens)
+            bias, angles = self._bias(tables, 0, s), self._angles(s)
+            context = ForwardContext(angles=angles, bias=bias, padding=padding, region=self.region)
+            if self.first:
+                x = self.embedding.source(tokens, None)
+            for n in map(int, self.blocks):
+                if self.facts.layer_kind(n) != DECODER:
+                    x = self.blocks[str(n)](x, context)
+            return x.to(self.dtype)
+
+    def decoder_pass(
+        self,
+        x: Optional[torch.Tensor],
+        tokens: torch.Tensor,
+        encoded: "EncodedSource",
+        cache: Optional[DecoderCache],
+        tables: Optional[torch.Tensor],
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """The decoder as far as this stage has it: x [t, b, h] of the stage before (None on the first, which embeds the
+        tokens [t, b]) -> [t, b, h], or on the last stage the scores of `decode`. Who calls it moves the cache's length on.
+        """
         first = 0 if cache is None else cache.length
         t, end = len(tokens), first + len(tokens)
         with self.region():
             bias = None
-            if self.relative is not None:
-                bias = relative_bias(self.relative()[1], self.facts.own, t, end, both_ways=False, first=first)
+            if tables is not None:
+                bias = relative_bias(tables[1], self.facts.own, t, end, both_ways=False, first=first)
             common = dict(cache=cache, region=self.region)
             context = T5Context(
                 ForwardContext(),
                 ForwardContext(angles=self._angles(t, first), bias=bias, **common),
                 ForwardContext(padding=encoded.padding, **common),
             )
-            x = self.embedding.target(tokens, None, first)
-            for n in range(self.facts.encoder_layers, self.facts.num_layers):
-                x = self.blocks[str(n)](x, encoded.memory, context)
-            if cache is not None:
-                cache.length = end
+            if self.first:
+                x = self.embedding.target(tokens, None, first)
+            for n in map(int, self.blocks):
+                if self.facts.layer_kind(n) == DECODER:
+                    x = self.blocks[str(n)](x, encoded.memory, context)
+            if not self.last:
+                return x.to(self.dtype)
             x = self._scaled(self.final_norm(x[-1:] if last_only else x))
             scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)
             scores = scores[..., : self.vocab_size].float()
