@@ -104,7 +104,7 @@ class Sift:
         try:
             from tld import get_tld
         except ImportError as error:
-            do = "pip install 'megatron[corpus]' (or tld)"
+            do = "pip install '.[corpus]' (or tld)"
             raise DataError("the list of public suffixes needs the package tld", str(error), do) from None
         self._public, self._domains, self._extensions = get_tld, domains, extensions
         self._met: set[bytes] = set()
