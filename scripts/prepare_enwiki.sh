@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A Wikipedia dump to token files: download -> plain texts -> ftfy -> tokens -> one dataset. A second call goes on where the
-# first one stopped. Needs pip install 'megatron[corpus,openwebtext]'.
+# first one stopped. Needs pip install '.[corpus,openwebtext]'.
 #
 #   bash scripts/prepare_enwiki.sh --output data/enwiki --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 #   bash scripts/prepare_enwiki.sh --dump enwiki-sample.xml.bz2 --output data/sample --vocab-file ...   a file that is here

@@ -126,7 +126,7 @@ def _public_suffixes():
     try:
         from tld import get_tld
     except ImportError as error:
-        do = "pip install 'megatron[corpus]' (or tld)"
+        do = "pip install '.[corpus]' (or tld)"
         raise SettingsError(
             "names without a dot need the list of public suffixes, package tld", str(error), do
         ) from None

@@ -230,7 +230,7 @@ def _suffix_arrays():
     try:
         import pydivsufsort
     except ImportError as error:
-        do = "pip install 'megatron[corpus]' (or pydivsufsort)"
+        do = "pip install '.[corpus]' (or pydivsufsort)"
         raise SettingsError("exact substrings need the package pydivsufsort", str(error), do) from None
     return pydivsufsort
 

@@ -64,9 +64,7 @@ def load(address: str, where: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise UsageError(f"{where}: there is no module {module}", str(error), "check its name") from None
-        raise SettingsError(
-            f"{where}: {module} needs the package {error.name}", do="pip install 'megatron[corpus]'"
-        ) from None
+        raise SettingsError(f"{where}: {module} needs the package {error.name}", do="pip install '.[corpus]'") from None
     if not hasattr(found, name):
         raise UsageError(f"{where}: {module} has no {name}", do=f"it has: {', '.join(_public(found))}")
     return getattr(found, name)

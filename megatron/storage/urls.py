@@ -88,7 +88,7 @@ def _require_package(protocol: str) -> None:
     if missing:
         raise UsageError(
             f"{protocol}:// needs the package {' and '.join(missing)}",
-            do="pip install 'megatron[storage]' (or -r requirements.txt)",
+            do="pip install '.[storage]' (or -r requirements.txt)",
         )
 
 

@@ -84,7 +84,7 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
     try:
         import lm_eval
     except ImportError as error:
-        raise Failure("lm-evaluation-harness is not installed", str(error), "pip install 'megatron[eval]'") from None
+        raise Failure("lm-evaluation-harness is not installed", str(error), "pip install '.[eval]'") from None
     from megatron.inference.load import load_model, open_tokenizer
     from megatron.tasks.harness import HarnessModel
 

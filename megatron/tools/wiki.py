@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     try:
         import mwparserfromhell  # noqa: F401  # said before anything is written
     except ImportError as error:
-        do = "pip install 'megatron[corpus]' (or mwparserfromhell)"
+        do = "pip install '.[corpus]' (or mwparserfromhell)"
         raise DataError("dumps of wikis need the package mwparserfromhell", str(error), do) from None
     start = time.perf_counter()
     counts, set_aside = extract(dump, options)

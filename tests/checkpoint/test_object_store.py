@@ -708,7 +708,7 @@ def test_what_a_location_is(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="s3fs") as caught:
         location("s3://bucket/a")
-    assert "megatron[storage]" in str(caught.value)
+    assert "'.[storage]'" in str(caught.value)
 
 
 def test_messages_hold_no_secrets(monkeypatch):

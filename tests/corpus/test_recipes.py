@@ -81,7 +81,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Failure, match="needs the package no_such_package") as caught:
         registry.load("needs_nothing_there:X", "r.yaml:1")
-    assert "megatron[corpus]" in caught.value.do
+    assert "'.[corpus]'" in caught.value.do
 
 
 @pytest.fixture

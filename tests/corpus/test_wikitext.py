@@ -7,7 +7,7 @@ import pytest
 
 from megatron.corpus.wikitext import WikiSite, choose_variant, plain_text, without_notes
 
-pytest.importorskip("mwparserfromhell", reason="needs megatron[corpus]")
+pytest.importorskip("mwparserfromhell", reason="pip install '.[corpus]'")
 
 CASES = {
     "'''Bold''' and ''italic'' and '''''both'''''.": "Bold and italic and both.",

@@ -15,7 +15,7 @@ import pytest
 import merge_datasets
 from megatron.tools import translate
 
-pytest.importorskip("mwparserfromhell", reason="needs megatron[corpus]")
+pytest.importorskip("mwparserfromhell", reason="pip install '.[corpus]'")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -18,7 +18,7 @@ import pytest
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mwparserfromhell", "eldc", "ftfy", "rensa"))),
-    reason="needs megatron[corpus]",
+    reason="pip install '.[corpus]'",
 )
 def test_from_a_dump_to_a_trained_model(root, tmp_path):
     for script in root.glob("*.py"):

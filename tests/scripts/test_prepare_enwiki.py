@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("mwparserfromhell", "ftfy"))), reason="needs megatron[corpus,openwebtext]"
+    not all(map(importlib.util.find_spec, ("mwparserfromhell", "ftfy"))), reason="pip install '.[corpus,openwebtext]'"
 )
 TEXTS = {  # source -> what is left of it
     "'''Alpha''' is a [[letter]].<ref>x</ref> It\u00e2\u20ac\u2122s first.": "Alpha is a letter. It's first.",

@@ -169,6 +169,19 @@ def test_named_files_and_modules_exist(page):
         assert (ROOT / name).exists(), name
 
 
+def test_what_is_to_be_installed_exists():
+    """`pip install '.[extra]'` of documents and messages: an extra of this folder. On PyPI, `megatron` is another package."""
+    listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    extras = set(re.findall(r"^(\w+) = \[", listed.partition("\n[")[0], re.M))
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    told = []
+    for path in [*pages, *(ROOT / "megatron").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]:
+        for name, found in re.findall(r"pip install (?:-e )?'([\w.]*)\[([\w,]+)\]'", path.read_text(encoding="utf-8")):
+            assert name == "." and set(found.split(",")) <= extras, f"{path}: {name}[{found}]"
+            told += found.split(",")
+    assert len(set(told)) > 3
+
+
 def test_flags_exist():
     known = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "megatron" / "tools").glob("*.py"))

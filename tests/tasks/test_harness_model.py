@@ -17,7 +17,7 @@ from tests.tasks.classification import SIZE, double, hidden, token_scores
 from tests.tasks.test_requests import plain_figures, write_requests
 from tests.training.plain_loop import EOD, LENGTH, VOCABULARY
 
-pytest.importorskip("lm_eval", reason="pip install 'megatron[eval]'")
+pytest.importorskip("lm_eval", reason="pip install '.[eval]'")
 
 
 @pytest.fixture(scope="module")

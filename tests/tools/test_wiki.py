@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-pytest.importorskip("mwparserfromhell", reason="needs megatron[corpus]")
+pytest.importorskip("mwparserfromhell", reason="pip install '.[corpus]'")
 
 from megatron.corpus import lines, wikidump  # noqa: E402
 from megatron.errors import DataError, SettingsError, UsageError  # noqa: E402

@@ -97,9 +97,7 @@ def _trafilatura(main_content: bool) -> Callable[[str], Optional[str]]:
 
 
 def _missing(package: str, why: Optional[str] = None) -> SettingsError:
-    return SettingsError(
-        f"taking texts out of pages needs the package {package}", why, "pip install 'megatron[corpus]'"
-    )
+    return SettingsError(f"taking texts out of pages needs the package {package}", why, "pip install '.[corpus]'")
 
 
 EXTRACTORS = {"resiliparse": _resiliparse, "trafilatura": _trafilatura}

@@ -131,5 +131,5 @@ def _package(name: str, install: str = ""):
     try:
         return importlib.import_module(name)
     except ImportError:
-        do = "pip install 'megatron[corpus]'"
+        do = "pip install '.[corpus]'"
         raise SettingsError(f"this language detector needs the package {install or name}", do=do) from None

@@ -116,7 +116,7 @@ def rules_of_ftfy() -> FtfyRules:
     try:
         import ftfy
     except ImportError:
-        raise SettingsError("repairing texts needs the package ftfy", do="pip install 'megatron[corpus]'") from None
+        raise SettingsError("repairing texts needs the package ftfy", do="pip install '.[corpus]'") from None
     return FtfyRules(ftfy)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks on a Ray cluster (`pip install 'megatron[scale]'`), or on one that Ray starts on this machine.
+"""Tasks on a Ray cluster (`pip install '.[scale]'`), or on one that Ray starts on this machine.
 
 Only tasks and outcomes pass through Ray: files go through the file system that all nodes share. A task whose worker or node
 dies is tried again by Ray, three times; one that fails is tried again by the agenda.
@@ -55,7 +55,7 @@ def _import():
     try:
         import ray
     except ImportError as error:
-        raise SettingsError("--runner ray needs the package ray", str(error), "pip install 'megatron[scale]'") from None
+        raise SettingsError("--runner ray needs the package ray", str(error), "pip install '.[scale]'") from None
     return ray
 
 

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     try:
         import aiohttp  # noqa: F401  # said before anything is written
     except ImportError as error:
-        raise DataError("download needs the package aiohttp", str(error), "pip install 'megatron[corpus]'") from None
+        raise DataError("download needs the package aiohttp", str(error), "pip install '.[corpus]'") from None
     download(Path(source), options)
 
 

@@ -79,7 +79,7 @@ class ScraperPool:
         try:
             __import__(needed)
         except ImportError as error:
-            do = f"pip install 'megatron[corpus]' (or {needed})"
+            do = f"pip install '.[corpus]' (or {needed})"
             raise DataError(f"--scraper {scraper} needs the package {needed}", str(error), do) from None
         self._scraper, self._seconds = scraper, seconds
         self._idle: asyncio.Queue[Optional[ProcessPoolExecutor]] = asyncio.Queue()

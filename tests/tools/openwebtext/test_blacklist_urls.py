@@ -16,7 +16,7 @@ from megatron.errors import DataError
 from megatron.tools.openwebtext import blacklist_urls
 from megatron.tools.openwebtext.blacklist_urls import Sift
 
-pytest.importorskip("tld", reason="needs megatron[corpus]")
+pytest.importorskip("tld", reason="pip install '.[corpus]'")
 
 CASES = [  # address, why it is left out
     ("https://en.example.org/an/article", ""),

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import pytest
 
 for package in ("aiohttp", "resiliparse", "lxml"):
-    pytest.importorskip(package, reason="needs megatron[corpus]")
+    pytest.importorskip(package, reason="pip install '.[corpus]'")
 
 from megatron.errors import DataError, Locked, SettingsError, UsageError  # noqa: E402
 from megatron.tools.openwebtext import download, scrape  # noqa: E402
