@@ -65,6 +65,8 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     sampling.check()
     search.check(sampling)
+    if settings.num_samples < 1:
+        raise SettingsError(f"--num-samples {settings.num_samples}: has to be at least 1")
     prompts = [prompt for prompt in read_prompts(settings) for _ in range(settings.num_samples)]
 
     choose_waiting()  # before torch is loaded
@@ -131,6 +133,9 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
     start = _special(tokenizer, "bos", "cls") if start is None else start
     end = _special(tokenizer, "eos", "sep") if end is None else end
     end = tokenizer.eod if end is None else end
+    for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
+        if token is not None and not 0 <= token < facts.vocab_size:
+            raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
     lengths = (facts.source, facts.target)
     return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end)
 
