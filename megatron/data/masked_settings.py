@@ -82,6 +82,13 @@ MASKED_RULES = (
         lambda s: f"--seq-length {s.seq_length} is too short for a masked sample; 8 tokens are the least",
     ),
     Rule(
+        lambda s: not s.mock_data and _own(s).mask_spans != "words" and 0 < _own(s).mask_prob * (s.seq_length - 3) < 1,
+        lambda s: (
+            f"--mask-prob {_own(s).mask_prob} of a sample's text is less than one token with --seq-length {s.seq_length}, "
+            "so nothing would be masked; raise one of the two"
+        ),
+    ),
+    Rule(
         lambda s: s.dataset_type == "webtext",
         lambda s: f"--dataset-type {s.dataset_type} is of models that predict the next token; leave it out",
     ),

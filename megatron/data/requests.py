@@ -41,7 +41,7 @@ def read_requests(path: str) -> list[Request]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--eval-requests {path}: {error}") from None
+        raise DataError(f"--eval-requests {path}: {getattr(error, 'strerror', None) or error}") from None
     found = [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise DataError(f"--eval-requests {path} holds no requests", do=f"lines of the form {FORM}")

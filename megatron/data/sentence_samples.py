@@ -78,10 +78,12 @@ def build_sentence_samples(
     longest: tokens that the sentences of a sample may have; least: sentences that it needs.
     Empty where no document gives a sample. Raises SettingsError for a length or a probability that cannot be.
     """
-    if longest < 2 or not 0 <= short_seq_prob <= 1:
+    if longest < 2:
         raise SettingsError(
-            f"samples of {longest} tokens, --short-seq-prob {short_seq_prob}: 2 and 0 to 1 are the limits"
+            f"--seq-length leaves {longest} tokens of text in a sample; 2 are the least", do="--seq-length 8, or more"
         )
+    if not 0 <= short_seq_prob <= 1:
+        raise SettingsError(f"--short-seq-prob {short_seq_prob} must be from 0 to 1")
     kept, _ = kept_documents(documents, lengths, least)
     bounds = np.stack([documents[:-1], documents[1:]], axis=1)[kept].tolist()
     dtype = np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.uint64

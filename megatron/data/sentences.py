@@ -5,9 +5,10 @@
 `sentencex` is fast and needs no data. `auto` is the first where it is there, else the second, and says which.
 """
 
+import re
 from collections.abc import Callable
 
-from megatron.errors import DataError
+from megatron.errors import DataError, did_you_mean
 
 ISO_CODES = dict(
     czech="cs",
@@ -42,6 +43,11 @@ def make_splitter(
 
     library: nltk, sentencex or auto. Raises DataError where what is asked for is not on this machine.
     """
+    if language.lower() not in ISO_CODES and not re.fullmatch("[a-z]{2,3}", language.lower()):
+        near = did_you_mean(language, ISO_CODES)
+        raise DataError(
+            f"--lang {language}: there are no rules for sentences of this language{near}", do="--lang english"
+        )
     why = ""
     if library == "auto":
         try:

@@ -74,7 +74,9 @@ def _split(config: Config, own: T5Settings) -> Config:
         raise SettingsError(
             f"{told}: there are {pp} pipeline ranks" if not more else f"{told} is no number of ranks",
             "the first ranks have the encoder, the others the decoder",
-            f"give 1 to {pp - 1}" if pp > 1 else "leave it out, or raise --pipeline-model-parallel-size",
+            f"give {'1' if pp == 2 else f'1 to {pp - 1}'}"
+            if pp > 1
+            else "leave it out, or raise --pipeline-model-parallel-size",
         )
     if others := _said(p):
         raise SettingsError(f"{flag} and {', '.join(others)} both say which layers a stage has", do="give one of them")
@@ -108,8 +110,13 @@ def _by_work(config: Config) -> Optional[list[int]]:
     if p.pipeline_model_parallel_size < 2 or _said(p) or p.pipeline_schedule not in TRAINING:
         return None
     stages = p.pipeline_model_parallel_size * max(1, chunks_of(p, layers))
+    if layers < stages:
+        raise SettingsError(
+            f"{layers} encoder and decoder layers are fewer than the {stages} stages of the pipeline",
+            do="more layers, or a smaller --pipeline-model-parallel-size or fewer chunks",
+        )
     facts = T5Facts.of(config, config.tokenizer.vocab_size or 32000)
-    if layers < stages or not facts.has_shape or min(facts.source, facts.target, config.model.hidden_size) < 1:
+    if not facts.has_shape or min(facts.source, facts.target, config.model.hidden_size) < 1:
         return None
     output = 2.0 * facts.target * config.model.hidden_size * facts.vocab_size
     return balanced([facts.layer_flops(n, causal=0.5) for n in range(layers)], stages, last=output)

@@ -214,7 +214,8 @@ def read_task(path: Path) -> Task:
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"--task {path}: {' '.join(str(error).split())}") from None
+        told = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DataError(f"--task {path}: {told}", do="a YAML file is wanted: docs/finetuning.md#tasks") from None
     if not isinstance(given, dict):
         raise DataError(f"--task {path} is no mapping of names to values", do="see docs/finetuning.md")
     for key in given:

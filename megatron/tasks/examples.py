@@ -188,6 +188,9 @@ def labels_in(task: Task, path: Path) -> tuple[str, ...]:
     rows, _ = rows_of(path, task.columns, (task.text,))
     found = {_word(_column(row, task.label, str(path), "label")) for row in rows} - set(task.skip) - {""}
     plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
+    if len(plain) < 2:
+        told = f"all {len(rows):,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
+        raise DataError(f"{path}: {told}", do="give examples of two classes or more")
     return with_labels(task, plain).labels
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
+from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.recipe import Recipe
 from megatron.settings.from_checkpoint import saved_record, shape_of
 from megatron.settings.parse import given
@@ -242,7 +244,9 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     said = partial(_said, argv)
     defaults = dict(base.defaults)
     if said("task") is not None:
-        defaults |= find_task(str(said("task"))).settings
+        defaults |= _settings_of(str(said("task")))
+    if said("predictions") and Path(str(said("predictions"))).is_file():
+        raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
     record, more = _beginning(said)
     defaults |= more
     if "load" in more and said("load") is not None:  # a folder with nothing yet to go on with
@@ -258,6 +262,16 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     if "train_epochs" in defaults or said("train_epochs") is not None:
         defaults.setdefault("eval_epoch", 1)
     return argv, replace(base, defaults=defaults)
+
+
+def _settings_of(name: str) -> dict[str, Any]:
+    """The settings that a task gives. Raises DataError for one that there is not."""
+    found = find_task(name).settings
+    known = {field.name for group in {**GROUPS, **groups()}.values() for field in fields(group)}
+    for setting in found:
+        if setting not in known:
+            raise DataError(f"--task {name}: settings: there is no setting {setting}{did_you_mean(setting, known)}")
+    return dict(found)
 
 
 def _said(argv: list[str], name: str) -> Any:
@@ -277,19 +291,34 @@ def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], di
                 f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to go on with",
                 do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
             )
+        _refuse_same(load, said("save"))
         return record, dict(finetune=True)
     if start is not None:
         record = _record(start, None)
         if record is None:
             raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
+        _refuse_same(start, said("save"))
         return record, dict(load=start, finetune=True)
     shapes = ("num_layers", "encoder_num_layers", "model_name_or_path")
-    if load is None and all(said(name) is None for name in shapes):
-        raise UsageError(
-            "there is no model to fine-tune",
-            do="--load CHECKPOINTS, or the shape of a model that begins with random weights",
-        )
+    if all(said(name) is None for name in shapes):
+        do = "--load CHECKPOINTS, or the shape of a model that begins with random weights"
+        if load is not None:
+            step = said("ckpt_step")
+            raise CheckpointError(
+                f"--load {load} holds no checkpoint" + (f" of iteration {step}" if step else ""), do=do
+            )
+        raise UsageError("there is no model to fine-tune", do=do)
     return None, {}
+
+
+def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
+    """Raise SettingsError where a run would save among the checkpoints of the pretrained model."""
+    if save is not None and os.path.realpath(str(save)) == os.path.realpath(str(start)):
+        raise SettingsError(
+            f"--save {save} holds the model that the run begins with",
+            "its checkpoints would stand among those of this task, and --load would find the newest",
+            "give the run a folder of its own",
+        )
 
 
 def _own_name(word: str) -> str:

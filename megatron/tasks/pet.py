@@ -98,7 +98,7 @@ def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"--pet-verbalizer {path}: {error}") from None
+        raise DataError(f"--pet-verbalizer {path}: {getattr(error, 'strerror', None) or error}") from None
     form = '{"0": "bad", "1": "good"}'
     if not isinstance(given, Mapping) or not all(isinstance(words, str) and words.strip() for words in given.values()):
         raise DataError(f"--pet-verbalizer {path} is no mapping of labels to words", do=f"as {form}")

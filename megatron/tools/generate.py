@@ -244,6 +244,9 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
     start = _special(tokenizer, "bos", "cls") if start is None else start
     end = _special(tokenizer, "eos", "sep") if end is None else end
     end = tokenizer.eod if end is None else end
+    for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
+        if token is not None and not 0 <= token < facts.vocab_size:
+            raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
     lengths = (facts.source, facts.target)
     return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
 

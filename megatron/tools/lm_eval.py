@@ -11,6 +11,7 @@ the tensor parallel size share the batches.
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
@@ -68,8 +69,10 @@ def check(options: HarnessOptions) -> None:
     world, tp = rank_env.ranks().world_size, options.tensor_model_parallel_size
     if tp < 1 or world % tp:
         raise SettingsError(f"--tensor-model-parallel-size {tp} does not divide the {world} ranks of this job")
-    if options.micro_batch_size < 1 or (options.seq_length or 1) < 1:
-        raise SettingsError("--micro-batch-size and --seq-length have to be at least 1")
+    for name, least in dict(micro_batch_size=1, seq_length=1, limit=1, num_fewshot=0).items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise SettingsError(f"--{name.replace('_', '-')} {value} has to be at least {least}")
     for name in options.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise DataError(f"--tasks {name}: no such file")
@@ -117,32 +120,34 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
 
 
 def find_tasks(options: HarnessOptions):
-    """(the tasks, the harness's manager that knows them). Raises SettingsError for a name that it does not know."""
+    """(the tasks, the harness's manager that knows them). Raises SettingsError for a name that it does not know, DataError
+    for a file that describes no task.
+    """
     from lm_eval.tasks import TaskManager
+
+    class Tasks(TaskManager):
+        """Tasks' files may say anything: what goes wrong when they are read is said in a line."""
+
+        def load(self, *given):
+            try:
+                return super().load(*given)
+            except Exception as error:
+                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise DataError(f"--tasks {' '.join(options.tasks)} cannot be loaded", told) from error
 
     files = [name for name in options.tasks if name.endswith((".yaml", ".yml"))]
     names = [name for name in options.tasks if name not in files]
-    folders = sorted({str(Path(name).resolve().parent) for name in files})
-    folders += [options.include_path] if options.include_path else []
-    manager = TaskManager(include_path=folders or None, include_defaults=bool(names))
-    wanted = [*names, *map(task_of_file, files)]
-    for name in wanted:
+    for path in files:
+        if not re.search(r"^(task|group):", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
+            raise DataError(f"--tasks {path} says no name", do="task: my_task")
+    manager = Tasks(include_path=options.include_path, include_defaults=bool(names))
+    for name in names:
         if name not in manager.all_tasks:
             raise SettingsError(
                 f"--tasks {name}: the harness has no such task{did_you_mean(name, manager.all_tasks)}",
                 do="a name of its own (python -m lm_eval ls tasks), or a YAML file",
             )
-    return wanted, manager
-
-
-def task_of_file(path: str) -> str:
-    """The name of the task that a YAML file describes. Raises DataError where it has none."""
-    import re
-
-    found = re.search(r"^task:\s*[\"']?([\w.-]+)", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
-        raise DataError(f"--tasks {path} says no name", do="task: my_task")
-    return found[1]
+    return [*names, *(str(Path(path).resolve()) for path in files)], manager
 
 
 def report(options: HarnessOptions, found: dict, loaded) -> None:

@@ -152,6 +152,26 @@ def test_wrong_uses(trained, tmp_path):
     ):
         with pytest.raises(error, match=told):
             lm_eval.main(line.split())
+
+
+def test_a_file_is_the_task_that_it_describes(tmp_path):
+    """Not another file of the folder with a task of the same name; one that cannot be read ends with a message."""
+    from megatron.tools import lm_eval
+
+    def found(*names):
+        options = lm_eval.HarnessOptions(load="", tasks=[str(tmp_path / name) for name in names])
+        tasks, manager = lm_eval.find_tasks(options)
+        return manager.load(tasks)["tasks"]["numbers"].config.doc_to_target
+
+    (tmp_path / "docs.jsonl").write_text(json.dumps(dict(context="1", choices=["2", "3"], gold=0, other=1)) + "\n")
+    one = YAML.format(name="numbers", file=tmp_path / "docs.jsonl")
+    (tmp_path / "a.yaml").write_text(one.replace("doc_to_target: gold", "doc_to_target: other"))
+    (tmp_path / "b.yaml").write_text(one)
+    (tmp_path / "gone.yaml").write_text(one.replace("docs.jsonl", "nowhere.jsonl"))
     (tmp_path / "nameless.yaml").write_text("output_type: multiple_choice\n")
+    assert (found("a.yaml"), found("b.yaml")) == ("other", "gold")
+    with pytest.raises(DataError, match=r"gone.yaml cannot be loaded") as problem:
+        found("gone.yaml")
+    assert "nowhere.jsonl" in problem.value.why
     with pytest.raises(DataError, match="says no name"):
-        lm_eval.task_of_file(str(tmp_path / "nameless.yaml"))
+        found("nameless.yaml")

@@ -17,7 +17,16 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--task {toy}/none.yaml --load {trunk}": (4, "none.yaml"),
     "--task {toy}/toy.yaml --load {trunk}": (4, "there is no training file"),
     "--task RTE --data-path {empty} --load {trunk}": (4, "has no train.tsv"),
-    "--task {toy}/toy.yaml --data-path {toy} --load {empty}": (2, "--num-layers"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {empty}": (5, "empty holds no checkpoint"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --ckpt-step 77": (5, "no checkpoint of iteration 77"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --save {trunk}": (3, "holds the model that the run begins"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --predictions {toy}/toy.yaml": (
+        6,
+        "is a file, not a folder",
+    ),
+    "--task {toy}/odd.yaml --data-path {toy} --load {trunk}": (4, "there is no setting lrr; did you mean lr"),
+    "--task {toy}/free.yaml --data-path {toy} --load {trunk} --train-data {toy}/head.tsv": (4, "no labelled examples"),
+    "--task {toy}/free.yaml --data-path {toy} --load {trunk} --train-data {toy}/one.tsv": (4, "have the label 'red'"),
     "--task {toy}/toy.yaml --data-path {toy} --pretrained-checkpoint {empty}": (5, "holds no checkpoint"),
     "--task {toy}/toy.yaml --data-path {toy} --pretrained-checkpoint {trunk} --load {trunk}": (
         5,
@@ -51,7 +60,16 @@ def places(trunk, tmp_path_factory):  # noqa: F811
     (folder / "empty").mkdir()
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(dict(model_type="gpt2")))
-    return dict(toy=Toy(folder / "toy").folder, trunk=trunk, empty=folder / "empty", hf=folder / "hf")
+    toy = Toy(folder / "toy")
+    free = "\n".join(line for line in toy.yaml.read_text().splitlines() if not line.startswith("labels"))
+    (toy.folder / "free.yaml").write_text(free)
+    (toy.folder / "odd.yaml").write_text(f"{free}\nsettings: {{lrr: 1.0e-3}}\n")
+    lines = (toy.folder / "train.tsv").read_text().splitlines()
+    (toy.folder / "head.tsv").write_text(lines[0] + "\n")
+    (toy.folder / "one.tsv").write_text(
+        "\n".join([lines[0], *(line for line in lines if line.endswith("\tred"))]) + "\n"
+    )
+    return dict(toy=toy.folder, trunk=trunk, empty=folder / "empty", hf=folder / "hf")
 
 
 @pytest.mark.parametrize("line", WRONG)
