@@ -23,14 +23,24 @@ import numpy as np
 
 from megatron.corpus.duplicates import candidates, compare
 from megatron.corpus.duplicates.candidates import load_pairs
-from megatron.corpus.duplicates.shards import Numbering, Removed, copy_without, numbering_of, saved_below, text_sizes
+from megatron.corpus.duplicates.shards import (
+    Numbering,
+    Pieces,
+    Removed,
+    copy_without,
+    numbering_of,
+    read_piece,
+    saved_below,
+    text_sizes,
+)
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing, write_fingerprints
 from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import SettingsError
 
-VERSION = "1"  # of what the tasks of this stage write
+VERSION = "2"  # of what the tasks of this stage write
 REASON = "near_duplicate"
+REMOVED = "removed"  # what `group` says of each shard
 PRESETS: dict[str, dict[str, Any]] = {
     # Megatron-LM's find_duplicates.py: shingles of 5 characters, 100 seeds in 10 bands, pairs above one half
     "megatron": dict(shingle="characters", width=5, bands=10, rows=10, threshold=0.5),
@@ -39,6 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # NeMo Curator: 24 characters, 20 bands of 13, at least .8
     "curator": dict(shingle="characters", width=24, bands=20, rows=13, threshold=0.8),
 }
+GROUP_BYTES = 8  # of memory a document takes in `group`: its parent, and how many have it as the smallest
 MOST_RANGES = 256  # tasks of the phases `compare` and `decide`
 
 
@@ -118,7 +129,11 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
         ),
         StagePhase("decide", decide, lambda made: [[folder, made["read"]] for folder in made["compare"]], each_range),
         StagePhase(
-            "group", group, lambda made: [[made["sign"], made["compare"], made["decide"]]], own(lambda made: [dict()])
+            "group",
+            group,
+            lambda made: [[made["sign"], made["compare"], made["decide"]]],
+            own(lambda made: [dict()]),
+            document_bytes=GROUP_BYTES,
         ),
         StagePhase(
             "remove",
@@ -193,13 +208,14 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
         groups.join(load_pairs(folder / "accepted.npy"))
     sizes = np.zeros(numbering.documents, np.uint32)
     removed = 0
-    for shard in range(shards):
-        first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(shard))
-        smallest = groups.smallest(first, end).astype(np.int64)
-        np.add.at(sizes, smallest, np.uint32(1))
-        rows = np.flatnonzero(smallest != np.arange(first, end))
-        Removed(rows, smallest[rows]).write(output / f"{shard:06d}.npy")
-        removed += len(rows)
+    with Pieces(output / REMOVED) as lists:  # one file: of a hundred thousand each would wait for the disk
+        for shard in range(shards):
+            first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(shard))
+            smallest = groups.smallest(first, end).astype(np.int64)
+            np.add.at(sizes, smallest, np.uint32(1))
+            rows = np.flatnonzero(smallest != np.arange(first, end))
+            lists.add(Removed(rows, smallest[rows]).to_bytes())
+            removed += len(rows)
     report = dict(
         groups=int((sizes > 1).sum()),
         largest_group=int(sizes.max(initial=0)),
@@ -217,7 +233,7 @@ def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
     asked, shard = read_options(options), options["shard"]
     before = _earlier(asked)
     prints = Fingerprints([*before, *inputs[2:]], asked.signing)
-    removed = Removed.read(inputs[1] / f"{shard:06d}.npy")
+    removed = Removed.from_bytes(read_piece(inputs[1] / REMOVED, shard))
     pairs = np.stack([removed.rows + prints.numbering.starts[len(before) + shard], removed.kept], 1)
     at_once = compare.pairs_in(options["memory"], asked.signing)
     parts = [compare.estimates(prints, pairs[start : start + at_once]) for start in range(0, len(pairs), at_once)]

@@ -73,12 +73,15 @@ class StagePhase:
            task of a phase has `made[phase]` itself among its inputs, not each of them: the plan then holds the list
            once, and does not grow with the square of the number of shards. `run` gets all of them, one by one.
     own:   options of each task beside the stage's, where they differ (a band, a partition): one mapping a task, or none
+    document_bytes: memory of a task that grows with the corpus, whatever a task may take: bytes a document of all shards.
+           `estimate` asks for it
     """
 
     name: str
     run: Callable[[list[Path], Path, Mapping[str, Any]], Counts]
     split: Callable[[Made], list[TaskInputs]]
     own: Callable[[Made], list[Mapping[str, Any]]] = lambda made: []
+    document_bytes: int = 0
 
 
 # Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last

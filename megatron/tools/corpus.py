@@ -3,6 +3,7 @@
 
     python -m megatron.tools.corpus run recipe.yaml --output runs/corpus --workers 8 --memory-gb 16
     python -m megatron.tools.corpus plan recipe.yaml --output runs/corpus      # its tasks; runs nothing
+    python -m megatron.tools.corpus estimate recipe.yaml --rates runs/sample --input-tb 10 --nodes 64
     python -m megatron.tools.corpus status --output runs/corpus                # how far a run is
     python -m megatron.tools.corpus check --output runs/corpus                 # what is missing or damaged
     python -m megatron.tools.corpus explain URL --output runs/corpus           # why was a document kept or dropped
@@ -49,12 +50,29 @@ class CorpusOptions:
     debug: bool = setting("tracebacks with error messages", False)
 
 
+def estimate(words: list[str], flags: list[str]) -> None:
+    """What the recipe takes on machines that are not there yet; has options of its own."""
+    from megatron.tools.corpus_estimate import EstimateOptions, tell
+
+    asked = parse(
+        flags,
+        {"estimate": EstimateOptions},
+        prog=f"{PROG} estimate",
+        description=estimate.__doc__,
+        common=tuple(EstimateOptions.__dataclass_fields__),
+    )["estimate"]
+    tell(_one(words, "recipe"), asked)
+
+
 COMMON = ("output", "runner", "workers", "memory_gb", "verify")
 
 
 def main(argv: list[str]) -> None:
     """The command is the first word, what it is about the second."""
     command, words, flags = _split(argv)
+    if command == "estimate":
+        estimate(words, flags)
+        return
     asked = parse(
         flags,
         {"corpus": CorpusOptions},
@@ -329,7 +347,16 @@ def clean(words: list[str], asked: CorpusOptions) -> None:
 
 
 COMMANDS = dict(
-    run=run, resume=run, plan=plan, check=check, status=status, explain=explain, report=report, clean=clean, work=work
+    run=run,
+    resume=run,
+    plan=plan,
+    estimate=estimate,
+    check=check,
+    status=status,
+    explain=explain,
+    report=report,
+    clean=clean,
+    work=work,
 )
 
 

@@ -72,7 +72,7 @@ def phases(options, shards, memory):
             lambda made: [[folder / f"{part}.jsonl" for folder in made["scatter"]] for part in range(parts)],
             lambda made: [dict(part=part) for part in range(parts)],
         ),
-        StagePhase("keep", keep, lambda made: [[shard, *made["find"]] for shard in made["documents"]], _numbers),
+        StagePhase("keep", keep, lambda made: [[shard, made["find"]] for shard in made["documents"]], _numbers),
     ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.corpus.duplicates import shingles
 from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
-from megatron.corpus.duplicates.shards import blocks_of_lines, encoded, text_of
+from megatron.corpus.duplicates.shards import Pieces, blocks_of_lines, encoded, text_of
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing
 
 VERIFY = ("signatures", "doubtful", "texts")
@@ -129,7 +129,7 @@ def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: S
     """
     rows = wanted - first
     row, at, size = 0, 0, 0
-    with _Pieces(folder / "sets") as sets, _Pieces(folder / "heads") as heads:
+    with Pieces(folder / "sets") as sets, Pieces(folder / "heads") as heads:
         for lines in blocks_of_lines(shard) if len(rows) else ():
             end = int(np.searchsorted(rows, row + len(lines)))
             texts = [text_of(lines[number - row], text_key) or "" for number in rows[at:end].tolist()]
@@ -143,23 +143,6 @@ def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: S
                 break
     np.save(folder / "numbers.npy", wanted.astype("<i8"))
     return size
-
-
-class _Pieces:
-    """A file of pieces one behind the other, and one of where each ends."""
-
-    def __init__(self, path: Path):
-        self._path, self._file, self._ends = path, open(f"{path}.bin", "wb"), [0]
-
-    def add(self, data: bytes) -> None:
-        self._ends.append(self._ends[-1] + self._file.write(data))
-
-    def __enter__(self) -> "_Pieces":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._file.close()
-        np.save(f"{self._path}_ends.npy", np.array(self._ends, "<i8"))
 
 
 class ShingleStore:

@@ -136,14 +136,38 @@ class Removed:
     kept: np.ndarray  # [removed], int64
     similarity: Optional[np.ndarray] = None  # [removed]
 
-    def write(self, path: Path) -> None:
-        with open(path, "wb") as file:
-            np.save(file, np.stack([self.rows, self.kept]).astype("<i8"))
+    def to_bytes(self) -> bytes:
+        return np.stack([self.rows, self.kept]).astype("<i8").tobytes()
 
     @classmethod
-    def read(cls, path: Path) -> "Removed":
-        rows, kept = np.load(path)
+    def from_bytes(cls, data: bytes) -> "Removed":
+        rows, kept = np.frombuffer(data, "<i8").reshape(2, -1)
         return cls(rows, kept)
+
+
+class Pieces:
+    """Writes `<path>.bin`, pieces one behind the other, and `<path>_ends.npy`, where each of them ends."""
+
+    def __init__(self, path: Path):
+        self._path, self._file, self._ends = path, open(f"{path}.bin", "wb"), [0]
+
+    def add(self, data: bytes) -> None:
+        self._ends.append(self._ends[-1] + self._file.write(data))
+
+    def __enter__(self) -> "Pieces":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+        np.save(f"{self._path}_ends.npy", np.array(self._ends, "<i8"))
+
+
+def read_piece(path: Path, number: int) -> bytes:
+    """One of those pieces."""
+    start, end = np.load(f"{path}_ends.npy", mmap_mode="r")[number : number + 2].tolist()
+    with open(f"{path}.bin", "rb") as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
 def copy_without(
