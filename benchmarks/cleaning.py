@@ -6,7 +6,7 @@
 
 Part one tells languages of short texts that are cut out of the given ones, by eldc and by langdetect. Part two cleans: the
 peer is the original's flow written anew (ftfy.fix_text, langdetect, tokens of texts with fewer than 1,024 characters) in
-one process; beside it the filters gate, ftfy, language and megatron, and then all sets of rules too. Both read lines and
+one process; beside it the filters gate, language, ftfy and megatron, and then all sets of rules too. Both read lines and
 give lines. Times are CPU seconds of one process, medians of the repeats; the ratio is that of the pairs. Decisions and
 texts are compared document by document.
 """
@@ -154,9 +154,8 @@ def cleaning(documents: list[str], arguments: argparse.Namespace) -> None:
     vocabulary = dict(vocab_file=arguments.vocab_file, merge_file=arguments.merge_file)
     length = build_filter("megatron", **vocabulary)
     theirs = original(length.count)
-    basic = [("gate", build_filter("gate")), ("ftfy", build_filter("ftfy")), ("language", build_filter("language"))]
-    basic.append(("length", length))
-    ours = {"gate, ftfy, language, length": basic, "... and without the gate": basic[1:]}
+    basic = [(name, build_filter(name)) for name in ("gate", "language", "ftfy")] + [("length", length)]
+    ours = {"gate, language, ftfy, length": basic, "... and without the gate": basic[1:]}
     ours["... and all rules"] = basic + [(name, build_filter(name)) for name in RULES]
     lines = [json.dumps(dict(text=text), ensure_ascii=False).encode() + b"\n" for text in documents]
     size = sum(map(len, lines)) / 1e6

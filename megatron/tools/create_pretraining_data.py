@@ -41,6 +41,7 @@ class CreateOptions:
     append_eod: bool = setting("put the end-of-document token after each document", False, "--append-eos")
     workers: int = setting("processes; the output does not depend on it", 1)
     on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
+    origin: bool = setting("write <prefix>.origin: from which file and byte each document comes", True)
     log_interval: int = setting("documents between progress lines", 100)
     debug: bool = setting("tracebacks with error messages", False)
 

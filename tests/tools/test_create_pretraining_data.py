@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 import preprocess_data
 from megatron.data import preprocess_worker
 from megatron.data.formats import open_tokens
+from megatron.data.origin import lines_at, open_origins
 from megatron.errors import Failure
 from megatron.tools import get_sample_data
 from megatron.tools.create_pretraining_data import main
@@ -99,7 +101,18 @@ def test_files_are_those_of_the_rules_for_any_number_of_workers(bpe, tmp_path, m
     main(flags(bpe, "GPTTokenizer", source, tmp_path / "out", *more))
     assert files(tmp_path / "out") == slow_files([[encode(text.strip())] for text in TEXTS], end if eos else None)
     made = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
-    assert made == {"out_ids.npy", "out_idx.npz", "out.stats.json", "out.sums.json"}
+    assert made == {"out_ids.npy", "out_idx.npz", "out.stats.json", "out.sums.json", "out.origin"}
+    check_origins(tmp_path / "out", [text for text in TEXTS if len(encode(text.strip()))])
+    main(flags(bpe, "GPTTokenizer", source, tmp_path / "out", "--no-origin", *more))
+    assert not (tmp_path / "out.origin").exists()
+
+
+def check_origins(prefix, texts):
+    """Each document's line, which leads to its text, and the text's hash; documents without tokens are none."""
+    origins = open_origins(str(prefix), len(texts), verify=True)
+    for origin, text in zip((origins[number] for number in range(len(texts))), texts, strict=True):
+        assert json.loads(lines_at(origin.file, [origin.offset])[origin.offset])["text"] == text
+        assert int(origin.hash, 16) == xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _divide(block):
