@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import attention, matmul, norms, reference
+from megatron.fused_kernels import activations, attention, matmul, norms, reference
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -338,6 +338,16 @@ TABLE: dict[str, list[Implementation]] = {
     "swiglu": [
         _in_triton("swiglu", "one pass, and a third less kept for the backward pass"),
         Implementation("torch", reference.swiglu, "torch's SiLU, then the product with the values"),
+    ],
+    "geglu": [
+        Implementation(
+            "one buffer",
+            activations.geglu,
+            "on CPUs gradients of gates and values are written where the product wants them",
+            lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
+            covers=FUSED,
+        ),
+        Implementation("torch", reference.geglu, "torch's GELU, then the product with the values"),
     ],
     "rotate": [
         _in_triton("rotate", "one pass, from where the product left queries and keys"),

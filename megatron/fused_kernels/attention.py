@@ -186,7 +186,7 @@ class _BlockAttention(torch.autograd.Function):
                 d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
             d_scores = torch._softmax_backward_data(d_scores, weight, -1, weight.dtype)
             if d_bias is not None:
-                own = d_scores.view(b, g, -1, q, block.end - block.first).sum(0)  # [g, n, q, keys]
+                own = _sum_of_samples(d_scores.view(b, g, -1, q, block.end - block.first))  # [g, n, q, keys]
                 d_bias[:, block.start : block.stop, seen] = own.transpose(1, 2).flatten(0, 1)
             if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
                 tanh = _scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
@@ -240,6 +240,16 @@ def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
     """[g q, n, t] -> [g, n, q, t], the order in which a block has its rows."""
     return bias.unflatten(0, (-1, q)).transpose(1, 2)
+
+
+def _sum_of_samples(x: torch.Tensor) -> torch.Tensor:
+    """[b, ...] -> [...], added up in fp32. On a CPU by additions, which take a third of the time of torch's sum."""
+    if x.device.type != "cpu":
+        return x.sum(0)
+    total = x[0].to(torch.float32, copy=True)
+    for sample in x[1:]:
+        total.add_(sample)
+    return total
 
 
 def _padding_bias(padding: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

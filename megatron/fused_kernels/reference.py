@@ -150,6 +150,12 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * value
 
 
+def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """gelu(gate) x value of x [..., 2 f], in which gates come first -> [..., f]. approximate: none, or tanh."""
+    gate, value = x.chunk(2, -1)
+    return F.gelu(gate, approximate=approximate) * value
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [s, b, g, q, d] with the pairs (i, i + n/2) of the first n channels of d turned by angles whose cos and sin are
     [s, b or 1, 1, 1, n]; both halves of these are the same.

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.attention import Attention, ForwardContext, attention_core
 from megatron.model.block import Block
 from megatron.model.cache import Cache
@@ -83,8 +84,9 @@ class FeedForward(MLP):
             return super()._activated(x)
         if self.proj == "relu":
             return F.relu(self.up(x))
-        gate, value = self.up(x).chunk(2, -1)
-        return F.gelu(gate, approximate=self.approximate) * value
+        x = self.up(x)  # [s, b, 2 ffn/tp]
+        kernel = choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run
+        return kernel(x, self.approximate)
 
 
 class EncoderBlock(Block):
@@ -211,23 +213,27 @@ class PairEmbedding(nn.Module):
 
     def source(self, tokens: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b] -> [s, b, h]."""
-        return self.dropout(self._placed(tokens, self.position, 0), samples)
+        return self.dropout(self._placed(self.word(tokens), self.position, 0), samples)
 
     def target(self, tokens: torch.Tensor, samples, first: int = 0) -> torch.Tensor:
         """tokens [t, b], from place `first` on -> [t, b, h]."""
-        return self.decoder_dropout(self._placed(tokens, self.decoder_position, first), samples)
+        return self.decoder_dropout(self._placed(self.word(tokens), self.decoder_position, first), samples)
 
-    def _placed(self, tokens: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
-        x = self.word(tokens)
+    def _placed(self, x: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
+        """x: embedded words, [t, b, h], or [t/tp, b, h]"""
         if table is None:
             return x
-        places = torch.arange(first, first + len(tokens), device=tokens.device).unsqueeze(1)
         if self.sequence_parallel:
-            places = places.chunk(self.tp.size)[self.tp.rank]
-        return x + table(places)
+            first += self.tp.rank * len(x)
+        return x + table(torch.arange(first, first + len(x), device=x.device).unsqueeze(1))
 
     def forward(self, source: torch.Tensor, target: torch.Tensor, samples) -> Halves:
-        return Halves(self.source(source, samples), self.target(target, samples))
+        if self.sequence_parallel:
+            return Halves(self.source(source, samples), self.target(target, samples))
+        # Looked up together: each look-up's gradient is as large as the table, mostly zeros.
+        words = self.word(torch.cat((source, target))).split((len(source), len(target)))
+        x, y = (self._placed(*half, 0) for half in zip(words, (self.position, self.decoder_position), strict=True))
+        return Halves(self.dropout(x, samples), self.decoder_dropout(y, samples))
 
 
 class T5(LanguageModel):
