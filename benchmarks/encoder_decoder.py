@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of our T5 1.1 and BERT against the best of Hugging Face's of the same shape, in one process, taking turns.
+"""One training step of our T5 1.1 and BERT against the best of Hugging Face's, in one process, taking turns.
 
     python benchmarks/encoder_decoder.py --model t5 --size base
     python benchmarks/encoder_decoder.py --model bert --size base --rounds 12 --only ours hf-sdpa-bf16-compiled
 
 A step is forward, backward, clipping and AdamW on fp32 weights in bf16 arithmetic, without dropout, on the same tokens. A
-sixth of the tokens of sources fills up; 15 % of BERT's are masked. Peers differ in attention (torch's sdpa, or explicit),
+sixth of the tokens of sources fills up (`--full`: none, then nothing is won by leaving those out); 15 % of BERT's are
+masked. Peers differ in attention (torch's sdpa, or explicit),
 weights (fp32 under autocast, as HF's Trainer has it; or bf16 with fp32 main weights, as ours) and whether torch.compile
 compiles the whole model; all have torch's fused AdamW, and are in one process with ours, so they profit from `keep_memory`.
 
@@ -63,11 +64,13 @@ SHARED = """--hidden-size {0.hidden} --num-attention-heads {0.heads} --ffn-hidde
 Arrays = dict[str, torch.Tensor]
 
 
-def batch_of(model: str, size: Size, generator: torch.Generator) -> Arrays:
-    """Arrays of a micro-batch, sequence first."""
+def batch_of(model: str, size: Size, generator: torch.Generator, full: bool = False) -> Arrays:
+    """Arrays of a micro-batch, sequence first. Every other source has a third of its length or more, unless `full`."""
     s, t, b = size.source, size.target, size.batch
     draw = lambda *shape: torch.randint(1, size.vocabulary, shape, generator=generator)
-    mask = (torch.arange(s).unsqueeze(1) < s - s // 3 * (torch.arange(b) % 2)).long()
+    lengths = torch.randint(s // 3, s + 1, (b,), generator=generator)
+    lengths[::2] = s
+    mask = (torch.arange(s).unsqueeze(1) < (torch.full((b,), s) if full else lengths)).long()
     if model == "t5":
         arrays = dict(text_enc=draw(s, b), text_dec=draw(t, b), labels=draw(t, b), enc_mask=mask)
         return arrays | dict(loss_mask=torch.ones(t, b), dec_mask=torch.ones(t, b).long())
@@ -171,12 +174,12 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measured(model: str, size: Size, names: list[str], warmup: int, rounds: int) -> dict[str, Times]:
+def measured(model: str, size: Size, full: bool, names: list[str], warmup: int, rounds: int) -> dict[str, Times]:
     generator = torch.Generator().manual_seed(0)
     steps = {name: CONTENDERS[name](model, size) for name in names}
     times = {name: Times([], []) for name in names}
     for round_ in range(-warmup, rounds):
-        arrays = batch_of(model, size, generator)
+        arrays = batch_of(model, size, generator, full)
         for name, step in steps.items():
             start, used = time.perf_counter(), cpu_seconds()
             loss = step(arrays)
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["t5", "bert"], default="t5")
     parser.add_argument("--size", choices=["small", "base"], default="small")
     parser.add_argument("--batch", type=int, help="samples of a micro-batch, instead of the size's")
+    parser.add_argument("--full", action="store_true", help="sources without padding")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int)
@@ -225,11 +229,8 @@ def main() -> None:
     keep_memory()
     size = SIZES[arguments.model, arguments.size]
     size = size._replace(batch=arguments.batch or size.batch)
-    report(
-        arguments.model,
-        arguments.size,
-        measured(arguments.model, size, arguments.only, arguments.warmup, arguments.rounds),
-    )
+    what = arguments.model, size, arguments.full, arguments.only
+    report(arguments.model, arguments.size, measured(*what, arguments.warmup, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from megatron.model.cache import Cache
 from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
+from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import DECODER, ENCODER_END, T5Facts
@@ -46,11 +47,15 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True)
 class T5Context:
-    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source."""
+    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source.
+
+    rows: of the source that the encoder's layers compute; None: all
+    """
 
     encoder: ForwardContext
     decoder: ForwardContext
     cross: ForwardContext
+    rows: Optional[PackedRows] = None
 
 
 class EncodedSource(NamedTuple):
@@ -297,10 +302,12 @@ class T5(LanguageModel):
         """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
         padding = attended(batch.arrays["enc_mask"])
         s, t, common = len(batch.arrays["text_enc"]), len(batch.arrays["text_dec"]), self._common(batch)
+        packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
         return T5Context(
             ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
             ForwardContext(angles=self._angles(t), bias=self._bias(tables, 1, t), **common),
             ForwardContext(padding=padding, **common),
+            rows=PackedRows.of(padding) if packs else None,
         )
 
     def _common(self, batch) -> dict:
@@ -327,11 +334,15 @@ class T5(LanguageModel):
         return halves
 
     def _some_layers(self, layers, source: torch.Tensor, target: torch.Tensor, context: T5Context) -> Halves:
-        for n in layers:
-            if self.facts.layer_kind(n) == DECODER:
-                target = self.blocks[str(n)](target, source, context)
-            else:
-                source = self.blocks[str(n)](source, context.encoder)
+        encoder = [n for n in layers if self.facts.layer_kind(n) != DECODER]
+        rows, own = context.rows if encoder else None, context.encoder
+        if rows is not None:
+            source, own = rows.pack(source), rows.context(own)
+        for n in encoder:
+            source = self.blocks[str(n)](source, own)
+        source = source if rows is None else rows.unpack(source)
+        for n in layers[len(encoder) :]:
+            target = self.blocks[str(n)](target, source, context)
         return Halves(source, target)
 
     # ---- inference ---------------------------------------------------------------------------------------------------
