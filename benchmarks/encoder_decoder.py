@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of our T5 1.1 and BERT against Hugging Face's of the same shape, in one process, taking turns.
+"""One training step of our T5 1.1 and BERT against the best of Hugging Face's, in one process, taking turns.
 
-    python benchmarks/encoder_decoder.py --model t5
-    python benchmarks/encoder_decoder.py --model bert --rounds 12 --only ours hf-compiled
+    python benchmarks/encoder_decoder.py --model t5 --size base
+    python benchmarks/encoder_decoder.py --model bert --size base --rounds 12 --only ours hf-sdpa-bf16-compiled
 
-A step is forward, backward, clipping and AdamW on fp32 weights in bf16 arithmetic (theirs by autocast, fused AdamW, eager
-or compiled), without dropout. A sixth of the tokens of sources fills up; 15 % of BERT's are masked. Every round runs one
-step of each contender; a ratio is the median over rounds of (time of the peer / time of ours).
+A step is forward, backward, clipping and AdamW on fp32 weights in bf16 arithmetic, without dropout, on the same tokens. A
+sixth of the tokens of sources fills up (`--full`: none, then nothing is won by leaving those out); 15 % of BERT's are
+masked. Peers differ in attention (torch's sdpa, or explicit),
+weights (fp32 under autocast, as HF's Trainer has it; or bf16 with fp32 main weights, as ours) and whether torch.compile
+compiles the whole model; all have torch's fused AdamW, and are in one process with ours, so they profit from `keep_memory`.
+
+Every round runs one step of each contender; a ratio is the median over rounds of (time of the peer / time of ours), by the
+clock and in CPU seconds of all threads, which other programs on the machine disturb less. The peer that counts is the one
+with the least median.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,38 +34,61 @@ from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer
 from megatron.training.rules import resolve
 
-LAYERS, HIDDEN, HEADS, FFN, V, B = 4, 256, 4, 1024, 8192, 16
-SOURCE, TARGET = 256, 64
-SHARED = f"""--hidden-size {HIDDEN} --num-attention-heads {HEADS} --ffn-hidden-size {FFN} --seq-length {SOURCE} --mock-data
-    --vocab-size {V} --make-vocab-size-divisible-by 1 --micro-batch-size {B} --train-iters 1 --lr 1e-3 --device cpu
-    --precision bf16 --hidden-dropout 0 --attention-dropout 0"""
-T5 = f"""--model-type T5 --encoder-num-layers {LAYERS} --decoder-num-layers {LAYERS} --decoder-seq-length {TARGET}
+
+class Size(NamedTuple):
+    """layers: of BERT, or of each half of T5; source: tokens of a sample; target: of a target; vocabulary: in words."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    source: int
+    target: int
+    batch: int
+    vocabulary: int
+
+
+SIZES = {
+    ("t5", "small"): Size(4, 256, 4, 1024, 256, 64, 16, 8192),
+    ("t5", "base"): Size(6, 512, 8, 1024, 512, 114, 4, 32128),
+    ("bert", "small"): Size(4, 256, 4, 1024, 256, 0, 16, 8192),
+    ("bert", "base"): Size(8, 512, 8, 2048, 512, 0, 4, 30522),
+}
+T5 = """ --model-type T5 --encoder-num-layers {0.layers} --decoder-num-layers {0.layers} --decoder-seq-length {0.target}
     --position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear
     --unscaled-attention --feed-forward-proj gated-gelu --untie-embeddings-and-output-weights"""
-BERT = f"--model-type BERT --num-layers {LAYERS} --post-norm --norm-epsilon 1e-12"
+BERT = " --model-type BERT --num-layers {0.layers} --post-norm --norm-epsilon 1e-12 --no-bias-gelu-fusion"
+SHARED = """--hidden-size {0.hidden} --num-attention-heads {0.heads} --ffn-hidden-size {0.ffn} --seq-length {0.source}
+    --vocab-size {0.vocabulary} --make-vocab-size-divisible-by 1 --micro-batch-size {0.batch} --train-iters 1 --lr 1e-3
+    --mock-data --device cpu --precision bf16 --hidden-dropout 0 --attention-dropout 0"""
+Arrays = dict[str, torch.Tensor]
 
 
-def batch_of(model: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Arrays of a micro-batch, sequence first."""
-    draw = lambda *shape: torch.randint(1, V, shape, generator=generator)
-    mask = (torch.arange(SOURCE).unsqueeze(1) < SOURCE - SOURCE // 3 * (torch.arange(B) % 2)).long()
+def batch_of(model: str, size: Size, generator: torch.Generator, full: bool = False) -> Arrays:
+    """Arrays of a micro-batch, sequence first. Every other source has a third of its length or more, unless `full`."""
+    s, t, b = size.source, size.target, size.batch
+    draw = lambda *shape: torch.randint(1, size.vocabulary, shape, generator=generator)
+    lengths = torch.randint(s // 3, s + 1, (b,), generator=generator)
+    lengths[::2] = s
+    mask = (torch.arange(s).unsqueeze(1) < (torch.full((b,), s) if full else lengths)).long()
     if model == "t5":
-        arrays = dict(text_enc=draw(SOURCE, B), text_dec=draw(TARGET, B), labels=draw(TARGET, B))
-        return arrays | dict(loss_mask=torch.ones(TARGET, B), enc_mask=mask, dec_mask=torch.ones(TARGET, B).long())
-    masked = (torch.rand(SOURCE, B, generator=generator) < 0.15) & (mask > 0)
-    arrays = dict(text=draw(SOURCE, B), types=torch.zeros(SOURCE, B).long(), labels=draw(SOURCE, B))
-    return arrays | dict(is_random=torch.arange(B) % 2, loss_mask=masked.float(), padding_mask=mask)
+        arrays = dict(text_enc=draw(s, b), text_dec=draw(t, b), labels=draw(t, b), enc_mask=mask)
+        return arrays | dict(loss_mask=torch.ones(t, b), dec_mask=torch.ones(t, b).long())
+    masked = (torch.rand(s, b, generator=generator) < 0.15) & (mask > 0)
+    arrays = dict(text=draw(s, b), types=torch.zeros(s, b).long(), labels=draw(s, b), padding_mask=mask)
+    return arrays | dict(is_random=torch.arange(b) % 2, loss_mask=masked.float())
 
 
-def ours(model: str):
-    """A step function of the suite's own model and optimizer."""
-    config = resolve(parse_any(f"{SHARED} {T5 if model == 't5' else BERT}".split()), 1)
+def ours(flags: str, model: str, size: Size) -> Callable[[Arrays], float]:
+    """A step of the suite's own model and optimizer, with the settings that its pages advise and these flags besides."""
+    shape = SHARED + (T5 if model == "t5" else BERT)
+    config = resolve(parse_any(f"{shape.format(size)} {flags}".split()), 1)
     recipe, mesh = recipe_of(config), Mesh()
-    module = recipe.build_model(config, mesh, V, dtype=torch.bfloat16, device="meta")
+    module = recipe.build_model(config, mesh, size.vocabulary, dtype=torch.bfloat16, device="meta")
     optimizer = DistributedOptimizer(module, mesh, Optimizer(), dtype=torch.bfloat16, device="cpu", seed=1)
 
-    def step(arrays: dict[str, torch.Tensor]) -> float:
-        sums = module(None, named_batch(arrays, torch.arange(B)))[1]
+    def step(arrays: Arrays) -> float:
+        sums = module(None, named_batch(arrays, torch.arange(size.batch)))[1]
         loss = sums["lm loss"] + sums.get("sop loss", 0.0)
         loss.backward()
         totals, norm = optimizer.finalize_grads(torch.stack((loss.detach(), sums["tokens"])).double())
@@ -65,56 +98,127 @@ def ours(model: str):
     return step
 
 
-def hugging_face(model: str, compiled: bool):
-    """A step function of transformers' model with fused AdamW."""
+def hugging_face_model(model: str, size: Size, attention: str) -> torch.nn.Module:
     import transformers
 
     if model == "t5":
-        shape = dict(
-            d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=FFN, num_layers=LAYERS, num_heads=HEADS, dropout_rate=0.0
-        )
-        config = transformers.T5Config(vocab_size=V, feed_forward_proj="gated-gelu", use_cache=False, **shape)
-        module = transformers.T5ForConditionalGeneration(config)
+        shape = dict(d_model=size.hidden, d_kv=size.hidden // size.heads, d_ff=size.ffn, num_heads=size.heads)
+        shape |= dict(num_layers=size.layers, dropout_rate=0.0, feed_forward_proj="gated-gelu", use_cache=False)
+        config = transformers.T5Config(vocab_size=size.vocabulary, tie_word_embeddings=False, **shape)
+        kind = transformers.T5ForConditionalGeneration
     else:
-        shape = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN)
-        drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        config = transformers.BertConfig(vocab_size=V, max_position_embeddings=SOURCE, **shape, **drops)
-        module = transformers.BertForPreTraining(config)
-    parameters = list(module.train().parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True)
+        shape = dict(hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads)
+        shape |= dict(intermediate_size=size.ffn, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        config = transformers.BertConfig(vocab_size=size.vocabulary, max_position_embeddings=size.source, **shape)
+        kind = transformers.BertForPreTraining
+    config._attn_implementation = attention
+    return kind(config).train()
+
+
+def hugging_face(attention: str, half: bool, compiled: bool, model: str, size: Size) -> Callable[[Arrays], float]:
+    """A step of transformers' model with fused AdamW. half: weights are bf16, and the optimizer has fp32 ones."""
+    module = hugging_face_model(model, size, attention)
+    weights = list((module.bfloat16() if half else module).parameters())
+    main = [weight.detach().float().requires_grad_() for weight in weights] if half else weights
+    optimizer = torch.optim.AdamW(main, lr=3e-4, weight_decay=0.1, fused=True)
     run = torch.compile(module) if compiled else module
 
-    def step(arrays: dict[str, torch.Tensor]) -> float:
-        rows = {name: array.t().contiguous() for name, array in arrays.items()}
-        labels = rows["labels"].masked_fill(rows["loss_mask"] == 0, -100)
-        if model == "t5":
-            given = dict(
-                input_ids=rows["text_enc"], attention_mask=rows["enc_mask"], decoder_input_ids=rows["text_dec"]
-            )
-        else:
-            given = dict(input_ids=rows["text"], attention_mask=rows["padding_mask"], token_type_ids=rows["types"])
-            given["next_sentence_label"] = arrays["is_random"]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = run(labels=labels, **given).loss
+    def step(arrays: Arrays) -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
+            loss = run(**hugging_face_inputs(model, arrays)).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if half:
+            for weight, own in zip(weights, main):
+                own.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(main, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if half:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, main)
         return loss.item()
 
     return step
 
 
-CONTENDERS = {
-    "ours": ours,
-    "hf": lambda model: hugging_face(model, False),
-    "hf-compiled": lambda model: hugging_face(model, True),
+def hugging_face_inputs(model: str, arrays: Arrays) -> Arrays:
+    rows = {name: array.t().contiguous() for name, array in arrays.items()}
+    labels = rows["labels"].masked_fill(rows["loss_mask"] == 0, -100)
+    if model == "t5":
+        given = dict(input_ids=rows["text_enc"], attention_mask=rows["enc_mask"], decoder_input_ids=rows["text_dec"])
+    else:
+        given = dict(input_ids=rows["text"], attention_mask=rows["padding_mask"], token_type_ids=rows["types"])
+        given["next_sentence_label"] = arrays["is_random"]
+    return given | dict(labels=labels)
+
+
+CONTENDERS = {"ours": partial(ours, ""), "ours-compiled": partial(ours, "--torch-compile")} | {
+    f"hf-{attention}-{weights}{'-compiled' if compiled else ''}": partial(
+        hugging_face, attention, weights == "bf16", compiled
+    )
+    for compiled in (True, False)
+    for attention in ("sdpa", "eager")
+    for weights in ("bf16", "autocast")
 }
+
+
+class Times(NamedTuple):
+    """Of the steps of a contender, in rounds: seconds by the clock, and CPU seconds of all threads."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measured(model: str, size: Size, full: bool, names: list[str], warmup: int, rounds: int) -> dict[str, Times]:
+    generator = torch.Generator().manual_seed(0)
+    steps = {name: CONTENDERS[name](model, size) for name in names}
+    times = {name: Times([], []) for name in names}
+    for round_ in range(-warmup, rounds):
+        arrays = batch_of(model, size, generator, full)
+        for name, step in steps.items():
+            start, used = time.perf_counter(), cpu_seconds()
+            loss = step(arrays)
+            if round_ >= 0:
+                times[name].wall.append(time.perf_counter() - start)
+                times[name].cpu.append(cpu_seconds() - used)
+            if round_ == rounds - 1:
+                print(f"{name:26s} loss {loss:.4f}", flush=True)
+    return times
+
+
+def report(model: str, size: str, times: dict[str, Times]) -> None:
+    """Print a line for each contender, one for the peer that counts, and one of JSON with all of it."""
+    found = {}
+    for name, (wall, cpu) in times.items():
+        seconds = statistics.median(wall)
+        line = f"{name:26s} {seconds * 1e3:8.1f} ms a step (best {min(wall) * 1e3:.1f}), CPU {statistics.median(cpu):.3f} s"
+        found[name] = dict(seconds=seconds, best=min(wall), cpu_seconds=statistics.median(cpu))
+        if "ours" in times and not name.startswith("ours"):
+            rounds = sorted(theirs / own for own, theirs in zip(times["ours"].wall, wall))
+            low, high = rounds[len(rounds) // 4], rounds[-1 - len(rounds) // 4]
+            in_cpu = statistics.median(theirs / own for own, theirs in zip(times["ours"].cpu, cpu))
+            found[name] |= dict(ratio=statistics.median(rounds), cpu_ratio=in_cpu)
+            line += f": ours is {found[name]['ratio']:.2f} x (quartiles {low:.2f} to {high:.2f}), in CPU {in_cpu:.2f} x"
+        print(line)
+    peers = [name for name in times if "ratio" in found[name]]
+    if peers:
+        best = min(peers, key=lambda name: found[name]["seconds"])
+        print(f"the best peer is {best}: ours is {found[best]['ratio']:.2f} x")
+    threads = torch.get_num_threads()
+    print(json.dumps(dict(model=model, size=size, threads=threads, torch=torch.__version__, contenders=found)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["t5", "bert"], default="t5")
+    parser.add_argument("--size", choices=["small", "base"], default="small")
+    parser.add_argument("--batch", type=int, help="samples of a micro-batch, instead of the size's")
+    parser.add_argument("--full", action="store_true", help="sources without padding")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int)
@@ -123,30 +227,10 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     keep_memory()
-    generator = torch.Generator().manual_seed(0)
-    steps = {name: CONTENDERS[name](arguments.model) for name in arguments.only}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(-arguments.warmup, arguments.rounds):
-        arrays = batch_of(arguments.model, generator)
-        for name, step in steps.items():
-            start = time.perf_counter()
-            loss = step(arrays)
-            if round_ >= 0:
-                times[name].append(time.perf_counter() - start)
-            if round_ == arguments.rounds - 1:
-                print(f"{name:12s} loss {loss:.4f}", flush=True)
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    for name, median in medians.items():
-        print(f"{name:12s} {median * 1e3:8.1f} ms a step (best {min(times[name]) * 1e3:.1f})")
-    ratios = {}
-    for peer in (name for name in times if name != "ours" and "ours" in times):
-        rounds = sorted(theirs / own for own, theirs in zip(times["ours"], times[peer]))
-        ratios[peer] = statistics.median(rounds)
-        low, high = rounds[len(rounds) // 4], rounds[-1 - len(rounds) // 4]
-        print(f"ours is {ratios[peer]:.2f} x {peer} (quartiles {low:.2f} to {high:.2f})")
-    print(
-        json.dumps(dict(model=arguments.model, threads=torch.get_num_threads(), torch=torch.__version__, ratios=ratios))
-    )
+    size = SIZES[arguments.model, arguments.size]
+    size = size._replace(batch=arguments.batch or size.batch)
+    what = arguments.model, size, arguments.full, arguments.only
+    report(arguments.model, arguments.size, measured(*what, arguments.warmup, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import attention, matmul, norms, reference
+from megatron.fused_kernels import activations, attention, matmul, norms, reference
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -36,6 +36,8 @@ class Case:
     head_dim: channels of a head; 0: no more than any kernel takes
     biased:  something learned is added to scores, as relative positions are
     padded:  some keys are no tokens, the same ones for all queries of a sample
+    packed:  of a case without order: samples of several lengths lie one after the other in one row; queries and keys are
+             then those of the longest
     """
 
     device: str
@@ -54,6 +56,7 @@ class Case:
     head_dim: int = 0
     biased: bool = False
     padded: bool = False
+    packed: bool = False
 
     @property
     def reach(self) -> int:
@@ -74,7 +77,7 @@ class Case:
 # Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them (new
 # tokens over a cache, a chunk of a sequence under context parallelism),
 # or no order, with as many queries as keys or not. Then what a case may have besides.
-EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded".split())
+EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded packed".split())
 EVERYTHING = frozenset({*"causal cached bidirectional cross window".split(), *EXTRAS})
 FUSED = EVERYTHING - {"unfused"}
 
@@ -247,7 +250,7 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cuda"),
             NO_CUDA,
             "sdpa",
-            EVERYTHING - {"dropout", "softcap"},
+            EVERYTHING - {"dropout", "softcap", "packed"},
         ),
         Implementation(
             "block-causal",
@@ -259,12 +262,13 @@ TABLE: dict[str, list[Implementation]] = {
             ),
             "",
             "explicit",
-            EVERYTHING - {"bidirectional", "cross", "scaled_softmax", "unfused"},
+            EVERYTHING - {"bidirectional", "cross", "scaled_softmax", "unfused", "packed"},
         ),
         Implementation(
             "block-full",
             attention.block_full,
-            "attention without order, of one sequence or over another: on CPUs as block-causal is; covers dropout and caps",
+            "attention without order, of one sequence or over another: on CPUs as block-causal is; covers dropout, caps, "
+            "and samples of several lengths in one row",
             lambda case: (
                 _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.keys <= EXPLICIT_KEYS)
             ),
@@ -279,7 +283,7 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
-            EVERYTHING - {"dropout", "scaled_softmax", "softcap"},
+            EVERYTHING - {"dropout", "scaled_softmax", "softcap", "packed"},
         ),
         Implementation(
             "reference",
@@ -338,6 +342,16 @@ TABLE: dict[str, list[Implementation]] = {
     "swiglu": [
         _in_triton("swiglu", "one pass, and a third less kept for the backward pass"),
         Implementation("torch", reference.swiglu, "torch's SiLU, then the product with the values"),
+    ],
+    "geglu": [
+        Implementation(
+            "one buffer",
+            activations.geglu,
+            "on CPUs gradients of gates and values are written where the product wants them",
+            lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
+            covers=FUSED,
+        ),
+        Implementation("torch", reference.geglu, "torch's GELU, then the product with the values"),
     ],
     "rotate": [
         _in_triton("rotate", "one pass, from where the product left queries and keys"),

@@ -83,6 +83,14 @@ class Documents:
         """[b, s, t] bool: the key is in the query's document, or after the query. Of kernels that know masks alone."""
         return torch.arange(t, device=self.starts.device) >= self.starts.unsqueeze(-1)
 
+    def together(self) -> torch.Tensor:
+        """[b, t, t] bool: both are of the same document. Of whole sequences, without order."""
+        return self.starts.unsqueeze(-1) == self.starts.unsqueeze(-2)
+
+    def places(self) -> torch.Tensor:
+        """[b, t] int64: the place of each token in its document."""
+        return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
 
 def starts_of(document_ids: torch.Tensor) -> np.ndarray:
     """[b, s] int32 for ids [s, b], of which equal ones stand side by side. Reads them: waits for another device."""

@@ -37,7 +37,8 @@ def attention(
                sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
     allowed:   [b, s, t] bool, which pairs may see each other besides; a query that then sees no key gets zeros, and
                gives no gradient
-    documents: of a causal case: a query sees keys of its own document alone, here by a mask of all pairs
+    documents: a query sees keys of its own document alone, here by a mask of all pairs. Without causal order b is 1, these
+               are the samples of a micro-batch, and bias is [g q, places, places] within one of them
     dropout:   which weights stay, [b, g q, s, t]
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     softcap:   scores become softcap x tanh(score / softcap)
@@ -54,13 +55,17 @@ def attention(
         scores = scores.float() * score_divisor
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
+    packed = documents is not None and not causal
     if bias is not None:
+        if packed:
+            [places] = documents.places()
+            bias = bias[:, places.unsqueeze(1), places]
         scores = scores + bias.to(scores.dtype)
     if padding is not None:
         scores = scores.masked_fill(~padding[:, None, None, :], float("-inf"))
     blind = None
     if documents is not None:
-        allowed = documents.allowed(t)
+        allowed = documents.together() if packed else documents.allowed(t)
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
         scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
@@ -148,6 +153,12 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) x value of x [..., 2 f], in which gates come first (arXiv:2002.05202) -> [..., f]."""
     gate, value = x.chunk(2, -1)
     return F.silu(gate) * value
+
+
+def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """gelu(gate) x value of x [..., 2 f], in which gates come first -> [..., f]. approximate: none, or tanh."""
+    gate, value = x.chunk(2, -1)
+    return F.gelu(gate, approximate=approximate) * value
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

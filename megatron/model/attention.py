@@ -47,7 +47,8 @@ class ForwardContext:
     samples   [b] places in the order of training, for dropout; None in inference
     angles    cos and sin of RoPE, or None
     documents which keys queries see where samples are packed of documents; None for plain causal attention. Of whole
-              sequences, also where this rank has some rows of them
+              sequences, also where this rank has some rows of them. Without order: which rows are a sample's
+              (`packed_rows`)
     of_chunks the same of the rank's two chunks of rows, by window: each one's queries over the keys that are sliced for it
     allowed   [b, s, t] bool: query may see key. In inference, where prompts are padded
     cache     keys and values of earlier tokens, or None
@@ -272,11 +273,13 @@ def scaled_dot_product_attention(
     allowed, window = context.allowed, layer.window
     if window is not None and allowed is not None and context.cache is not None:
         allowed, window = last_allowed(allowed, window), None
+    packed = context.documents is not None and not layer.causal
+    queries, keys = context.documents.longest if packed else (query.shape[0], key.shape[0])
     case = Case(
         query.device.type,
         query.dtype,
-        query.shape[0],
-        key.shape[0],
+        queries,
+        keys,
         causal=layer.causal,
         masked=allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
@@ -285,10 +288,11 @@ def scaled_dot_product_attention(
         softcap=layer.softcap is not None,
         window=window,
         unfused=layer.plain_softmax,
-        documents=context.documents is not None,
+        documents=context.documents is not None and not packed,
         head_dim=layer.head_dim,
         biased=context.bias is not None,
         padded=context.padding is not None,
+        packed=packed,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)

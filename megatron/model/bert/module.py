@@ -19,6 +19,7 @@ from megatron.model.bert.facts import HEAD, BertFacts
 from megatron.model.block import Block
 from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.norms import NORMS
+from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.t5.module import EncoderAttention, attended
 from megatron.model.weights import Table, take_prefix
@@ -186,7 +187,13 @@ class Bert(LanguageModel):
     def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
         if self.first:
             x = self.embedding(batch.arrays["text"], batch.arrays["types"], batch.samples)
-        x, sums = self.run_layers(x, self.context(batch))
+        context = self.context(batch)
+        rows = PackedRows.of(context.padding) if self.packs else None
+        if rows is None:
+            x, sums = self.run_layers(x, context)
+        else:
+            x, sums = self.run_layers(rows.pack(x), rows.context(context))
+            x = rows.unpack(x)
         if not self.last:
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
@@ -200,6 +207,12 @@ class Bert(LanguageModel):
             return x, sums  # the head comes behind `counted`
         x = self.head(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
+
+    @property
+    def packs(self) -> bool:
+        """Whether layers may compute packed rows; others than those here may ask for places of samples."""
+        own = all(type(block) in (BertBlock, PostNormBlock) for block in self.blocks.values())
+        return own and may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
 
     @property
     def finds_places(self) -> bool:

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.attention import Attention, ForwardContext, attention_core
 from megatron.model.block import Block
 from megatron.model.cache import Cache
 from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
+from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import DECODER, ENCODER_END, T5Facts
@@ -45,11 +47,15 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True)
 class T5Context:
-    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source."""
+    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source.
+
+    rows: of the source that the encoder's layers compute; None: all
+    """
 
     encoder: ForwardContext
     decoder: ForwardContext
     cross: ForwardContext
+    rows: Optional[PackedRows] = None
 
 
 class EncodedSource(NamedTuple):
@@ -83,8 +89,9 @@ class FeedForward(MLP):
             return super()._activated(x)
         if self.proj == "relu":
             return F.relu(self.up(x))
-        gate, value = self.up(x).chunk(2, -1)
-        return F.gelu(gate, approximate=self.approximate) * value
+        x = self.up(x)  # [s, b, 2 ffn/tp]
+        kernel = choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run
+        return kernel(x, self.approximate)
 
 
 class EncoderBlock(Block):
@@ -211,23 +218,27 @@ class PairEmbedding(nn.Module):
 
     def source(self, tokens: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b] -> [s, b, h]."""
-        return self.dropout(self._placed(tokens, self.position, 0), samples)
+        return self.dropout(self._placed(self.word(tokens), self.position, 0), samples)
 
     def target(self, tokens: torch.Tensor, samples, first: int = 0) -> torch.Tensor:
         """tokens [t, b], from place `first` on -> [t, b, h]."""
-        return self.decoder_dropout(self._placed(tokens, self.decoder_position, first), samples)
+        return self.decoder_dropout(self._placed(self.word(tokens), self.decoder_position, first), samples)
 
-    def _placed(self, tokens: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
-        x = self.word(tokens)
+    def _placed(self, x: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
+        """x: embedded words, [t, b, h], or [t/tp, b, h]"""
         if table is None:
             return x
-        places = torch.arange(first, first + len(tokens), device=tokens.device).unsqueeze(1)
         if self.sequence_parallel:
-            places = places.chunk(self.tp.size)[self.tp.rank]
-        return x + table(places)
+            first += self.tp.rank * len(x)
+        return x + table(torch.arange(first, first + len(x), device=x.device).unsqueeze(1))
 
     def forward(self, source: torch.Tensor, target: torch.Tensor, samples) -> Halves:
-        return Halves(self.source(source, samples), self.target(target, samples))
+        if self.sequence_parallel:
+            return Halves(self.source(source, samples), self.target(target, samples))
+        # Looked up together: each look-up's gradient is as large as the table, mostly zeros.
+        words = self.word(torch.cat((source, target))).split((len(source), len(target)))
+        x, y = (self._placed(*half, 0) for half in zip(words, (self.position, self.decoder_position), strict=True))
+        return Halves(self.dropout(x, samples), self.decoder_dropout(y, samples))
 
 
 class T5(LanguageModel):
@@ -291,10 +302,12 @@ class T5(LanguageModel):
         """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
         padding = attended(batch.arrays["enc_mask"])
         s, t, common = len(batch.arrays["text_enc"]), len(batch.arrays["text_dec"]), self._common(batch)
+        packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
         return T5Context(
             ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
             ForwardContext(angles=self._angles(t), bias=self._bias(tables, 1, t), **common),
             ForwardContext(padding=padding, **common),
+            rows=PackedRows.of(padding) if packs else None,
         )
 
     def _common(self, batch) -> dict:
@@ -321,11 +334,15 @@ class T5(LanguageModel):
         return halves
 
     def _some_layers(self, layers, source: torch.Tensor, target: torch.Tensor, context: T5Context) -> Halves:
-        for n in layers:
-            if self.facts.layer_kind(n) == DECODER:
-                target = self.blocks[str(n)](target, source, context)
-            else:
-                source = self.blocks[str(n)](source, context.encoder)
+        encoder = [n for n in layers if self.facts.layer_kind(n) != DECODER]
+        rows, own = context.rows if encoder else None, context.encoder
+        if rows is not None:
+            source, own = rows.pack(source), rows.context(own)
+        for n in encoder:
+            source = self.blocks[str(n)](source, own)
+        source = source if rows is None else rows.unpack(source)
+        for n in layers[len(encoder) :]:
+            target = self.blocks[str(n)](target, source, context)
         return Halves(source, target)
 
     # ---- inference ---------------------------------------------------------------------------------------------------
