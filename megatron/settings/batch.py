@@ -54,13 +54,20 @@ def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
     return start + increment * int(consumed / samples_per_increment)
 
 
-def total_iterations(batch: Batch, dp: int) -> int:
+def total_iterations(batch: Batch, dp: int, iteration: int = 0, consumed: int = 0) -> int:
     """Steps of the whole run: `--train-iters`, or those that fit into `--train-samples`.
 
+    iteration, consumed: steps that are done, and their samples, whatever batches they had: a run that goes on with another
+    batch size makes as many steps as its own batches fit into the samples that are left.
     A last, partial batch is thrown away, except that a ramp-up is walked to its end, as in Megatron-LM.
     Raises ValueError when neither length is set.
+
+    >>> total_iterations(Batch(micro_batch_size=4, global_batch_size=16, train_samples=160), 1, iteration=10, consumed=80)
+    15
     """
-    return _totals(batch, dp)[0]
+    if batch.train_iters is not None:
+        return batch.train_iters
+    return iteration + _totals(batch, dp, consumed)[0]
 
 
 def total_samples(batch: Batch, dp: int) -> int:
@@ -82,13 +89,14 @@ def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
     return done if done > before * batch.train_epochs // batch.train_samples else 0
 
 
-def _totals(batch: Batch, dp: int) -> tuple[int, int]:
+def _totals(batch: Batch, dp: int, consumed: int = 0) -> tuple[int, int]:
+    """(steps that are left behind so many samples, samples consumed behind the last of them)."""
     full = full_size(batch, dp)
     if batch.train_iters is not None:
         return batch.train_iters, batch.train_iters * full
     if batch.train_samples is None:
         raise ValueError("neither --train-iters nor --train-samples is given")
-    consumed = steps = 0
+    steps = 0
     if batch.rampup_batch_size:
         while consumed <= min(batch.rampup_batch_size[2], batch.train_samples):
             consumed += batch_size(batch, dp, consumed)[0]

@@ -12,6 +12,7 @@ from megatron.data.masked_settings import MASKED_RULES
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.t5.rules import DIVISIBLE_TARGET
 from megatron.model.t5.settings import GROUP as T5_GROUP
 from megatron.model.t5.settings import own_settings as t5_settings
 from megatron.model.weights import Unit
@@ -35,6 +36,8 @@ class Backbone:
     patterns:   whether it scores texts for patterns (pet.py), which takes one that looks back alone
     shortened:  settings -> those with lengths that fine-tuning says, where nobody gives them
     lengths:    settings of such lengths, which are not the checkpoint's
+    divisible:  settings -> those with lengths that the ranks of sequence parallelism can share; samples keep their own
+    unneeded:   rules that are about samples of pretraining, or about lengths that are made divisible
     """
 
     model_type: str
@@ -45,6 +48,8 @@ class Backbone:
     patterns: bool = False
     shortened: Callable[[Config], Config] = lambda config: config
     lengths: tuple[str, ...] = ()
+    divisible: Callable[[Config], Config] = lambda config: config
+    unneeded: tuple[Rule, ...] = MASKED_RULES
 
     @property
     def recipe(self) -> Recipe:
@@ -59,7 +64,7 @@ class Backbone:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """What cannot work among the settings of its model, whatever it reads."""
-        return tuple(rule for rule in self.recipe.rules if rule not in MASKED_RULES)
+        return tuple(rule for rule in self.recipe.rules if rule not in self.unneeded)
 
     def module_class(self) -> type:
         """Imports torch."""
@@ -76,12 +81,24 @@ def _named(path: str) -> type:
 
 
 def one_target(config: Config) -> Config:
-    """The decoder of an encoder-decoder reads one token; as many as tensor parallel ranks where these share a sequence."""
-    own, parallel = t5_settings(config), config.parallel
+    """The decoder of an encoder-decoder reads one token."""
+    own = t5_settings(config)
     if own.decoder_seq_length is not None:
         return config
-    own = replace(own, decoder_seq_length=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    return replace(config, extra={**config.extra, T5_GROUP: own})
+    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=1)})
+
+
+def divisible_target(config: Config) -> Config:
+    """The decoder has rows for all tensor parallel ranks where these share a sequence; those behind its tokens fill up."""
+    own, parallel = t5_settings(config), config.parallel
+    if not (parallel.sequence_parallel and own.decoder_seq_length):
+        return config
+    rows = multiple_above(own.decoder_seq_length, parallel.tensor_model_parallel_size)
+    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=rows)})
+
+
+def multiple_above(number: int, size: int) -> int:
+    return -(-number // size) * size
 
 
 # A row for each kind of model. A trunk that sees both sides pools its first token ([CLS]), and an encoder-decoder the first
@@ -103,6 +120,8 @@ BACKBONES = {
         replaced=("output",),
         shortened=one_target,
         lengths=("decoder_seq_length",),
+        divisible=divisible_target,
+        unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
     ),
 }
 
@@ -172,7 +191,8 @@ def find_backbone(name: str) -> Backbone:
 
 def trunk_facts(name: str, config, vocab_size: int) -> Facts:
     """The facts of the model as it was pretrained."""
-    return find_backbone(name).recipe.facts(config, vocab_size)
+    row = find_backbone(name)
+    return row.recipe.facts(row.divisible(config), vocab_size)
 
 
 def classifier_facts(name: str, config, vocab_size: int, outputs: int) -> Facts:

@@ -155,7 +155,7 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
     steps = [record for record in records if record.get("kind") == "step" and record.get("seconds")]
     seconds = [step["seconds"] for step in steps[-50:]]
     iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
-    total = config and _total(config, launch.get("mesh") or {})
+    total = config and _total(config, launch.get("mesh") or {}, (steps or [{}])[-1])
     state, why, age = alive(metrics or folder, launch, records, statistics.median(seconds or [0.0]), now)
     if state == "ended":
         code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
@@ -188,7 +188,7 @@ def look_at_checkpoint(folder: Path, now: float) -> Line:
     checkpoint, written = _checkpoint(folder, None)
     state = last_state(str(folder)) or {}
     config = from_record(state["config"]) if "config" in state else None
-    total = config and _total(config, state.get("mesh") or {})
+    total = config and _total(config, state.get("mesh") or {}, state.get("state") or {})
     age = round(now - written, 1) if written else None
     return Line(
         str(folder),
@@ -266,9 +266,11 @@ def _beats(launch: dict) -> list[tuple]:
     return [(beat, Path(folder) / f"rank_{beat.rank:05d}.beat") for beat in beats]
 
 
-def _total(config, mesh: dict) -> Optional[int]:
+def _total(config, mesh: dict, at: dict) -> Optional[int]:
+    """Steps of the whole run. at: a step, or the state behind it: its number, and how many samples are consumed."""
+    done = (at["iteration"], at["consumed_samples"]) if {"iteration", "consumed_samples"} <= at.keys() else (0, 0)
     try:
-        return total_iterations(config.batch, int(mesh.get("replicate", 1)) * int(mesh.get("shard", 1)))
+        return total_iterations(config.batch, int(mesh.get("replicate", 1)) * int(mesh.get("shard", 1)), *done)
     except (ValueError, TypeError):
         return None
 

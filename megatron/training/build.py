@@ -32,7 +32,6 @@ from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
-from megatron.settings.batch import total_iterations
 from megatron.telemetry.console import Console
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.own_code import code_notes, code_record
@@ -128,7 +127,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         metrics=build_metrics(config, context, facts, state, console, code, recipe.perplexities),
         watch=watch,
         state=state,
-        recorder=recorder_of(config, context, pipeline, state.iteration, log),
+        recorder=recorder_of(config, context, pipeline, state, log),
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
         ),
@@ -226,14 +225,16 @@ def build_p2p_communicator(
     return P2PCommunicator(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
 
 
-def recorder_of(config: schema.Config, context: RankContext, pipeline: Pipeline, done: int, log) -> Optional[Recorder]:
-    """What records a step for `--pipeline-timeline`; None without it. done: steps before this start."""
+def recorder_of(
+    config: schema.Config, context: RankContext, pipeline: Pipeline, state: State, log
+) -> Optional[Recorder]:
+    """What records a step for `--pipeline-timeline`; None without it. state: where this start begins."""
     path = config.parallel.pipeline_timeline
     if path is None:
         return None
     if context.is_rank_zero and not Path(path).absolute().parent.is_dir():
         raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
-    if total_iterations(config.batch, context.mesh.dp.size) - done < STEP:
+    if state.train_iters(config.batch, context.mesh.dp.size) - state.iteration < STEP:
         log(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
     return Recorder(path, pipeline, context.mesh)
 
@@ -250,7 +251,7 @@ def build_metrics(
     """The log of a run, opened on the first rank. code: `telemetry.own_code.code_record`; perplexities: as in `Recipe`."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
-        total_iterations(config.batch, context.mesh.dp.size),
+        state.train_iters(config.batch, context.mesh.dp.size),
         facts.seq_length,
         ranks=context.mesh.world_size,
         data_ranks=context.mesh.dp.size,

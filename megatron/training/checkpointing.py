@@ -55,7 +55,9 @@ def load(
     if settings.load is None:
         return fresh, None, []
     all_gather_object = context.all_gather_object
-    weights_only = settings.finetune or settings.no_load_optim
+    weights_only = (
+        settings.finetune or settings.no_load_optim or config.batch.skip_train
+    )  # an evaluation updates nothing
     compare = _refuse_another_trunk if settings.finetune else changes.refuse_another_run
     pieces, heads = optimizer.pieces(moments=not weights_only), recipe_of(config).heads if settings.finetune else ()
     anew = sorted({piece.name for piece in pieces if piece.name.startswith(heads)}) if heads else []

@@ -190,9 +190,7 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
     launches, notes, bound = [], [], None
     for record in reversed(records):
         config, dp, first = config_of(record["config"]), data_ranks(record.get("mesh") or {}), int(record["iteration"])
-        last = total_iterations(config.batch, dp) if bound is None else bound
-        if config.batch.skip_train:
-            last = first
+        last = bound or first  # of the newest one it is counted below, from the samples that are left then
         if bound is not None and first >= bound:
             continue  # all that it did was taken back
         bound = first
@@ -213,6 +211,8 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
         elif checkpoint and checkpoint.get("iteration") == launch.first:
             consumed = checkpoint["state"]["consumed_samples"]
         launch = replace(launch, consumed=consumed)
+        if launch.first == launches[-1].first:
+            launch = replace(launch, last=_end(launch))
         known.append(launch)
         consumed = int(launch.bounds()[-1])
     done = max(steps, default=0)
@@ -221,12 +221,18 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
     return run
 
 
+def _end(launch: RunLaunch) -> int:
+    """The last step of the newest launch: what fits into the samples that its start has left."""
+    batch, first = launch.config.batch, launch.first
+    return first if batch.skip_train else max(total_iterations(batch, launch.dp, first, launch.consumed), first)
+
+
 def _of_checkpoint(record: dict) -> RunHistory:
     """A run of which a checkpoint is left: taken to have had its settings from the start, if they lead to where it is."""
     config, state = config_of(record["config"]), record.get("state") or {}
     dp = data_ranks(record.get("mesh") or {})
     iteration, consumed = int(state.get("iteration", 0)), int(state.get("consumed_samples", 0))
-    last = max(total_iterations(config.batch, dp), iteration)
+    last = max(total_iterations(config.batch, dp, iteration, consumed), iteration)
     launch = RunLaunch(config, dp, 0, last, 0, record.get("mesh") or {})
     notes = ["there is no metrics.jsonl: the run is taken to have had the checkpoint's settings from its first step"]
     bounds = launch.bounds()

@@ -13,7 +13,7 @@ from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, sentence
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema
-from megatron.settings.batch import batch_size, total_iterations
+from megatron.settings.batch import batch_size
 from megatron.training.state import State
 
 
@@ -50,7 +50,7 @@ def summary(
             *([f" > {context.threads}"] if context.threads else []),
             *kernel_instead(config, context, facts),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
-            f"{num_microbatches} micro-batches; iterations {state.iteration} to {total_iterations(batch, mesh.dp.size)}",
+            f"{num_microbatches} micro-batches; iterations {state.iteration} to {state.train_iters(batch, mesh.dp.size)}",
             *([loaded_line(config, mesh, state)] if loaded else []),
             *([f" > {pipeline.describe(full_batch)}"] if len(pipeline.stages) > 1 and context.is_rank_zero else []),
         ]
@@ -121,6 +121,6 @@ def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size
 
 def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
     """What to say of a run that goes on from where it ends."""
-    end = total_iterations(batch, dp)
+    end = state.train_iters(batch, dp)
     done = state.iteration >= end and not batch.skip_train
     return [f"training ends at iteration {end}: nothing is left to train"] if done else []

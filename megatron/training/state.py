@@ -73,6 +73,10 @@ class State:
             skipped_iterations=self.skipped_iterations + skipped,
         )
 
+    def train_iters(self, batch: schema.Batch, dp: int) -> int:
+        """Steps of the whole run that is here now."""
+        return total_iterations(batch, dp, self.iteration, self.consumed_samples)
+
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {**asdict(self), "scaler": self.scaler.state()}
@@ -147,7 +151,7 @@ class Run:
 
     @property
     def train_iters(self) -> int:
-        return total_iterations(self.config.batch, self.dp)
+        return self.state.train_iters(self.config.batch, self.dp)
 
     @property
     def done(self) -> int:

@@ -129,3 +129,18 @@ def test_what_other_suites_call_the_batch(said, size, words):
     settings = Batch(micro_batch_size=2, train_iters=1, **said)
     assert full_size(settings, 4) == size
     assert (words or "") in " ".join(problems(settings, 4)) and bool(words) == bool(problems(settings, 4))
+
+
+@pytest.mark.parametrize(
+    "batch, dp", [(RAMP, 2), (Batch(micro_batch_size=4, global_batch_size=64, train_samples=1000), 2)]
+)
+def test_a_run_that_goes_on_ends_where_it_would_have(batch, dp):
+    """Counted from each of its steps, batch by batch."""
+    whole = total_iterations(batch, dp)
+    consumed = iteration = 0
+    while iteration < whole:
+        assert total_iterations(batch, dp, iteration, consumed) == whole
+        consumed, iteration = consumed + batch_size(batch, dp, consumed)[0], iteration + 1
+    assert total_iterations(batch, dp, iteration, consumed) == whole and consumed <= batch.train_samples
+    other = dataclasses.replace(batch, global_batch_size=128, rampup_batch_size=None)
+    assert total_iterations(other, dp, 10, 424) == 10 + (batch.train_samples - 424) // 128

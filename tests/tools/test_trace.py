@@ -193,11 +193,11 @@ def test_a_document_is_a_sample(tmp_path, run_ranks, capsys):
 
 
 def test_time_round_after_time_round(tmp_path, run_ranks, capsys):
-    """--dataloader-type cyclic, with more samples than the data was made for: larger batches after a resume."""
+    """--dataloader-type cyclic, with more samples than the data was made for: smaller batches and more steps on resume."""
     prefixes, run, seen = make_files(tmp_path), tmp_path / "run", []
-    flags = f"--dataloader-type cyclic --train-samples 60 --lr-decay-samples 50 --data-path {prefixes[0]} --split 1,0,0"
+    flags = f"--dataloader-type cyclic --lr-decay-iters 5 --data-path {prefixes[0]} --split 1,0,0"
     flags += f" --eval-iters 0 --save {run} --load {run}"
-    for more in ("--global-batch-size 12 --exit-interval 4", "--global-batch-size 4"):
+    for more in ("--global-batch-size 12 --train-iters 5 --exit-interval 4", "--global-batch-size 4 --train-iters 15"):
         seen.append(str(tmp_path / f"seen{len(seen)}"))
         run_ranks(2, train, f"{flags} {more}", seen[-1])
     documents = check_steps(capsys, run, given(seen, 2))

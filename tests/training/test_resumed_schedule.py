@@ -11,6 +11,8 @@ from megatron.guard.changes import told
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.resumed_schedule import drift, lengths_of, sentence
 from megatron.settings.parse import parse_pretrain
+from megatron.tools.status import look
+from megatron.training.launches import read_run
 from megatron.training.rules import resolve
 from tests.training.plain_loop import Job, decay_of, rate_of, train
 from tests.training.test_plain_loop import FLAGS, PLAIN, compare, pretrain
@@ -203,3 +205,24 @@ def test_both_of_them_contradict_each_other():
 
     with pytest.raises(UsageError, match="contradict each other"):
         config("--train-iters 1 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler")
+
+
+@pytest.mark.parametrize("size, steps", [(4, 20), (16, 5)])
+def test_other_batches_train_on_the_samples_that_are_left(size, steps, tmp_path, capsys):
+    """--train-samples 160: ten steps of 8 samples, then batches of another size, as many as the other 80 samples make. The
+    learning rate follows the samples: over the whole run it is one curve.
+    """
+    flags = f"--eval-iters 0 --adam-eps 1e-4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --save {tmp_path}"
+    flags += f" --load {tmp_path} --train-samples 160"
+    pretrain(0, f"{flags} --global-batch-size 8 --exit-interval 10")
+    pretrain(0, f"{flags} --global-batch-size {size}")
+    assert f"iterations 10 to {10 + steps}" in capsys.readouterr().out
+    rate = rate_of("cosine", 1e-2, 1e-3, warmup=0, end=160)
+    compare(tmp_path, train(Job(**PLAIN | dict(batches=[8] * 10 + [size] * steps, rate=rate))))
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    last = [record for record in found if record["kind"] == "step"][-1]
+    assert (last["iteration"], last["consumed_samples"]) == (10 + steps, 160)
+    assert read_run(str(tmp_path)).last == 10 + steps
+    assert look(tmp_path).iterations == 10 + steps
+    pretrain(0, f"{flags} --global-batch-size {size}")
+    assert f"training ends at iteration {10 + steps}: nothing is left to train" in capsys.readouterr().out

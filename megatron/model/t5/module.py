@@ -280,7 +280,7 @@ class T5(LanguageModel):
         """As `LanguageModel.trunk`: source, target and tables as one message, or the target's states [t, b, h]."""
         tables = None
         if self.first:
-            halves = self.embedding(batch.arrays["text_enc"], batch.arrays["text_dec"], batch.samples)
+            halves = self.embedding(batch.arrays["text_enc"], self._targets(batch), batch.samples)
             tables = self.tables()
         else:
             halves, tables = self._unpacked(x)
@@ -301,7 +301,7 @@ class T5(LanguageModel):
     def shared(self, batch, tables: Optional[torch.Tensor]) -> T5Context:
         """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
         padding = attended(batch.arrays["enc_mask"])
-        s, t, common = len(batch.arrays["text_enc"]), len(batch.arrays["text_dec"]), self._common(batch)
+        s, t, common = len(batch.arrays["text_enc"]), self.facts.target, self._common(batch)
         packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
         return T5Context(
             ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
@@ -309,6 +309,11 @@ class T5(LanguageModel):
             ForwardContext(padding=padding, **common),
             rows=PackedRows.of(padding) if packs else None,
         )
+
+    def _targets(self, batch) -> torch.Tensor:
+        """[t, b] of the model's facts: what is missing behind a sample's own is filled up, which its tokens do not see."""
+        tokens = batch.arrays["text_dec"]
+        return F.pad(tokens, (0, 0, 0, max(0, self.facts.target - len(tokens))))
 
     def _common(self, batch) -> dict:
         return dict(samples=batch.samples, region=self.region, batch=batch)

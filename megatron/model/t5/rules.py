@@ -29,16 +29,17 @@ def refused(names: str, why: str) -> tuple[Rule, ...]:
     )
 
 
+DIVISIBLE_TARGET = Rule(
+    lambda s: s.sequence_parallel and _target(s) % s.tp,
+    lambda s: (
+        f"--decoder-seq-length {_target(s)} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
+        f"--sequence-parallel needs; nearest: {either(multiples(_target(s), s.tp))}"
+    ),
+)
 RULES = (
     *GPT_RULES,
     Rule(lambda s: _target(s) < 1, lambda s: f"--decoder-seq-length {_target(s)} must be at least 1"),
-    Rule(
-        lambda s: s.sequence_parallel and _target(s) % s.tp,
-        lambda s: (
-            f"--decoder-seq-length {_target(s)} cannot be divided by --tensor-model-parallel-size {s.tp}, as "
-            f"--sequence-parallel needs; nearest: {either(multiples(_target(s), s.tp))}"
-        ),
-    ),
+    DIVISIBLE_TARGET,
     Rule(
         lambda s: (
             s.position_embedding_type == "learned_absolute"
