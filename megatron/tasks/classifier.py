@@ -46,7 +46,7 @@ def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Te
 
 
 def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
-    """[s, b, h], and 1 at the tokens of each sample [s, b] -> the mean of their states [b, h], as `pooled` gives one of them."""
+    """[s, b, h], and 1 at the tokens of each sample [s, b] -> the mean of their states [b, h]. Otherwise as `pooled`."""
     counts = mask.sum(0).unsqueeze(-1)  # [b, 1]; a sample has at least one token
     own = mask.chunk(tp.size)[tp.rank] if cut else mask
     total = (x.float() * own.unsqueeze(-1)).sum(0)
