@@ -32,6 +32,7 @@ class Backbone:
     module:     "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
     reader:     "module:class" of what makes arrays of texts (`texts.TextReader`)
     pooled:     the token whose state the head sees: "last" of the text (what looks back alone), or "first"
+    poolings:   what --pooling may say instead
     replaced:   units in whose place the head stands
     patterns:   whether it scores texts for patterns (pet.py), which takes one that looks back alone
     shortened:  settings -> those with lengths that fine-tuning says, where nobody gives them
@@ -44,6 +45,7 @@ class Backbone:
     module: str
     reader: str
     pooled: str
+    poolings: tuple[str, ...]
     replaced: tuple[str, ...]
     patterns: bool = False
     shortened: Callable[[Config], Config] = lambda config: config
@@ -107,16 +109,28 @@ DEFAULT = "GPT"
 _MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
 BACKBONES = {
     "GPT": Backbone(
-        "GPT", _MODEL.format("gpt", "GPT"), _READER.format("Causal"), "last", replaced=("output",), patterns=True
+        "GPT",
+        _MODEL.format("gpt", "GPT"),
+        _READER.format("Causal"),
+        "last",
+        poolings=("last", "mean"),
+        replaced=("output",),
+        patterns=True,
     ),
     "BERT": Backbone(
-        "BERT", _MODEL.format("bert", "Bert"), _READER.format("Bert"), "first", replaced=("head", "binary", "output")
+        "BERT",
+        _MODEL.format("bert", "Bert"),
+        _READER.format("Bert"),
+        "first",
+        poolings=("first", "last", "mean"),
+        replaced=("head", "binary", "output"),
     ),
     "T5": Backbone(
         "T5",
         _MODEL.format("t5", "T5"),
         _READER.format("T5"),
         "first",
+        poolings=("first",),
         replaced=("output",),
         shortened=one_target,
         lengths=("decoder_seq_length",),

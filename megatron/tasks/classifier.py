@@ -45,9 +45,29 @@ def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Te
     return mappings.reduce_from_tensor_model_parallel_region(torch.where(own, picked, 0.0), tp)
 
 
+def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
+    """[s, b, h], and 1 at the tokens of each sample [s, b] -> the mean of their states [b, h]. Otherwise as `pooled`."""
+    counts = mask.sum(0).unsqueeze(-1)  # [b, 1]; a sample has at least one token
+    own = mask.chunk(tp.size)[tp.rank] if cut else mask
+    total = (x.float() * own.unsqueeze(-1)).sum(0)
+    if cut:
+        total = mappings.reduce_from_tensor_model_parallel_region(total, tp)
+    return total / counts
+
+
+def text_mask(batch) -> torch.Tensor:
+    """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at what fills up."""
+    if LENGTHS not in batch.arrays:
+        return batch.arrays["padding_mask"].float()
+    places = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1)
+    return (places < batch.arrays[LENGTHS]).float()
+
+
 @cache
-def classifier_of(trunk: type, pooled_token: str) -> type:
-    """The class of a trunk's models with a head in the place of the output layer. pooled_token: `Backbone.pooled`."""
+def classifier_of(trunk: type, pooling: str) -> type:
+    """The class of a trunk's models with a head in the place of the output layer. pooling: what the head sees, the state of
+    the "first" token, of the "last" one of the text, or the "mean" of all its tokens.
+    """
 
     class Classifier(trunk):
         """See `classifier_of`. facts: `backbones.classifier_facts`."""
@@ -66,13 +86,20 @@ def classifier_of(trunk: type, pooled_token: str) -> type:
                 x, sums = self.trunk(x, batch)
                 if not self.last:
                     return (x, sums) if sums else x
-                last = pooled_token == "last"
-                rows = batch.arrays[LENGTHS] - 1 if last else torch.zeros_like(batch.labels)  # [b]
-                scores = self.head(pooled(x, rows, self.tp, self.sequence_parallel and self.tp.size > 1))  # [b, c]
+                scores = self.head(self._pooled_state(x, batch))  # [b, c]
             if self.collect is not None and not self.training:
                 self.collect(batch, scores)
             losses = losses_of(scores, batch, self.facts.num_outputs)
             return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
+
+        def _pooled_state(self, x: torch.Tensor, batch) -> torch.Tensor:
+            """[b, h] of the last stage's [s, b, h]."""
+            cut = self.sequence_parallel and self.tp.size > 1
+            if pooling == "mean":
+                return averaged(x, text_mask(batch), self.tp, cut)
+            first = pooling == "first"
+            rows = torch.zeros_like(batch.labels) if first else text_mask(batch).sum(0).long() - 1
+            return pooled(x, rows, self.tp, cut)
 
     return Classifier
 

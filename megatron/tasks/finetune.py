@@ -86,6 +86,21 @@ TASK_RULES = (
         ),
     ),
     Rule(
+        lambda s: own(s).pooling and own(s).pet_pattern,
+        lambda s: f"--pooling {own(s).pooling} is of a head, and --pet-pattern has none; leave one of the two out",
+    ),
+    Rule(
+        lambda s: (
+            own(s).pooling
+            and own(s).backbone in BACKBONES
+            and own(s).pooling not in BACKBONES[own(s).backbone].poolings
+        ),
+        lambda s: (
+            f"--pooling {own(s).pooling}: the head of a {own(s).backbone} sees one of "
+            f"{', '.join(BACKBONES[own(s).backbone].poolings)}; its first token knows no other, or is the only one"
+        ),
+    ),
+    Rule(
         lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens stand beside the text",
     ),
@@ -128,7 +143,7 @@ def build_model(config, mesh, vocab_size, **stage):
     backbone = find_backbone(task_settings(config).backbone)
     kind = backbone.module_class()
     if task_settings(config).pet_pattern is None:
-        kind = classifier_of(kind, backbone.pooled)
+        kind = classifier_of(kind, task_settings(config).pooling or backbone.pooled)
     return kind.of(config, mesh, facts(config, vocab_size), **stage)
 
 

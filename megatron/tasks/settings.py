@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, setting
@@ -34,6 +34,12 @@ class TaskSettings:
     )
     backbone: str = setting(
         "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
+    )
+    pooling: Optional[Literal["first", "last", "mean"]] = setting(
+        "what the head sees: the state of the first token, of the last one of the text, or the mean over all of its tokens "
+        "(default: last for a GPT, first for a BERT and an encoder-decoder)",
+        None,
+        on_resume="another model",
     )
     labels: Optional[list[str]] = setting(
         "the task's labels, in order (default: as the task says, or those of the training file, sorted)",

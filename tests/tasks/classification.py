@@ -27,6 +27,7 @@ class Toy:
     folder: Path
     pairs: bool = False
     regression: bool = False
+    pooling: str = "last"
     sizes: dict = field(default_factory=lambda: dict(train=21, valid=11, test=5))
 
     def __post_init__(self):
@@ -66,9 +67,11 @@ class Toy:
         return found
 
 
-def outputs(weights, tokens: list[list[int]]) -> torch.Tensor:
+def outputs(weights, tokens: list[list[int]], pooling: str = "last") -> torch.Tensor:
     """Of each text, by itself and without padding, the head's outputs: [n, c]."""
-    return torch.stack([hidden(weights, text)[-1] @ weights["head.weight"].T for text in tokens])
+    states = [hidden(weights, text) for text in tokens]
+    seen = torch.stack([state.mean(0) if pooling == "mean" else state[-1] for state in states])
+    return seen @ weights["head.weight"].T
 
 
 def token_scores(weights, text: list[int]) -> torch.Tensor:
@@ -107,7 +110,7 @@ def double(weights) -> dict[str, torch.Tensor]:
 def losses(weights, toy: Toy, split: str, places: Optional[list[int]] = None) -> torch.Tensor:
     places = range(len(toy.rows[split])) if places is None else places
     texts = toy.tokens(split)
-    scores = outputs(weights, [texts[place] for place in places])
+    scores = outputs(weights, [texts[place] for place in places], toy.pooling)
     labels = [toy.rows[split][place][2] for place in places]
     if toy.regression:
         return (scores[:, 0] - torch.tensor(labels, dtype=torch.float64)).square()

@@ -40,6 +40,8 @@ CASES = [
     pytest.param(kind, layout, marks=() if layout in quick else pytest.mark.full)
     for kind, quick in {
         "BERT": ("tp2 with sequence parallelism",),
+        "BERT mean": ("tp2 with sequence parallelism",),
+        "BERT last": (),
         "T5": ("tp2 with sequence parallelism", "pp2"),
         "T5 1.0": (),
     }.items()
@@ -50,7 +52,7 @@ CASES = [
 def model_of(kind: str):
     """Hugging Face's, with weights that are large enough to make a difference."""
     transformers = pytest.importorskip("transformers")
-    if kind == "BERT":
+    if kind.startswith("BERT"):
         config = transformers.BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=16,
@@ -110,11 +112,12 @@ def scores_of(model, head, kind: str, row) -> torch.Tensor:
     """[c] of a text, or a pair."""
     pair = row[1] is not None
     ids = lambda *parts: torch.tensor([[one for part in parts for one in part]])
-    if kind == "BERT":
+    if kind.startswith("BERT"):
         first, second = cut(*row[:2], LENGTH - 2 - pair)
         front, back = [CLS, *first, SEP], [*second, SEP] if pair else []
         types = ids([0] * len(front), [1] * len(back))
-        return model.bert(ids(front, back), token_type_ids=types)[0][0, 0] @ head.T
+        states = model.bert(ids(front, back), token_type_ids=types)[0][0]
+        return (states.mean(0) if "mean" in kind else states[-1 if "last" in kind else 0]) @ head.T
     first, second = cut(*row[:2], LENGTH - 1 - pair)
     source = ids(first, [EOS], [*second, EOS] if pair else [])
     states = model.encoder(source)[0]
@@ -125,7 +128,7 @@ def scores_of(model, head, kind: str, row) -> torch.Tensor:
 def theirs(kind: str, folder, pairs: bool):
     """([{loss, grad_norm} of each step], validation scores at the end) of a plain loop."""
     model, toy = model_of(kind), Toy(folder, pairs=pairs)
-    if kind == "BERT":
+    if kind.startswith("BERT"):
         model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
     std = load_model(str(folder.parent / "trunk")).config.model.init_method_std
     head = torch.empty(len(LABELS), 16)
@@ -159,6 +162,7 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     (trunk.parent / "trunk").exists() or (trunk.parent / "trunk").symlink_to(trunk)
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
+    line += f" --pooling {kind.split()[1]}" if kind in ("BERT mean", "BERT last") else ""
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
     heads = ("head.", "binary.", "output.")
     assert set(weights_of(tmp_path / "run")) == {
@@ -213,6 +217,8 @@ WRONG = {  # kind, words -> what the message says
     ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
     ("BERT", f"{WORDS} --pet-pattern {{text}}{{label}} --pet-verbalizer words.json"): "BERT does not score texts",
+    ("BERT", f"{WORDS} --pooling middle"): "--pooling",
+    ("T5", f"{WORDS} --pooling mean"): "--pooling mean: the head of a T5 sees one of first",
     ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",
     ("T5", f"{WORDS} --seq-length 3"): "--seq-length 3 must be at least 4",
     ("T5", f"{WORDS} --decoder-seq-length 0"): "--decoder-seq-length 0 must be at least 1",

@@ -22,6 +22,10 @@ LAYOUTS = {
     "tp3": (3, "--tensor-model-parallel-size 3"),
     "tp3 with sequence parallelism": (3, "--tensor-model-parallel-size 3 --sequence-parallel"),
     "pp2 zb-h1": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "tp3 with sequence parallelism, the mean of all tokens": (
+        3,
+        "--tensor-model-parallel-size 3 --sequence-parallel --pooling mean",
+    ),
     "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
 }
 
@@ -48,7 +52,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") e
 @pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
-    toy = Toy(tmp_path / "toy", pairs="tp3" in layout)
+    toy = Toy(tmp_path / "toy", pairs="tp3" in layout, pooling="mean" if "mean" in layout else "last")
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {words}"
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
     steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
@@ -75,12 +79,12 @@ def check_evaluations(folder, toy: Toy) -> None:
     ]
     best = {name: values.double() for name, values in weights_of(folder / "best").items()}
     gold = torch.tensor([label for *_, label in toy.rows["valid"]])
-    right = outputs(best, toy.tokens("valid")).argmax(1) == gold
+    right = outputs(best, toy.tokens("valid"), toy.pooling).argmax(1) == gold
     assert at_the_end[0]["accuracy"] == pytest.approx(right.double().mean().item(), abs=1e-9)
     assert at_the_end[0]["accuracy"] == max(record["accuracy"] for record in evals[:2])
     assert at_the_end[0]["loss"] == pytest.approx(losses(best, toy, "valid").mean().item(), rel=2e-5)
     told = [line.split("\t") for line in (folder / "predictions" / "toy.tsv").read_text().splitlines()]
-    wanted = outputs(best, toy.tokens("test")).argmax(1).tolist()
+    wanted = outputs(best, toy.tokens("test"), toy.pooling).argmax(1).tolist()
     assert told == [["index", "prediction"], *([f"test{n}", LABELS[one]] for n, one in enumerate(wanted))]
     assert "loss" not in at_the_end[1]  # nobody knows the labels
 
@@ -107,7 +111,7 @@ def test_numbers_are_learned_by_their_square_error(trunk, tmp_path):
     assert [step["loss"] for step in found] == [pytest.approx(step["loss"], rel=2e-5) for step in steps]
     told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
     best = {name: values.double() for name, values in weights_of(tmp_path / "run" / "best").items()}
-    wanted = outputs(best, toy.tokens("valid"))[:, 0].tolist()
+    wanted = outputs(best, toy.tokens("valid"), toy.pooling)[:, 0].tolist()
     assert [float(line.split("\t")[1]) for line in told] == pytest.approx(wanted, abs=6e-4)
 
 
