@@ -87,7 +87,7 @@ def saved_bytes(model, batch) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage  # held, so that no other gets its place
-        return tensor
+        return tensor.detach()  # with its node, which holds what it keeps: nothing of it would ever be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(None, batch)

@@ -68,8 +68,8 @@ def bytes_kept(stage, layout, first=True, length=None) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor stays, so that no address is used twice
-        return tensor
+            seen[storage.data_ptr()] = storage.nbytes(), storage  # it stays, so that no address is used twice
+        return tensor.detach()  # with its node, which holds what it keeps: nothing of it would ever be freed
 
     class Seen(GatheredAgain):  # these hooks stand before ours
         def _pack(self, x):

@@ -170,7 +170,7 @@ def test_named_files_and_modules_exist(page):
 
 
 def test_what_is_to_be_installed_exists():
-    """`pip install '.[extra]'` of documents and messages: an extra of this folder; on PyPI, megatron is something else."""
+    """`pip install '.[extra]'` in documents and messages: from this folder, for on PyPI `megatron` is another package."""
     listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     extras = set(re.findall(r"^(\w+) = \[", listed.partition("\n[")[0], re.M))
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
