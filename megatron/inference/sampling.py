@@ -12,7 +12,9 @@ from megatron.settings.schema import setting
 class Sampling:
     """How the next token is chosen from the model's scores."""
 
-    tokens_to_generate: int = setting("longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length")
+    tokens_to_generate: int = setting(
+        "longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length", "--decode-steps"
+    )
     greedy: bool = setting("always the most likely token", False)
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all", 0)
