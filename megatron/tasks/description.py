@@ -186,6 +186,10 @@ CLUE = (
     ),
 )
 TASKS = {task.name: task for task in (*GLUE, *CLUE)}
+_NOT_HERE = {
+    **dict.fromkeys(("c3", "chid", "cmrc", "cmrc2018"), "its answers are no labels, and such tasks are not there"),
+    "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
+}
 _OTHER_NAMES = {"wsc": "CLUEWSC", "cluewsc2020": "CLUEWSC", "qqpairs": "QQP"}
 
 
@@ -199,6 +203,8 @@ def find_task(name: str) -> Task:
     for known, task in TASKS.items():
         if plain == known.lower():
             return task
+    if plain in _NOT_HERE:
+        raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
     raise UsageError(
         f"--task {name}: there is no such task{did_you_mean(name, TASKS)}",
         f"there are {', '.join(TASKS)}",

@@ -24,7 +24,18 @@ def main(argv: list[str]) -> None:
     from megatron.tasks.finetune import recipe_for
     from megatron.tools.pretrain import start
 
-    start(*recipe_for(argv))
+    start(*recipe_for(_without_keep_last(argv)))
+
+
+def _without_keep_last(argv: list[str]) -> list[str]:
+    """Megatron-LM's --keep-last has no value and keeps the last partial batch, as here is always done; with a number it is
+    that of checkpoints.
+    """
+    return [
+        word
+        for word, after in zip(argv, [*argv[1:], "--"])
+        if word.replace("_", "-") != "--keep-last" or not after.startswith("--")
+    ]
 
 
 if __name__ == "__main__":

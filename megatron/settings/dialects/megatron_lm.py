@@ -284,10 +284,14 @@ the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
 encoder-decoders are trained by pretrain_t5.py
     --encoder-num-layers --decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank
     --encoder-pipeline-model-parallel-size
+encoder and decoder have one size of each parallel axis but the pipeline's
+    --encoder-tensor-model-parallel-size --encoder-context-parallel-size
 
 # Other recipes.
-masked language models are trained by pretrain_bert.py and pretrain_t5.py, which have this flag where it is a setting
-    --bert-* --mask-* --short-seq-prob --num-tokentypes --output-bert-embeddings
+masked language models are trained by pretrain_bert.py and pretrain_t5.py
+    --mask-* --short-seq-prob
+BERT is trained by pretrain_bert.py
+    --bert-* --num-tokentypes --output-bert-embeddings
 fill-in-the-middle is not part of this suite
     --fim-*
 fine-tuning on conversations is not part of this suite
@@ -296,10 +300,10 @@ reinforcement learning is not part of this suite
     --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
 retrieval models are not part of this suite
     --retro-* --retriever-* --ict-* --biencoder-* --block-data-path --embedding-path --evidence-data-path
-    --indexer-* --query-in-block-prob --titles-data-path --use-one-sent-docs
+    --indexer-* --query-in-block-prob --titles-data-path --use-one-sent-docs --bert-load --bert-embedder-type
 vision models are not part of this suite
     --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction
-    --data-per-class-fraction --sample-rate
+    --data-per-class-fraction --sample-rate --mask-type --mask-factor
 distillation and pruning are not part of this suite yet
     --kd* --*-teacher --load-teacher --export-* --modelopt-* --logits-* --output-logit-dtype --teacher-load
 
