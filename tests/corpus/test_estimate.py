@@ -238,9 +238,9 @@ def test_files_bytes_and_opens_are_those_of_the_receipts(run_on_a_sample):
     assert gathered.shuffled == gathered.read == by_name["04-shuffle.scatter"].written
     indices = (output / TASKS / "04-shuffle.scatter").glob("*/index.bin")
     pieces = sum(path.stat().st_size for path in indices) // 40
-    assert gathered.opened == pytest.approx(18 * 18 + pieces, rel=0.15)  # an index of each shard in each task
-    ends = [row.last for row in rows]
-    assert facts.seconds == max(ends) and ends == sorted(ends)
+    least = 18 * 18 + pieces  # each task opens an index of each shard, and the file of each piece
+    assert least < gathered.opened < least + 10 * 18  # and a few of its own
+    assert facts.seconds == max(row.last for row in rows)
     assert facts.seconds >= sum(row.core_seconds for row in rows) / 2
 
 
