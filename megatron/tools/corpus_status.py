@@ -17,9 +17,9 @@ from megatron.tools.report_plots import data_url
 
 REFRESH = 10  # seconds between two looks of a browser
 EVERY = 5.0  # seconds between two versions of the page
-WIDTH, ROW, NAMES, NUMBERS = 1040, 26, 330, 190  # of the bars, in pixels
+WIDTH, ROW = 500, 40  # of the bars, in pixels
 _STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#111827}.back{fill:#e5e7eb}.part{fill:#2563eb}.full{fill:#16a34a}"
+    "text{font:14px system-ui,sans-serif;fill:#111827}.back{fill:#e5e7eb}.part{fill:#2563eb}.full{fill:#16a34a}"
     "@media(prefers-color-scheme:dark){text{fill:#e5e7eb}.back{fill:#374151}.part{fill:#60a5fa}.full{fill:#4ade80}}"
 )
 
@@ -42,7 +42,7 @@ def status_page(told: Mapping[str, Any], output: str) -> str:
         tiles.append((_duration(left), "left, about", "if tasks go on as they did"))
     aside = told.get("quarantined") or {}
     sections = [
-        Section("Phases", pictures=[("tasks done", data_url(bars(phases)))] if phases else [], wide=True),
+        Section("Phases", pictures=[("tasks done", data_url(bars(phases)))] if phases else []),
         Section("Set aside", grids=[Grid("", ["task", "why"], [[about, why] for about, why in aside.items()])]),
     ]
     return page("Corpus", f"{output}, written at {_moment(time.time())}", tiles, sections, REFRESH * goes_on)
@@ -50,15 +50,15 @@ def status_page(told: Mapping[str, Any], output: str) -> str:
 
 def bars(phases: Mapping[str, list[int]]) -> str:
     """A bar a phase, as SVG."""
-    room, rows = WIDTH - NAMES - NUMBERS, []
+    rows = []
     for number, (name, (done, total)) in enumerate(phases.items()):
         y, share = number * ROW, done / total if total else 1.0
         rows.append(
-            f'<text x="0" y="{y + 17}">{html.escape(name)}</text>'
-            f'<rect class="back" x="{NAMES}" y="{y + 5}" width="{room}" height="16" rx="4"/>'
-            f'<rect class="{"full" if done == total else "part"}" x="{NAMES}" y="{y + 5}" width="{room * share:.1f}" '
-            'height="16" rx="4"/>'
-            f'<text x="{WIDTH}" y="{y + 17}" text-anchor="end">{done:,} of {total:,}</text>'
+            f'<text x="0" y="{y + 14}">{html.escape(name)}</text>'
+            f'<text x="{WIDTH}" y="{y + 14}" text-anchor="end">{done:,} of {total:,}</text>'
+            f'<rect class="back" x="0" y="{y + 20}" width="{WIDTH}" height="10" rx="4"/>'
+            f'<rect class="{"full" if done == total else "part"}" x="0" y="{y + 20}" width="{WIDTH * share:.1f}" '
+            'height="10" rx="4"/>'
         )
     height = len(rows) * ROW
     return (
