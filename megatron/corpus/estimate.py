@@ -48,6 +48,7 @@ class Cluster:
     open_seconds: float = 0.5e-3  # that a task waits for a file to be opened
     hand_out_seconds: float = 1e-3  # of the driver a task
     link: float = 5e9  # bytes a second between a node and the file system
+    stream: float = 1e9  # of that, what a single task gets at most
 
     def workers(self, task_memory: float) -> int:
         """Tasks at a time on all nodes."""
@@ -74,6 +75,7 @@ class PhaseSample:
     files: float
     opened: float
     memory: float
+    tasks: int = 1
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def _sample(plan: CorpusPlan, rows: list[dict], tasks: list[str], read: float) -
         mean(len(row["files"]) for row in rows),
         float(np.median([attempt["opened"] for attempt in attempts])),  # the first task of a process opens modules, too
         float(max(attempt["memory"] for attempt in attempts)),
+        len(tasks),
     )
 
 
@@ -186,7 +189,7 @@ def _rates(samples: list[PhaseSample]) -> PhaseRates:
         ),
         files=fitted(samples, "files", ("", "paths") if by_path else ("",)),
         opened=fitted(samples, "opened", ("", "paths") if by_path else ("paths",) if max(paths) > 1 else ("",)),
-        memory=fitted(samples, "memory", ("", "text") if len(texts) > 1 else ("",)),
+        memory=fitted(samples, "memory", ("", "text") if len(texts) > 1 < max(one.tasks for one in samples) else ("",)),
         written=sum(one.written for one in samples) / sum(one.text for one in samples),
     )
 
@@ -266,11 +269,11 @@ def simulate(
 ) -> tuple[float, dict[str, PhaseTime]]:
     """(seconds until everything is done, times by phase) of an agenda, whose tasks are given out as a run gives them out.
 
-    A task has a core for its seconds, waits for each file that it opens, and moves its bytes at its share of its node's
-    link; it ends no earlier than the file system has served what it and all tasks before it asked for.
+    A task has a core for its seconds, waits for each file that it opens, and moves its bytes at the rate of one stream;
+    it ends no earlier than the file system has served what it and all tasks before it asked for.
     """
-    disk, names, driver = _Queue(cluster.bandwidth), _Queue(cluster.opens), _Queue(1.0)
-    link = cluster.link * cluster.nodes / workers
+    disk = _Queue(min(cluster.bandwidth, cluster.link * cluster.nodes))
+    names, driver = _Queue(cluster.opens), _Queue(1.0)
     times: dict[str, PhaseTime] = {}
     running: list[tuple[float, int, str]] = []
     now, number = 0.0, 0
@@ -278,7 +281,7 @@ def simulate(
         while len(running) < workers and (task := agenda.take()):
             one = cost(task)
             start = driver.served(now, cluster.hand_out_seconds)
-            end = start + one.seconds + one.opened * cluster.open_seconds + one.moved / link
+            end = start + one.seconds + one.opened * cluster.open_seconds + one.moved / cluster.stream
             end = max(end, disk.served(start, one.moved), names.served(start, one.opened))
             number += 1
             heapq.heappush(running, (end, number, task.folder))

@@ -2,6 +2,7 @@
 """Exact duplicates: documents with the same text. The first one stays.
 
     digest    a shard each       a 128-bit hash of each text, sorted
+    number    one task           how many documents each shard has
     match     a partition each   documents with the hash of an earlier one
     remove    a shard each       the shard without them
 
@@ -36,8 +37,9 @@ from megatron.corpus.duplicates.shingles import codes_of, word_bounds
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import DataError, SettingsError
 
-VERSION = "1"  # of what the tasks of this stage write
+VERSION = "2"  # of what the tasks of this stage write
 REASON = "exact_duplicate"
+STARTS = "starts.npy"  # what `number` writes
 RECORD = 96  # bytes of memory a document takes in `match`
 
 
@@ -74,10 +76,13 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     return [
         StagePhase("digest", digest, lambda made: [[shard] for shard in made["documents"]]),
         StagePhase("match", match, lambda made: [[made["digest"]] for _ in range(partitions)], each_partition),
+        StagePhase("number", number, lambda made: [[made["digest"]]]),
         StagePhase(
             "remove",
             remove,
-            lambda made: [[shard, made["digest"], made["match"]] for shard in made["documents"]],
+            lambda made: [
+                [shard, own, *made["number"], made["match"]] for shard, own in zip(made["documents"], made["digest"])
+            ],
             each_shard,
         ),
     ]
@@ -143,14 +148,20 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     return dict(to_remove=len(pairs))
 
 
+def number(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Hashes of all shards -> the number of the first document of each, those of an earlier corpus first."""
+    np.save(output / STARTS, numbering_of([*_earlier(options_of(OPTIONS, options)), *inputs]).starts)
+    return {}
+
+
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, hashes ..., duplicates ...] -> the shard without what goes."""
+    """[shard, its hashes, numbers, duplicates ...] -> the shard without what goes."""
     asked, shard, shards = options_of(OPTIONS, options), options["shard"], options["shards"]
     before = _earlier(asked)
-    numbering = numbering_of([*before, *inputs[1 : 1 + shards]])
-    removed = removed_of(inputs[1 + shards :], numbering, shard + len(before))
+    numbering = Numbering(np.load(inputs[2] / STARTS))
+    removed = removed_of(inputs[3:], numbering, shard + len(before))
     names = [*map(str, before), *range(shards)]
-    return copy_without(inputs[0], removed, text_sizes(inputs[1 + shard]), numbering, names, REASON, output)
+    return copy_without(inputs[0], removed, text_sizes(inputs[1]), numbering, names, REASON, output)
 
 
 def removed_of(folders: list[Path], numbering: Numbering, shard: int) -> Removed:

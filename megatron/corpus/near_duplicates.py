@@ -2,6 +2,7 @@
 """Near-duplicates: documents whose sets of shingles are similar, found by MinHash and banding. The first one stays.
 
     sign        a shard each          signatures, and the keys of their bands, sorted
+    number      one task              how many documents each shard has
     pair        a (band, partition)   documents with the same key, as pairs
     compare     a range of documents  pairs of all bands, once each: similar by their signatures, or doubtful
     read        a shard each          sets of shingles of documents in doubtful pairs and in examples
@@ -28,7 +29,6 @@ from megatron.corpus.duplicates.shards import (
     Pieces,
     Removed,
     copy_without,
-    numbering_of,
     read_piece,
     saved_below,
     text_sizes,
@@ -40,6 +40,7 @@ from megatron.errors import SettingsError
 
 VERSION = "2"  # of what the tasks of this stage write
 REASON = "near_duplicate"
+COUNTS = "counts.npy"  # what `number` says of each shard: documents, and those with a signature
 REMOVED = "removed"  # what `group` says of each shard
 PRESETS: dict[str, dict[str, Any]] = {
     # Megatron-LM's find_duplicates.py: shingles of 5 characters, 100 seeds in 10 bands, pairs above one half
@@ -117,28 +118,32 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
     return [
         StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
-        StagePhase("pair", pair, lambda made: [[made["sign"]] for _ in keys], each_key),
+        StagePhase("number", number, lambda made: [[made["sign"]]]),
+        StagePhase("pair", pair, lambda made: [[*made["number"], made["sign"]] for _ in keys], each_key),
         StagePhase(
-            "compare", compare_pairs, lambda made: [[made["sign"], made["pair"]] for _ in range(ranges)], each_range
+            "compare",
+            compare_pairs,
+            lambda made: [[*made["number"], made["sign"], made["pair"]] for _ in range(ranges)],
+            each_range,
         ),
         StagePhase(
             "read",
             read_texts,
-            lambda made: [[shard, made["sign"], made["compare"]] for shard in made["documents"]],
+            lambda made: [[shard, *made["number"], made["compare"]] for shard in made["documents"]],
             each_shard,
         ),
         StagePhase("decide", decide, lambda made: [[folder, made["read"]] for folder in made["compare"]], each_range),
         StagePhase(
             "group",
             group,
-            lambda made: [[made["sign"], made["compare"], made["decide"]]],
+            lambda made: [[*made["number"], made["compare"], made["decide"]]],
             own(lambda made: [dict()]),
             document_bytes=GROUP_BYTES,
         ),
         StagePhase(
             "remove",
             remove,
-            lambda made: [[shard, *made["group"], made["sign"]] for shard in made["documents"]],
+            lambda made: [[shard, *made["group"], *made["number"], made["sign"]] for shard in made["documents"]],
             each_shard,
         ),
     ]
@@ -150,8 +155,17 @@ def sign(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
     return write_fingerprints(inputs[0], output, asked.signing, asked.text_key)
 
 
+def number(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
+    """Fingerprints -> how many documents each shard has, those of an earlier corpus first: tasks that need no more than
+    that do not open what all shards have."""
+    asked = read_options(options)
+    counts = Fingerprints([*_earlier(asked), *inputs], asked.signing).counts
+    np.save(output / COUNTS, counts)
+    return dict(documents=int(counts[:, 0].sum()))
+
+
 def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Fingerprints -> pairs of documents with the same key, of a partition of a band."""
+    """Numbers, fingerprints -> pairs of documents with the same key, of a partition of a band."""
     asked = read_options(options)
     prints, earlier = _fingerprints(inputs, asked)
     band, partition, partitions = (options[name] for name in ("band", "partition", "of_partitions"))
@@ -163,12 +177,12 @@ def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
 
 
 def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Fingerprints, and pairs of all bands -> those of a range of first documents, compared by their signatures."""
-    asked = read_options(options)
-    prints, earlier = _fingerprints(inputs[: options["shards"]], asked)
+    """Numbers, fingerprints, and pairs of all bands -> those of a range of first documents, compared by signatures."""
+    asked, of_pairs = read_options(options), 1 + options["shards"]
+    prints, earlier = _fingerprints(inputs[:of_pairs], asked)
     found = compare.Findings(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
     first, end = (prints.numbering.documents * edge // options["ranges"] for edge in _edges(options["range"]))
-    files = [folder / candidates.PAIRS for folder in inputs[options["shards"] :]]
+    files = [folder / candidates.PAIRS for folder in inputs[of_pairs:]]
     at_once = compare.pairs_in(options["memory"], asked.signing)
     for pairs in candidates.merged(files, first, end, at_once):
         found.add(pairs, compare.estimates(prints, pairs))
@@ -176,11 +190,11 @@ def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) 
 
 
 def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, fingerprints ..., compared pairs ...] -> the sets of shingles that `decide` will look at."""
-    asked, shards = read_options(options), options["shards"]
-    numbering, earlier = _numbering(inputs[1 : 1 + shards], asked)
+    """[shard, numbers, compared pairs ...] -> the sets of shingles that `decide` will look at."""
+    asked = read_options(options)
+    numbering, earlier = _numbering(inputs[1], options["shards"])
     first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(options["shard"]))
-    wanted = [compare.between(folder / "wanted.npy", first, end) for folder in inputs[1 + shards :]]
+    wanted = [compare.between(folder / "wanted.npy", first, end) for folder in inputs[2:]]
     wanted = np.unique(np.concatenate([np.zeros(0, np.int64), *wanted]))
     size = compare.write_sets(inputs[0], wanted, first, output, asked.signing, asked.text_key)
     return dict(texts_read=len(wanted), bytes_read=size)
@@ -199,10 +213,10 @@ def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[fingerprints ..., compared pairs ..., decided pairs ...] -> who goes, by shard, and the report's figures."""
+    """[numbers, compared pairs ..., decided pairs ...] -> who goes, by shard, and the report's figures."""
     asked, shards, ranges = read_options(options), options["shards"], options["ranges"]
-    numbering, earlier = _numbering(inputs[:shards], asked)
-    compared, decided = inputs[shards : shards + ranges], inputs[shards + ranges :]
+    numbering, earlier = _numbering(inputs[0], shards)
+    compared, decided = inputs[1 : 1 + ranges], inputs[1 + ranges :]
     groups = DocumentGroups(numbering.documents)
     for folder in (*compared, *decided):
         groups.join(load_pairs(folder / "accepted.npy"))
@@ -229,30 +243,30 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
 
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, removal lists, fingerprints ...] -> the shard without what goes."""
+    """[shard, removal lists, numbers, fingerprints ...] -> the shard without what goes."""
     asked, shard = read_options(options), options["shard"]
-    before = _earlier(asked)
-    prints = Fingerprints([*before, *inputs[2:]], asked.signing)
+    before, signed = _earlier(asked), inputs[3:]
+    prints = Fingerprints([*before, *signed], asked.signing, np.load(inputs[2] / COUNTS))
     removed = Removed.from_bytes(read_piece(inputs[1] / REMOVED, shard))
     pairs = np.stack([removed.rows + prints.numbering.starts[len(before) + shard], removed.kept], 1)
     at_once = compare.pairs_in(options["memory"], asked.signing)
     parts = [compare.estimates(prints, pairs[start : start + at_once]) for start in range(0, len(pairs), at_once)]
     removed.similarity = np.concatenate([np.zeros(0, np.float32), *parts])
     names = [*map(str, before), *range(options["shards"])]
-    return copy_without(inputs[0], removed, text_sizes(inputs[2 + shard]), prints.numbering, names, REASON, output)
+    return copy_without(inputs[0], removed, text_sizes(signed[shard]), prints.numbering, names, REASON, output)
 
 
-def _fingerprints(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:
-    """(fingerprints of the earlier corpus and of this one, how many documents the earlier one has)."""
-    before = _earlier(asked)
-    prints = Fingerprints([*before, *folders], asked.signing)
+def _fingerprints(inputs: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:
+    """[numbers, fingerprints ...] -> (those of the earlier corpus and of this one, documents of the earlier one)."""
+    before, (numbers, *folders) = _earlier(asked), inputs
+    prints = Fingerprints([*before, *folders], asked.signing, np.load(numbers / COUNTS))
     return prints, int(prints.numbering.starts[len(before)])
 
 
-def _numbering(folders: list[Path], asked: NearDuplicateOptions) -> tuple[Numbering, int]:
+def _numbering(numbers: Path, shards: int) -> tuple[Numbering, int]:
     """(numbers of the documents of both corpora, how many shards the earlier one has)."""
-    before = _earlier(asked)
-    return numbering_of([*before, *folders]), len(before)
+    counts = np.load(numbers / COUNTS)
+    return Numbering.of(counts[:, 0]), len(counts) - shards
 
 
 def _earlier(asked: NearDuplicateOptions) -> list[Path]:

@@ -31,12 +31,12 @@ from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
 from megatron.errors import DataError
 
-VERSION = 1  # of the order, and of what the files hold
+VERSION = 2  # of the order, and of what the files hold
 SHARD_BYTES = 64_000_000  # that a shard is taken to hold
 RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
 OVERHEAD = 256  # bytes that Python needs for a record beside its line
-PIECES, INDEX = "pieces.zst", "index.npy"
-PARTITION, OFFSET, STORED, SIZE, RECORDS = range(5)  # columns of an index
+PIECES, INDEX = "pieces.zst", "index.bin"
+PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, whose rows are sorted by their partition
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int
                 flush()
                 size = 0
         flush()
-    np.save(output / INDEX, np.array(index, np.int64).reshape(-1, 5))
+    rows = np.array(index, "<i8").reshape(-1, len(COLUMNS))
+    rows[np.argsort(rows[:, PARTITION], kind="stable")].tofile(output / INDEX)
 
 
 def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[bytes]:
@@ -172,8 +173,7 @@ def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[b
     """
     pieces = []
     for folder in folders:
-        index = np.load(folder / INDEX, mmap_mode="r")
-        pieces += [(folder, row) for row in np.array(index[index[:, PARTITION] == partition]).tolist()]
+        pieces += [(folder, row) for row in _rows_of(folder / INDEX, partition).tolist()]
     needed = sum(row[SIZE] + OVERHEAD * row[RECORDS] for _, row in pieces)
     rounds = max(1, math.ceil(needed / (memory / 2)))
     if rounds == 1:
@@ -183,6 +183,15 @@ def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[b
     edges = [low + (high - low) * number // rounds for number in range(rounds + 1)]
     for begin, end in zip(edges, edges[1:]):
         yield from _sorted(pieces, begin, end)
+
+
+def _rows_of(path: Path, partition: int) -> np.ndarray:
+    """The rows of a partition, found in the file without reading all of it: an index has a row for every partition."""
+    if not path.stat().st_size:
+        return np.zeros((0, len(COLUMNS)), "<i8")
+    index = np.memmap(path, "<i8", "r").reshape(-1, len(COLUMNS))
+    start, stop = np.searchsorted(index[:, PARTITION], [partition, partition + 1])
+    return np.array(index[start:stop])
 
 
 def _sorted(pieces: list, begin: int, end: int) -> Iterator[bytes]:

@@ -42,7 +42,10 @@ class CorpusOptions:
     quick: bool = setting("check: compare sizes alone, not every byte", False)
     wait: bool = setting("slurm: wait for the jobs, and submit again what they lost", True)
     sbatch_flags: str = setting("slurm: further flags of sbatch, as one text", "")
-    html: str = setting("report: where the page goes (default: report.html in the output folder)", "")
+    html: str = setting("report, status: where the page goes (report's default: report.html in the output folder)", "")
+    status_page: str = setting(
+        "run: a page of how far it is, kept up to date, that a browser loads again by itself", ""
+    )
     json: bool = setting("print JSON", False)
     phase: str = setting("work: the phase whose tasks are done", "")
     part: int = setting("work: the part of the phase, from 0", 0)
@@ -169,7 +172,7 @@ def run(words: list[str], asked: CorpusOptions) -> None:
         )
     started = time.perf_counter()
     with _Bar() as bar:
-        drive(plan, output, runner, bar, whole=asked.verify)
+        drive(plan, output, runner, _told_to(bar, asked), whole=asked.verify)
     print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
     for line in summary(plan, output):
         print(line)
@@ -235,6 +238,21 @@ class _Bar:
                 print(f"{name}: {total} of {total} tasks, after {progress.seconds:.1f} s", flush=True)
 
 
+def _told_to(bar: _Bar, asked: CorpusOptions):
+    """Who is told how far a run is: the bar, and the page where one is wanted."""
+    if not asked.status_page:
+        return bar
+    from megatron.tools.corpus_status import StatusPage
+
+    keep = StatusPage(Path(asked.status_page), asked.output)
+
+    def tell(progress) -> None:
+        bar(progress)
+        keep(progress)
+
+    return tell
+
+
 def plan(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import check as look
 
@@ -298,14 +316,19 @@ def status(words: list[str], asked: CorpusOptions) -> None:
     except (OSError, ValueError):
         told = {}
     phases = {n: [len(set(f) - missing), len(set(f))] for n, f in planned.phases.items()}
-    if asked.json:
-        print(json.dumps(dict(told, phases=phases)))
-        return
     age = time.time() - told.get("at", 0)
     state = told.get("state", "unknown")
     if state == "running":
         lost = is_gone(*told["driver"])
         state = "killed: the same command goes on" if lost else "running, or killed" if age > 60 else state
+    if asked.html:
+        from megatron.tools.corpus_status import status_page, write_page
+
+        write_page(Path(asked.html), status_page(dict(told, phases=phases, state=state), asked.output))
+        print(f"written: {asked.html}", file=sys.stderr)
+    if asked.json:
+        print(json.dumps(dict(told, phases=phases)))
+        return
     left = told.get("seconds_left")
     print(f"{state}, {age:.0f} s ago" + (f", about {left:.0f} s left" if left and state == "running" else ""))
     for name, (done, total) in phases.items():

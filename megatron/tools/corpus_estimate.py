@@ -27,6 +27,7 @@ class EstimateOptions:
     cores_per_node: int = setting("of each: tasks at a time, as far as there is memory", 64)
     node_memory_gb: float = setting("memory of each", 256.0)
     node_gb_per_second: float = setting("what a node and the file system move to each other", 5.0)
+    task_gb_per_second: float = setting("of that, what a single task gets at most", 1.0)
     file_system_gb_per_second: float = setting("what the file system moves for all of them", 50.0)
     opens_per_second: float = setting("files that it opens for all of them", 50_000.0)
     open_ms: float = setting("that a task waits for a file to be opened", 0.5)
@@ -51,6 +52,7 @@ def tell(recipe_path: str, asked: EstimateOptions) -> None:
         asked.open_ms / 1e3,
         asked.hand_out_ms / 1e3,
         asked.node_gb_per_second * 1e9,
+        asked.task_gb_per_second * 1e9,
     )
     rows, facts = estimate(recipe, rates, cluster, asked.input_tb * 1e12, asked.file_gb * 1e9)
     if asked.json:

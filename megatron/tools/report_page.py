@@ -70,17 +70,23 @@ class Section:
     wide: bool = False  # pictures over the whole width
 
 
-def page(title: str, subtitle: str, tiles: list[tuple[str, str, str]], sections: list[Section]) -> str:
-    """A complete page; sections without content are left out. All text is escaped."""
+def page(
+    title: str, subtitle: str, tiles: list[tuple[str, str, str]], sections: list[Section], refresh: int = 0
+) -> str:
+    """A complete page; sections without content are left out. All text is escaped.
+
+    refresh: seconds after which a browser loads it again; 0: never
+    """
     cells = "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span>'
         f"<small>{html.escape(remark)}</small></div>"
         for value, what, remark in tiles
     )
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body><main>"
+        f"{again}<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body><main>"
         f'<h1>{html.escape(title)}</h1><p class="subtitle">{html.escape(subtitle)}</p>'
         f'<div class="tiles">{cells}</div>\n' + "\n".join(map(_section, sections)) + "</main></body></html>\n"
     )

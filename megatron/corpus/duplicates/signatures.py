@@ -17,7 +17,7 @@ The folder of a shard's fingerprints:
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import numpy as np
 
@@ -174,15 +174,12 @@ class Fingerprints:
     Raises DataError where shards were signed in different ways: their signatures cannot be compared.
     """
 
-    def __init__(self, folders: Sequence[Path], how: Signing):
+    def __init__(self, folders: Sequence[Path], how: Signing, counts: Optional[np.ndarray] = None):
+        """counts: what `counts` of these folders is, where it is known: none of them is opened before it is needed."""
         self.folders, self.how = [Path(folder) for folder in folders], how
-        facts, wanted = [read_facts(folder) for folder in self.folders], how.facts()
-        for folder, found in zip(self.folders, facts):
-            differs = _difference(found.get("signing", {}), wanted)
-            if differs:
-                raise DataError(f"{folder}: was signed with {differs}", do="sign it again, or use the same options")
-        self.numbering = Numbering.of(found["documents"] for found in facts)
-        self._signed = [found["signed"] for found in facts]
+        self.counts = _checked_counts(self.folders, how) if counts is None else counts
+        self.numbering = Numbering.of(self.counts[:, 0])
+        self._signed = self.counts[:, 1].tolist()
 
     def records(self, band: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """(keys uint64, documents int64) of a band with first <= key <= last, those of each shard behind one another."""
@@ -211,6 +208,17 @@ class Fingerprints:
             shape = (int(np.diff(self.numbering.starts[shard : shard + 2])[0]), self.how.numbers)
             found[places] = _mapped(self.folders[shard] / "signatures.bin", "<u4", shape)[rows]
         return found
+
+
+def _checked_counts(folders: Sequence[Path], how: Signing) -> np.ndarray:
+    """Documents of each shard, and those of them that have a signature, [shards, 2] int64."""
+    counts, wanted = np.zeros((len(folders), 2), np.int64), how.facts()
+    for number, folder in enumerate(folders):
+        found = read_facts(folder)
+        if differs := _difference(found.get("signing", {}), wanted):
+            raise DataError(f"{folder}: was signed with {differs}", do="sign it again, or use the same options")
+        counts[number] = found["documents"], found["signed"]
+    return counts
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, read_quarantine
-from megatron.corpus.commit import read_receipt
-from megatron.corpus.plan import TASKS, CorpusPlan
+from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, folders_done, read_quarantine
+from megatron.corpus.plan import CorpusPlan
 from megatron.corpus.runners.local import run_local
 from megatron.errors import Failure, SettingsError
 
@@ -122,8 +121,7 @@ def _queued(jobs: list[str]) -> bool:
 
 def _look(agenda: Agenda, output: Path) -> None:
     """Take note of what the jobs have done and given up so far."""
-    fresh = [f for f in agenda.wanted - agenda.done if read_receipt(output / TASKS / f)]
-    for folder in fresh:
+    for folder in folders_done(agenda.wanted - agenda.done, output):
         agenda.quarantined.pop(folder, None)
         agenda.finish(TaskOutcome(folder))
     agenda.quarantined.update(read_quarantine(output, agenda.plan))
