@@ -11,6 +11,7 @@ A list is a text file, packed or not, an entry a line, with comments behind #:
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -51,8 +52,11 @@ def read_lists(paths: Iterable[str | Path]) -> AddressLists:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: the list of addresses cannot be read: {error}") from None
     entries.pop("", None)
-    entries = [entry for entry in entries if "[" not in entry]  # IPv6: no address that stays has one
-    pages = [_page_and_query(urlsplit(f"//{_SCHEME.sub('', entry, count=1)}")) for entry in entries if "/" in entry]
+    pages = set()
+    for entry in (entry for entry in entries if "/" in entry):
+        with suppress(ValueError):  # a host that cannot be: no address that stays has it
+            parts = urlsplit(f"//{_SCHEME.sub('', entry, count=1)}")
+            pages |= {_page_and_query(parts)} if parts.hostname else set()
     words = [entry.lower() for entry in entries if "/" not in entry]
     domains = [word.strip(".") for word in words if word[0] != "." and "." in word]
     return AddressLists(

@@ -72,12 +72,12 @@ def run_filters(inputs: list[Path], output: Path, options: Mapping[str, Any]) ->
 
 def filters_of(wanted: list) -> list[tuple[str, Any]]:
     """(name, filter) of each, made once a process."""
-    return _filters_of(json.dumps(wanted, sort_keys=True))
+    return [(name, _filter_of(address, json.dumps(options, sort_keys=True))) for name, address, options in wanted]
 
 
-@lru_cache(maxsize=4)
-def _filters_of(wanted: str) -> list[tuple[str, Any]]:
-    return [(name, load(address)(**options)) for name, address, options in json.loads(wanted)]
+@lru_cache(maxsize=64)
+def _filter_of(address: str, options: str) -> Any:
+    return load(address)(**json.loads(options))
 
 
 def judged(chain: list[tuple[str, Any]], document: Document) -> Iterator[Step]:

@@ -10,8 +10,10 @@ the same, and a changed option redoes what depends on it and nothing else. Paths
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
@@ -203,6 +205,8 @@ class _Builder:
             names[stage.name] = names.get(stage.name, 0) + 1
             name = stage.name if names[stage.name] == 1 else f"{stage.name}-{names[stage.name]}"
             wanted.append([name, address, _json(options, stage.where)])
+            with _told_at(stage):  # a file or package that is missing is told now, not by every task
+                filtering.filters_of(wanted[-1:])
             version += [code_version(address), *code_of_options(options)]
         options = dict(filters=wanted, samples=self.recipe.samples)
         reads = self.stages[-1].makes
@@ -218,10 +222,8 @@ class _Builder:
         address = stage_address(stage)
         options = _json(phase_options(stage), stage.where)
         reads = self.stages[-1].makes
-        try:
+        with _told_at(stage):
             phases = load(address, stage.where)(options, len(reads), int(self.recipe.task_memory_gb * 1e9))
-        except Failure as error:
-            raise type(error)(f"{stage.where}: {stage.name}: {error.what}", error.why, error.do) from None
         made: dict[str, list[Path]] = {"documents": [Path(shard) for shard in reads]}
         ends = bool(getattr(module_of(address), "MAKES_TOKENS", False))
         named: dict[str, list[str]] = {}
@@ -309,6 +311,17 @@ class _Builder:
 def _maker(path: str) -> str:
     """The folder of the task that makes a path below `tasks/`."""
     return "/".join(path.split("/", 2)[:2])
+
+
+@contextmanager
+def _told_at(stage: StageWanted):
+    """What a stage or filter cannot work with, with its line in the recipe."""
+    try:
+        yield
+    except Failure as error:
+        raise type(error)(f"{stage.where}: {stage.name}: {error.what}", error.why, error.do) from None
+    except Exception as error:
+        raise SettingsError(f"{stage.where}: {stage.name}: {type(error).__name__}: {error}") from error
 
 
 def _told(piece: shards.InputPiece) -> str:

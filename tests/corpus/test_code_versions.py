@@ -89,6 +89,12 @@ def test_all_that_a_filter_of_ours_imports_counts(root):
     assert "megatron/corpus/filters/words.py" in own_files("megatron.corpus.filters.gopher", inside="megatron.corpus")
 
 
+def test_what_a_filter_of_ones_own_imports_of_ours_counts(own, root):
+    counted = own_files("own_filter", inside="megatron.corpus")
+    assert counted["megatron/corpus/stage.py"] == root / "megatron" / "corpus" / "stage.py"
+    assert counted.keys() >= {"own_filter.py", "own_rules.py", "own_package/words.py", "own_package/late.py"}
+
+
 def test_a_version_stands_for_the_code(own):
     (own / "own_versioned.py").write_text("VERSION = 7\nclass A: VERSION = 'a'\nclass B: pass\n")
     assert [registry.code_version(f"own_versioned:{name}") for name in "AB"] == ["a", "7"]

@@ -224,6 +224,7 @@ def hostile(rng: random.Random, number: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_two_thousand_hostile_files_beside_good_ones(memory_folder):
     """Each is read or set aside with a reason, the good ones are all there, and nothing is written elsewhere."""
     folder, rng = memory_folder / "in", random.Random(11)

@@ -70,6 +70,25 @@ def test_filters_that_follow_one_another_are_one_task(small_corpus, tmp_path):
     assert names == ["Upper", "Upper-2", "Upper-3"]
 
 
+@pytest.mark.parametrize(
+    "wanted, told",
+    [
+        ("{url: {blacklist: [gone.txt]}}", "recipe.yaml:5: url: gone.txt: .*cannot be read"),
+        ("perplexity", "recipe.yaml:5: perplexity: .*needs a model"),
+        ("{language: {detector: fasttext, model: gone.bin}}", "recipe.yaml:5: language: .*gone.bin"),
+        ("'needs_more:Filter'", "recipe.yaml:5: needs_more:Filter: ValueError: nothing works"),
+    ],
+)
+def test_what_a_filter_cannot_do_without_is_told_before_anything_runs(
+    small_corpus, tmp_path, monkeypatch, wanted, told
+):
+    (tmp_path / "needs_more.py").write_text("class Filter:\n def __init__(self): raise ValueError('nothing works')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    stages = f"stages:\n  - filter:\n    - {wanted}\n"
+    with pytest.raises(Failure, match=told):
+        small_corpus.plan(tmp_path / "out", stages=stages)
+
+
 def test_what_stands_behind_tokens_is_refused(small_corpus, tmp_path):
     tokens = "  - tokenize: {tokenizer-type: NullTokenizer, vocab-size: 9}\n"
     with pytest.raises(UsageError, match=r"recipe.yaml:5: tokenize stands behind tokenize, which makes tokens"):

@@ -118,6 +118,7 @@ MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.enviro
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed here: no {', '.join(MISSING)}")
 def test_a_real_array_through_kills(tmp_path, root, monkeypatch):
     """Tasks of the array are killed with SIGKILL while they work; the bytes are those of the local runner."""
@@ -172,6 +173,7 @@ def in_ray(corpus: SmallCorpus, output: Path, env: dict, root: Path, poison: str
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_ray_gives_the_same_bytes_and_names_a_poison_document(tmp_path, root):
     pytest.importorskip("ray")
     corpus = SmallCorpus(tmp_path, 100)
@@ -185,6 +187,7 @@ def test_ray_gives_the_same_bytes_and_names_a_poison_document(tmp_path, root):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_ray_on_two_nodes_one_of_which_is_killed(tmp_path, root):
     """Two raylets on this machine; the second is killed in the middle, then the driver; the bytes are the same."""
     pytest.importorskip("ray")

@@ -29,6 +29,7 @@ def plain(line: str) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_its_commands_run_and_say_what_it_says(root, tmp_path):
     for name in ("preprocess_data.py", "pretrain_gpt.py", "merge_datasets.py"):
         shutil.copy(root / name, tmp_path)

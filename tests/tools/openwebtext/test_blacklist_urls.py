@@ -82,6 +82,8 @@ https://www.Site.net/a/
 site.net/b?x=1
 shop.com:80/
 http://[::1/
+http://\u2100/
+/half.org
 """
 
 
