@@ -172,7 +172,7 @@ class _BlockAttention(torch.autograd.Function):
             if bias is not None:
                 own = bias[:, start - origin : stop - origin, first - origin : end - origin]
                 block.view(b, g, -1, q, end - first).add_(_by_position(own, q))
-            if padding is not None:
+            if padding is not None and not _all_tokens(padding[:, first:end]):
                 block.view(b, -1, end - first).add_(_padding_bias(padding[:, first:end], block))
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
@@ -275,6 +275,11 @@ def _add_samples(total: torch.Tensor, x: torch.Tensor) -> None:
 def _padding_bias(padding: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[b, t] bool -> [b, 1, t]: 0 where the key is a token, else -inf."""
     return like.new_zeros(len(padding), 1, padding.shape[1]).masked_fill_(~padding.unsqueeze(1), float("-inf"))
+
+
+def _all_tokens(padding: torch.Tensor) -> bool:
+    """Whether all of [b, t] are tokens, as far as the host knows."""
+    return padding.device.type == "cpu" and not torch.compiler.is_compiling() and bool(padding.all())
 
 
 def _mask(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:

@@ -166,6 +166,27 @@ def test_dropout(device, dtype, threshold, share):
         assert (mine.detach().cpu().double() - want).norm() <= TOLERANCE[device, dtype] * want.norm()
 
 
+# ---- gated activations -----------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_geglu(device, dtype, approximate):
+    def formula(x):
+        gate, value = x.chunk(2, -1)
+        if approximate == "none":
+            return gate * (1 + torch.erf(gate / 2**0.5)) / 2 * value
+        return gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2 * value
+
+    entries = [entry for entry in TABLE["geglu"] if entry.fits(Case(device, dtype))]
+    assert entries[-1].run is reference.geglu and (device != "cpu" or len(entries) == 2)
+    for entry in entries:
+        x = drawn(20, 3, 96, device=device, dtype=dtype)
+        for given in (x, x.transpose(0, 1)):
+            run = lambda x, run=entry.run: run(x, approximate)
+            assert_equal_results(run, formula, [given], TOLERANCE[device, dtype], entry.name)
+
+
 # ---- rotary positions ------------------------------------------------------------------------------------------------
 
 
