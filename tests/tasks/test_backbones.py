@@ -212,7 +212,6 @@ WRONG = {  # kind, words -> what the message says
     ("BERT", BARE): "has no \\[CLS\\], no \\[SEP\\].*--vocab-extra-ids",
     ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
-    ("BERT", f"{WORDS} --pet-pattern {{text}}{{label}} --pet-verbalizer words.json"): "BERT does not score texts",
     ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",
     ("T5", f"{WORDS} --seq-length 3"): "--seq-length 3 must be at least 4",
     ("T5", f"{WORDS} --decoder-seq-length 0"): "--decoder-seq-length 0 must be at least 1",
