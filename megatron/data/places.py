@@ -16,6 +16,7 @@ from megatron.data.blend import BlendedDataset, Repeated
 from megatron.data.document_dataset import DocumentDataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import TokenFiles
+from megatron.data.masked_dataset import MaskedDataset
 from megatron.errors import DataError
 
 
@@ -41,7 +42,18 @@ def find_places(dataset, prefix: str, sequences: Collection[int]) -> np.ndarray:
         return _of_samples(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
     if isinstance(dataset, DocumentDataset):
         return _of_documents(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
+    if isinstance(dataset, MaskedDataset):
+        return _of_sentences(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
     raise DataError(f"{type(dataset).__name__} does not say where its samples come from")
+
+
+def _of_sentences(dataset: MaskedDataset, sequences: Collection[int]) -> np.ndarray:
+    """A sample is some sentences, one after another."""
+    wanted = np.zeros(len(dataset.tokens.sequence_lengths) + 1, np.int64)
+    wanted[np.asarray(list(sequences), np.int64) + 1] = 1
+    before = np.cumsum(wanted)  # of each sentence, how many of those that are looked for stand before it
+    first, last = dataset.sample_index[:, 0].astype(np.int64), dataset.sample_index[:, 1].astype(np.int64)
+    return np.flatnonzero(before[last] > before[first])
 
 
 def _of_samples(dataset: GPTDataset, sequences: Collection[int]) -> np.ndarray:
@@ -105,6 +117,8 @@ def epoch_length(dataset, prefix: str) -> int:
         return 0
     if isinstance(dataset, DocumentDataset):
         return len(dataset.documents)
+    if isinstance(dataset, MaskedDataset):
+        return 0  # all epochs are shuffled together
     return max(1, dataset.plan.tokens // dataset.plan.seq_length)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_RULES
 from megatron.errors import SettingsError, did_you_mean
+from megatron.model.bert.settings import GROUP as BERT_GROUP
+from megatron.model.bert.settings import own_settings as bert_settings
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.t5.rules import DIVISIBLE_TARGET
@@ -22,6 +24,7 @@ from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
 HEAD = "head"
+WORDS = 16  # tokens of a target with the words of a label, where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,10 @@ class Backbone:
     pooled:     the token whose state the head sees: "last" of the text (what looks back alone), or "first"
     poolings:   what --pooling may say instead
     replaced:   units in whose place the head stands
-    patterns:   whether it scores texts for patterns (pet.py), which takes one that looks back alone
-    shortened:  settings -> those with lengths that fine-tuning says, where nobody gives them
+    cloze:      "module:class" of how it reads a pattern (`cloze.Cloze`)
+    shortened:  (settings, whether there is a pattern) -> those with lengths that fine-tuning says, where nobody gives them
     lengths:    settings of such lengths, which are not the checkpoint's
+    words_alone: settings -> those of a model that has no head but the one for words
     divisible:  settings -> those with lengths that the ranks of sequence parallelism can share; samples keep their own
     unneeded:   rules that are about samples of pretraining, or about lengths that are made divisible
     """
@@ -47,9 +51,10 @@ class Backbone:
     pooled: str
     poolings: tuple[str, ...]
     replaced: tuple[str, ...]
-    patterns: bool = False
-    shortened: Callable[[Config], Config] = lambda config: config
+    cloze: str
+    shortened: Callable[[Config, bool], Config] = lambda config, pattern: config
     lengths: tuple[str, ...] = ()
+    words_alone: Callable[[Config], Config] = lambda config: config
     divisible: Callable[[Config], Config] = lambda config: config
     unneeded: tuple[Rule, ...] = MASKED_RULES
 
@@ -76,18 +81,28 @@ class Backbone:
         """Imports numpy."""
         return _named(self.reader)
 
+    def cloze_class(self) -> type:
+        """Imports numpy."""
+        return _named(self.cloze)
+
 
 def _named(path: str) -> type:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def one_target(config: Config) -> Config:
-    """The decoder of an encoder-decoder reads one token."""
+def few_targets(config: Config, pattern: bool) -> Config:
+    """The decoder of an encoder-decoder reads one token; with a pattern, the sentinel and words of the label."""
     own = t5_settings(config)
     if own.decoder_seq_length is not None:
         return config
-    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=1)})
+    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=WORDS if pattern else 1)})
+
+
+def without_binary_head(config: Config) -> Config:
+    """BERT's second head says nothing of words."""
+    own = replace(bert_settings(config), bert_binary_head=False)
+    return replace(config, extra={**config.extra, BERT_GROUP: own})
 
 
 def divisible_target(config: Config) -> Config:
@@ -107,32 +122,36 @@ def multiple_above(number: int, size: int) -> int:
 # output of its decoder.
 DEFAULT = "GPT"
 _MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
+_CLOZE = "megatron.tasks.cloze:{}Cloze"
 BACKBONES = {
     "GPT": Backbone(
         "GPT",
         _MODEL.format("gpt", "GPT"),
         _READER.format("Causal"),
         "last",
-        poolings=("last", "mean"),
-        replaced=("output",),
-        patterns=True,
+        ("last", "mean"),
+        ("output",),
+        _CLOZE.format("Causal"),
     ),
     "BERT": Backbone(
         "BERT",
         _MODEL.format("bert", "Bert"),
         _READER.format("Bert"),
         "first",
-        poolings=("first", "last", "mean"),
-        replaced=("head", "binary", "output"),
+        ("first", "last", "mean"),
+        ("head", "binary", "output"),
+        _CLOZE.format("Bert"),
+        words_alone=without_binary_head,
     ),
     "T5": Backbone(
         "T5",
         _MODEL.format("t5", "T5"),
         _READER.format("T5"),
         "first",
-        poolings=("first",),
-        replaced=("output",),
-        shortened=one_target,
+        ("first",),
+        ("output",),
+        _CLOZE.format("T5"),
+        shortened=few_targets,
         lengths=("decoder_seq_length",),
         divisible=divisible_target,
         unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
@@ -175,10 +194,10 @@ def _both(first: Needs, second: Needs | None) -> Needs:
     return Needs(f"{first.words} and {second.words}", lambda s: first.met(s) and second.met(s))
 
 
-def settled(name: str, config: Config) -> Config:
+def settled(name: str, config: Config, pattern: bool) -> Config:
     """`Recipe.settled` of a trunk."""
     row = find_backbone(name)
-    return row.recipe.settled(row.shortened(config))
+    return row.recipe.settled(row.shortened(config, pattern))
 
 
 def saved_shape(name: str) -> dict[str, str]:
@@ -207,6 +226,11 @@ def trunk_facts(name: str, config, vocab_size: int) -> Facts:
     """The facts of the model as it was pretrained."""
     row = find_backbone(name)
     return row.recipe.facts(row.divisible(config), vocab_size)
+
+
+def pattern_facts(name: str, config, vocab_size: int) -> Facts:
+    """The facts of the model that finds words in patterns."""
+    return trunk_facts(name, find_backbone(name).words_alone(config), vocab_size)
 
 
 def classifier_facts(name: str, config, vocab_size: int, outputs: int) -> Facts:

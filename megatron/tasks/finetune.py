@@ -22,10 +22,10 @@ from megatron.tasks.backbones import (
     HEAD,
     classifier_facts,
     find_backbone,
+    pattern_facts,
     saved_shape,
     settled,
     shape_groups,
-    trunk_facts,
     trunk_idle,
     trunk_rules,
 )
@@ -53,7 +53,7 @@ def recipe() -> Recipe:
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
-        heads=(f"{HEAD}.",),
+        heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
         starts_from=tuple(BACKBONES),
         settled=settled_trunk,
     )
@@ -77,13 +77,6 @@ TASK_RULES = (
     Rule(
         lambda s: own(s).backbone not in BACKBONES,
         lambda s: f"--backbone {own(s).backbone}: fine-tuning knows {', '.join(BACKBONES)}",
-    ),
-    Rule(
-        lambda s: own(s).pet_pattern and own(s).backbone in BACKBONES and not BACKBONES[own(s).backbone].patterns,
-        lambda s: (
-            f"--pet-pattern: {own(s).backbone} does not score texts from left to right; leave it out, which puts a head "
-            f"on the model, or begin with a {' or '.join(name for name, row in BACKBONES.items() if row.patterns)}"
-        ),
     ),
     Rule(
         lambda s: own(s).pooling and own(s).pet_pattern,
@@ -120,7 +113,7 @@ def backbone_of(s) -> str:
 def settled_trunk(config):
     """`Recipe.settled`; of a trunk that nobody knows the rules tell."""
     name = task_settings(config).backbone
-    return settled(name, config) if name in BACKBONES else config
+    return settled(name, config, task_settings(config).pet_pattern is not None) if name in BACKBONES else config
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -132,7 +125,7 @@ def facts(config, vocab_size: int):
     """What the model says of itself."""
     settings = task_settings(config)
     if settings.pet_pattern is not None:
-        return trunk_facts(settings.backbone, config, vocab_size)
+        return pattern_facts(settings.backbone, config, vocab_size)
     return classifier_facts(settings.backbone, config, vocab_size, open_task(settings).task.outputs)
 
 
@@ -180,7 +173,7 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
     if settings.pet_pattern is not None:
         from megatron.tasks.pet import pet_datasets
 
-        return pet_datasets(settings, found, tokenizer, length, log)
+        return pet_datasets(settings, found, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
     reader = backbone.reader_class().of(config, tokenizer, vocab_size)
     made = [
         examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train")
@@ -192,14 +185,20 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
     return tuple(made)
 
 
+def cloze_of(config, tokenizer, vocab_size):
+    """How the trunk of a run reads patterns."""
+    backbone = find_backbone(task_settings(config).backbone)
+    return backbone.cloze_class().of(backbone.divisible(config), tokenizer, vocab_size)
+
+
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Samples that are made up, of the same form."""
     common = vocab_size, config.logging.seed
     if task_settings(config).pet_pattern is not None:
         from megatron.tasks.pet import MockPatterns
 
-        length = config.model.seq_length
-        return tuple(MockPatterns(size, length, *common, split) if size else None for split, size in enumerate(sizes))
+        cloze = cloze_of(config, None, vocab_size)
+        return tuple(MockPatterns(size, cloze, *common, split) if size else None for split, size in enumerate(sizes))
     from megatron.tasks.samples import MockTaskSamples
 
     task = open_task(task_settings(config)).task
@@ -212,9 +211,8 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
 def arrays(config, vocab_size):
     """What a sample consists of."""
     if task_settings(config).pet_pattern is not None:
-        from megatron.tasks.pet import pet_arrays
-
-        return pet_arrays(config.model.seq_length, vocab_size)
+        backbone = find_backbone(task_settings(config).backbone)
+        return backbone.cloze_class().arrays(backbone.divisible(config), vocab_size)
     from megatron.tasks.samples import sample_arrays
 
     settings = task_settings(config)

@@ -3,30 +3,29 @@
 verbaliser says which words stand there for each label, and the label whose words the model thinks likeliest is chosen.
 
 A model that looks back alone scores the words of the label where the text stands before them. Where some of the text
-comes behind, all from the label on is scored: how likely the text is behind each label. Words of several tokens count by
-the sum of their log-probabilities.
+comes behind, all from the label on is scored: how likely the text is behind each label. A model that looks both ways finds
+the words in a gap (cloze.py). Words of several tokens count by the sum of their log-probabilities.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import torch
 
-from megatron.data.requests import RequestSamples, Scored, sample_of
+from megatron.data.requests import Scored
 from megatron.errors import DataError, UsageError, did_you_mean
-from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
+from megatron.tasks.cloze import Cloze
 from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.samples import cut
 from megatron.tasks.settings import open_task
-from megatron.tasks.texts import TOKENS
 from megatron.training.measures import RequestMeasures
 
 FIELDS = ("text", "pair", "label")
@@ -68,27 +67,47 @@ class Pattern:
         names = [name for name, _ in self.pieces]
         return bool({"text", "pair"} & set(names[names.index("label") :]))
 
-    def filled(
-        self, example: TaskExample, label: str, encode, eod: Optional[int], length: int, reserve: int = 0
-    ) -> Scored:
-        """The sentence as at most `length` tokens, and where those begin that are scored.
+    def parts(
+        self,
+        example: TaskExample,
+        label: str,
+        encode,
+        length: int,
+        reserve: int = 0,
+        front: Sequence[int] = (),
+        whole: bool = True,
+    ) -> list[tuple[str, list[int]]]:
+        """The sentence as pieces of ids, at most `length` of them together: as `pieces`, and `front` before them.
 
         encode: text -> ids. reserve: tokens that there is room for in the place of the label, so that the text, which loses
-        its end, is the same for all labels. A space before a piece is its first character, as tokens have it.
+        its end, is the same for all labels. whole: False leaves out what comes behind the label where that is no text. A
+        space before a piece is its first character, as tokens have it.
         """
-        ids: list[tuple[str, list[int]]] = [("", [] if eod is None else [eod])]
+        ids: list[tuple[str, list[int]]] = [("", [*front])]
         space = ""
         for name, words in self.pieces:
             text = space + {"": words, "text": example.text, "pair": example.pair or "", "label": label}[name]
             space = " " if not name and text.endswith(" ") else ""
             ids.append((name, list(encode(text[: len(text) - len(space)]))))
-            if name == "label" and not self.text_behind:
+            if name == "label" and not (whole or self.text_behind):
                 break
         texts = [piece for name, piece in ids if name in ("text", "pair")]
         others = sum(max(len(piece), reserve) if name == "label" else len(piece) for name, piece in ids)
         room = max(0, length - others + sum(map(len, texts)))
         for piece, kept in zip(texts, [room] if len(texts) == 1 else cut(*map(len, texts), room)):
             del piece[kept:]
+        if (count := sum(len(piece) for _, piece in ids)) > length and whole:
+            raise DataError(
+                f"--pet-pattern: the words around the text are {count} tokens, and a sample has room for {length}",
+                do="raise --seq-length, or shorten the pattern",
+            )
+        return ids
+
+    def filled(
+        self, example: TaskExample, label: str, encode, eod: Optional[int], length: int, reserve: int = 0
+    ) -> Scored:
+        """The sentence for a model that looks back: at most `length` tokens, and where those begin that are scored."""
+        ids = self.parts(example, label, encode, length, reserve, [] if eod is None else [eod], whole=False)
         start = sum(len(piece) for _, piece in ids[: [name for name, _ in ids].index("label")])
         return Scored([one for _, piece in ids for one in piece], start)
 
@@ -123,8 +142,8 @@ class PetSamples:
     examples: Examples
     pattern: Pattern
     words: Sequence[str]
-    tokenizer: Any
-    seq_length: int
+    encode: Callable[[str], Sequence[int]]
+    cloze: Cloze
     reserve: int = 0
 
     def __len__(self) -> int:
@@ -132,21 +151,21 @@ class PetSamples:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         example = self.examples.rows[index]
-        tokenizer, length = self.tokenizer, self.seq_length
-        filled = self.pattern.filled(
-            example, self.words[int(example.label)], tokenizer.encode, tokenizer.eod, length + 1, self.reserve
-        )
-        return named(*sample_of(filled, length, tokenizer.eod or 0))
+        return self.cloze.read(self.pattern, example, self.words[int(example.label)], self.encode, self.reserve)
 
 
 @dataclass(frozen=True)
-class PetRequests(RequestSamples):
-    """Samples of an evaluation: each example with the words of each label."""
+class PetRequests(PetSamples):
+    """Samples of an evaluation: each example with the words of each label. whole: all of them are evaluated."""
 
-    examples: Optional[Examples] = None
+    whole = True
+
+    def __len__(self) -> int:
+        return len(self.examples.rows) * len(self.words)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return named(*super().__getitem__(index))
+        example, label = divmod(index, len(self.words))
+        return self.cloze.read(self.pattern, self.examples.rows[example], self.words[label], self.encode, self.reserve)
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,7 @@ class MockPatterns:
     """Samples that are made up (--mock-data)."""
 
     size: int
-    seq_length: int
+    cloze: Cloze
     vocab_size: int
     seed: int
     split: int
@@ -163,45 +182,25 @@ class MockPatterns:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        draw = np.random.default_rng((self.seed, self.split, index))
-        ids = draw.integers(self.vocab_size, size=self.seq_length + 1)
-        return named(ids, (draw.random(len(ids)) < 0.5).astype(np.float32))
+        return self.cloze.made_up(np.random.default_rng((self.seed, self.split, index)), self.vocab_size)
 
 
-def pet_arrays(seq_length: int, vocab_size: int) -> dict[str, SampleArray]:
-    """What a sample consists of."""
-    ids = SampleArray(seq_length, below=vocab_size)
-    return {TOKENS: ids, LABELS: ids, LOSS_MASK: SampleArray(seq_length, mask=True)}
-
-
-def named(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """ids and what each of them counts, [seq_length + 1] each, as `pet_arrays`."""
-    return {TOKENS: ids[:-1], LABELS: ids[1:], LOSS_MASK: mask[1:]}
-
-
-def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, seq_length: int, log) -> tuple:
+def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, cloze: Cloze, log) -> tuple:
     """(train, valid, test) of a task with a pattern."""
     task = open_task(settings).task
     if task.regression:
         raise UsageError(f"--pet-pattern: {task.name} has numbers for labels, which no words stand for")
     pattern = Pattern.of(settings.pet_pattern, task.text_pair is not None)
     words = read_verbalizer(settings.pet_verbalizer, task)
-    encode, eod, length = tokenizer.encode, tokenizer.eod, seq_length + 1
+    encode = tokenizer.encode
     reserve = max(len(encode(f" {label}")) for label in words)
+    cloze.check(reserve)
     if found["train"] is not None:
-        first = pattern.filled(found["train"].rows[0], words[0], encode, None, length)
+        first = pattern.filled(found["train"].rows[0], words[0], encode, None, cloze.length + 1)
         log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
-
-    def requests(examples: Optional[Examples]) -> Optional[PetRequests]:
-        if examples is None:
-            return None
-        scored = [
-            pattern.filled(example, label, encode, eod, length, reserve) for example in examples.rows for label in words
-        ]
-        return PetRequests(scored, [len(words)] * len(examples.rows), seq_length, eod or 0, examples=examples)
-
-    train = found["train"] and PetSamples(found["train"], pattern, words, tokenizer, seq_length, reserve)
-    return train, requests(found["valid"]), requests(found["test"])
+    more = dict(pattern=pattern, words=words, encode=encode, cloze=cloze, reserve=reserve)
+    kinds = dict(train=PetSamples, valid=PetRequests, test=PetRequests)
+    return tuple(found[split] and kind(found[split], **more) for split, kind in kinds.items())
 
 
 class PetMeasures(TaskMeasures):

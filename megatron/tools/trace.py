@@ -229,7 +229,8 @@ class DocumentTrace:
         if self.options.json:
             return
         for step, place, epoch in seen[: self.options.first]:
-            print(f"  {self._words_of_when(step)}, sample {place:,}, pass {epoch} over its file")
+            passes = f", pass {epoch} over its file" if epoch else ""  # epochs of sentences are shuffled together
+            print(f"  {self._words_of_when(step)}, sample {place:,}{passes}")
         if len(seen) > self.options.first:
             print(f"  ... {len(seen) - self.options.first:,} more (--first N, --json)")
         if not seen:
@@ -273,25 +274,37 @@ class DocumentTrace:
 
     def dataset(self, launch):
         """The samples of a launch, of the split that is asked about."""
-        from megatron.data.gpt_dataset import build_datasets
         from megatron.training.datasets import dataset_sizes
 
         config: Config = launch.config
         sizes = dataset_sizes(config.batch, launch.dp, config.data.full_validation)
-        key = repr((config.data, config.model.seq_length, config.logging.seed, sizes))
+        key = repr((config.data, config.model.seq_length, config.logging.seed, sizes, config.extra))
         if key not in self.built:
             self._refuse_own_data(config)
             which = SPLITS.index(self.options.of)
             sizes = tuple(size if number == which else 0 for number, size in enumerate(sizes))
-            eod = self._eod(config)
-            log = lambda line: print(line, file=sys.stderr, flush=True)
-            made = build_datasets(config.data, config.model.seq_length, sizes, config.logging.seed, eod=eod, log=log)[
-                which
-            ]
+            made = self._splits(config, sizes)[which]
             if made is None:
                 raise DataError(f"this run has no {self.options.of} data", do="see --split and --eval-iters of the run")
             self.built[key] = made
         return self.built[key]
+
+    def _splits(self, config: Config, sizes: tuple[int, ...]) -> tuple:
+        """(train, valid, test): rows of tokens, or the arrays that the recipe of a masked model makes of sentences."""
+        from megatron.data.gpt_dataset import build_datasets
+        from megatron.model.recipe import recipe_of
+
+        recipe, log = recipe_of(config), lambda line: print(line, file=sys.stderr, flush=True)
+        if recipe.arrays is not None:
+            return recipe.build_datasets(config, *self._vocabulary(config), sizes, log)
+        length, seed = config.model.seq_length, config.logging.seed
+        return build_datasets(config.data, length, sizes, seed, eod=self._eod(config), log=log)
+
+    def _vocabulary(self, config: Config) -> tuple[Any, int]:
+        """(tokenizer, size of the vocabulary) of a run: its special tokens are in samples of masked models."""
+        from megatron.training.datasets import build_vocabulary
+
+        return build_vocabulary(replace(config, tokenizer=self.tokenizer_settings), lambda line: None)
 
     def places(self, launch, prefix: str, sequences: range) -> np.ndarray:
         """Places of the order of training (or of a split) that hold some sequences of a token file."""
@@ -343,9 +356,14 @@ class DocumentTrace:
             return ""
         from megatron.data.ledger import sum_hashes, to_hex
         from megatron.data.loader import MicroBatchLoader
+        from megatron.model.recipe import recipe_of
 
-        batch = replace(launch.config.data, num_workers=0)
-        with MicroBatchLoader(self.dataset(launch), batch, micro_batch_size=1, eod=self._eod(launch.config)) as loader:
+        config, recipe = launch.config, recipe_of(launch.config)
+        named = {}
+        if recipe.arrays is not None:
+            named = dict(arrays=recipe.arrays(config, self._vocabulary(config)[1]), collate=recipe.collate)
+        batch, eod = replace(config.data, num_workers=0), self._eod(config)
+        with MicroBatchLoader(self.dataset(launch), batch, micro_batch_size=1, eod=eod, **named) as loader:
             hashes = [loader.sample_hash(place) for place in range(step.first, step.first + step.size)]
         return "agrees" if to_hex(sum_hashes(hashes)) == step.ledger else "differs"
 
@@ -356,6 +374,8 @@ class DocumentTrace:
             raise DataError("this run was trained on synthetic samples (--mock-data): there are no documents")
         if recipe_of(config).own_data:
             raise DataError(f"{config.model.model_type} makes its samples itself: where they come from is not known")
+        if any(getattr(group, "task_mixture", None) for group in config.extra.values()):
+            raise DataError("this run mixes tasks (--task-mixture): which texts its samples come from is not told")
 
     def _eod(self, config: Config) -> Optional[int]:
         """The token that ends documents, as preprocessing noted it, or the tokenizer has it."""

@@ -216,7 +216,6 @@ WRONG = {  # kind, words -> what the message says
     ("BERT", BARE): "has no \\[CLS\\], no \\[SEP\\].*--vocab-extra-ids",
     ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
-    ("BERT", f"{WORDS} --pet-pattern {{text}}{{label}} --pet-verbalizer words.json"): "BERT does not score texts",
     ("BERT", f"{WORDS} --pooling middle"): "--pooling",
     ("T5", f"{WORDS} --pooling mean"): "--pooling mean: the head of a T5 sees one of first",
     ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",

@@ -234,6 +234,9 @@ class Bert(LanguageModel):
         x = self.head(rows[places])
         return x if self.overlap else self.gather_input(x, self.tp), labels[places], mask[places]
 
+    def _token_losses(self, x: torch.Tensor, batch) -> torch.Tensor:
+        return super()._token_losses(self.head(x) if self.finds_places else x, batch)
+
     def head_sums(self, x: torch.Tensor, batch) -> Sums:
         """What heads beside the one for words give, from the last hidden states."""
         return {} if self.binary is None else {FOLLOWS: self._follows(x, batch)}

@@ -142,7 +142,8 @@ class T5Facts(GPTFacts):
     def message(self, share: RankSetup) -> tuple[int, ...]:
         """Source, target, and the rows that hold the tables of relative positions."""
         pieces = share.tp if share.sp else 1
-        rows = self.source // pieces + self.target // pieces + self.table_rows(share.tp, share.micro_batch_size)
+        target = -(-self.target // pieces)  # a target of fine-tuning may have fewer tokens than there are ranks
+        rows = self.source // pieces + target + self.table_rows(share.tp, share.micro_batch_size)
         return rows, share.micro_batch_size, self.settings.hidden_size
 
     def table_rows(self, tp: int, micro_batch_size: int) -> int:
