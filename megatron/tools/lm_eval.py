@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
-from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
-from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
+from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.tools.evaluate import on_ranks
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,8 @@ def main(argv: list[str]) -> None:
     )
     options = groups["lm_eval"]
     check(options)
-    choose_waiting()  # before torch is loaded
-    from megatron.guard.endings import guarded
-    from megatron.mpu.initialize import join_job, leave_job
-
-    with guarded(Guard()):
-        parallel = Parallel(tensor_model_parallel_size=options.tensor_model_parallel_size)
-        context = join_job(parallel, Kernels(device=options.device))
-        evaluate(options, groups["tokenizer"], context)
-        leave_job(context)
+    parallel = Parallel(tensor_model_parallel_size=options.tensor_model_parallel_size)
+    on_ranks(parallel, options.device, lambda context: evaluate(options, groups["tokenizer"], context))
 
 
 def check(options: HarnessOptions) -> None:
