@@ -42,8 +42,7 @@ def loss_of(model, kind: str, text: list[int], words: list[int]) -> torch.Tensor
 
 @cache
 def theirs(kind: str, folder):
-    """([{loss, grad_norm} of each step], labels found in the validation set at the end, mean loss of a token there) of a plain
-    loop."""
+    """([{loss, grad_norm} of each step], labels found in the validation set, a token's mean loss there) of a plain loop."""
     model, toy = model_of(kind), Toy(folder)
     if kind == "BERT":
         model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
