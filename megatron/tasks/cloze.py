@@ -2,7 +2,7 @@
 """How each kind of model reads a pattern (pet.py) with words in the place of the label: the arrays of its samples, in which
 `loss_mask` is 1 where a word of the label is to be found.
 
-- A GPT reads the sentence and finds each token behind those before it: the label, or all from the label on.
+- A model that looks back alone reads the sentence and finds tokens behind those before them: the label, or all from it on.
 - A BERT reads [CLS] sentence [SEP] with a [MASK] for each token of the label, and finds them all at once.
 - An encoder-decoder reads the sentence with the first sentinel in the place of the label; its decoder reads [BOS], the
   sentinel and the label, and finds each token of the label behind those before it.

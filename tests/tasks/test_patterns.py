@@ -17,7 +17,7 @@ from tests.training.plain_loop import LENGTH
 from tests.training.test_plain_loop import records
 
 SENTINEL = EOS + 1
-SPOKEN = {"red": [11], "green": [12, 13], "blue": [14, 15, 16]}
+SPOKEN = {"red": [11, 17], "green": [12, 13], "blue": [14, 15, 16]}
 PATTERN = "7 8 {label} 9 {text} 10"
 QUICK = {"BERT": ("tp2 with sequence parallelism",), "T5": ()}
 CASES = [
@@ -42,7 +42,7 @@ def loss_of(model, kind: str, text: list[int], words: list[int]) -> torch.Tensor
 
 @cache
 def theirs(kind: str, folder):
-    """([{loss, grad_norm} of each step], labels found in the validation set at the end) of a plain loop."""
+    """([{loss, grad_norm} of each step], labels found in the validation set, a token's mean loss there) of a plain loop."""
     model, toy = model_of(kind), Toy(folder)
     if kind == "BERT":
         model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
@@ -66,7 +66,8 @@ def theirs(kind: str, folder):
         steps.append({"lm loss": loss.item(), "grad_norm": norm})
     with torch.no_grad():
         scores = [[-loss_of(model, kind, row[0], SPOKEN[label]) for label in LABELS] for row in toy.rows["valid"]]
-    return steps, [LABELS[max(range(len(LABELS)), key=row.__getitem__)] for row in scores]
+    mean = -sum(score.item() for row in scores for score in row) / (len(scores) * sum(map(len, SPOKEN.values())))
+    return steps, [LABELS[max(range(len(LABELS)), key=row.__getitem__)] for row in scores], mean
 
 
 def spoken_file(folder):
@@ -87,11 +88,13 @@ def test_words_in_a_gap_are_hugging_faces(kind, layout, given, tmp_path, run_ran
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line = [*f"{line} --seq-length {LENGTH} --no-best-checkpoint".split(), *spoken_file(tmp_path)]
     run_ranks(world, run, line)
-    steps, labels = theirs(kind, toy.folder)
+    steps, labels, mean = theirs(kind, toy.folder)
     found = records(tmp_path / "run", "step")
     assert [{name: step[name] for name in ("lm loss", "grad_norm")} for step in found] == [
         pytest.approx(step, rel=5e-5) for step in steps
     ]
+    final = next(one for one in records(tmp_path / "run", "eval") if one["final"] and one["split"] == "validation")
+    assert final["lm loss"] == pytest.approx(mean, rel=5e-5)
     told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
     assert [row.split("\t")[1] for row in told] == labels
 
