@@ -341,7 +341,8 @@ def estimate(
     """A row a phase, and facts of the whole. text: bytes of JSON lines."""
     task_memory = recipe.task_memory_gb * 1e9
     workers = cluster.workers(task_memory)
-    _check_same(made_up_plan(recipe, 1e3, 1e3), rates)
+    few = min(text, 256 * recipe.shard_mb * 1e6)
+    _check_same(made_up_plan(recipe, few, few), rates)
     shards = text / 1e6 / recipe.shard_mb
     if shards > MOST_SHARDS:
         raise SettingsError(

@@ -8,6 +8,7 @@ the memory. Equal documents have places, and so keys, of their own.
     count      one task a shard       how many documents it has
     places     one task               the place of the first document of each shard
     scatter    one task a shard       its documents, by ranges of keys: partitions
+               (of very many shards, some each)
     gather     one task a partition   its documents of all shards, sorted by key: one shard of the new order
 
 A task of `scatter` keeps what it has for all partitions in one file of pieces, with an index. A piece is a zstd frame of
@@ -19,6 +20,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from megatron.errors import DataError
 VERSION = 2  # of the order, and of what the files hold
 SHARD_BYTES = 64_000_000  # that a shard is taken to hold
 RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
+MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens files of each of them
 OVERHEAD = 256  # bytes that Python needs for a record beside its line
 PIECES, INDEX = "pieces.zst", "index.bin"
 PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, whose rows are sorted by their partition
@@ -57,8 +60,14 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     """
     partitions = max(shards, fitting_partitions(shards * SHARD_BYTES, memory), 1)
 
+    scatters = min(shards, MOST_SCATTERS)
+    edges = [shards * n // scatters for n in range(scatters + 1)] if shards else [0]
+
+    def split_of_scatter(made: Made) -> list[TaskInputs]:
+        return [[*made["places"], *made["documents"][first:end]] for first, end in pairwise(edges)]
+
     def own_of_scatter(made: Made) -> list[Mapping[str, Any]]:
-        return [dict(shard=n, partitions=partitions, memory=memory) for n in range(len(made["documents"]))]
+        return [dict(shard=first, partitions=partitions, memory=memory) for first in edges[:-1]]
 
     def split_of_gather(made: Made) -> list[TaskInputs]:
         return [[made["scatter"]] for _ in range(partitions)]
@@ -67,11 +76,10 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
         return [dict(partition=n, memory=memory) for n in range(partitions)]
 
     a_shard = lambda made: [[shard] for shard in made["documents"]]
-    with_places = lambda made: [[*made["places"], shard] for shard in made["documents"]]
     return [
         StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
         StagePhase("places", places, lambda made: [[made["count"]]]),
-        StagePhase("scatter", scatter, with_places, own_of_scatter),
+        StagePhase("scatter", scatter, split_of_scatter, own_of_scatter),
         StagePhase("gather", gather, split_of_gather, own_of_gather),
     ]
 
@@ -105,10 +113,11 @@ def places(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Write a shard's documents by ranges of their keys."""
-    folder, shard = inputs
+    """Write the documents of shards that follow one another by ranges of their keys."""
+    folder, *shards = inputs
     first = int(np.load(folder / "places.npy", mmap_mode="r")[options["shard"]])
-    numbered = enumerate(lines(shard, longest_line(options["memory"])), first)
+    most = longest_line(options["memory"])
+    numbered = enumerate(chain.from_iterable(lines(shard, most) for shard in shards), first)
     seed = int(options.get("seed", ShuffleOptions.seed))
     scatter_lines(numbered, output, seed, options["partitions"], options["memory"])
     return {}
@@ -214,15 +223,17 @@ def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
     import zstandard
 
     unpacker = zstandard.ZstdDecompressor()
-    for folder, row in pieces:
+    for folder, rows in groupby(pieces, lambda piece: piece[0]):
         with open(folder / PIECES, "rb") as file:
-            file.seek(row[OFFSET])
-            stored = file.read(row[STORED])
-        try:
-            piece, at = unpacker.decompress(stored, max_output_size=row[SIZE]), 0
-        except zstandard.ZstdError as error:
-            raise DataError(f"{folder / PIECES} is damaged", str(error), "remove it: it is made again") from None
-        while at < len(piece):
-            key, place, length = RECORD.unpack_from(piece, at)
-            at += RECORD.size + length
-            yield key, place, piece[at - length : at]
+            for _, row in rows:
+                file.seek(row[OFFSET])
+                stored = file.read(row[STORED])
+                try:
+                    piece, at = unpacker.decompress(stored, max_output_size=row[SIZE]), 0
+                except zstandard.ZstdError as error:
+                    do = "remove it: it is made again"
+                    raise DataError(f"{folder / PIECES} is damaged", str(error), do) from None
+                while at < len(piece):
+                    key, place, length = RECORD.unpack_from(piece, at)
+                    at += RECORD.size + length
+                    yield key, place, piece[at - length : at]

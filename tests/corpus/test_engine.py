@@ -398,3 +398,36 @@ def test_a_hundred_random_kills(tmp_path, root):
     assert subprocess.run(words, cwd=root).returncode == 0
     assert final_digest(output) == final_digest(tmp_path / "calm") and leftovers(output) == []
     assert driver.check(corpus.plan(output), output).damaged == []
+
+
+def test_a_task_is_another_when_anything_in_a_list_that_it_reads_is(small_corpus, tmp_path):
+    """`match` is called with a list alone: its id follows bytes of every input, and no path."""
+    first = small_corpus.input.read_text()
+    size = len(first) // 3
+    stages = "stages:\n  - exact-duplicates\n"
+
+    def ids(folder: str, text: str) -> dict[str, list[str]]:
+        (tmp_path / folder).mkdir()
+        for number in range(4):
+            (tmp_path / folder / f"{number}.jsonl").write_text(text[size * number : size * (number + 1)] or "{}\n")
+        recipe = replace(small_corpus.recipe(stages=stages), input=[str(tmp_path / folder)])
+        plan = make_plan(recipe, tmp_path / "out")
+        [match] = plan.phases["01-exact-duplicates.match"]
+        assert len(plan.tasks[match].inputs) == 1 < len(plan.inputs_of(plan.tasks[match]))
+        return plan.phases
+
+    one, same, other = ids("a", first), ids("b", first), ids("c", first[:-3] + "x" + first[-2:])
+    assert one == same
+    changed = [phase for phase in one if one[phase] != other[phase]]
+    assert "01-exact-duplicates.match" in changed and "01-exact-duplicates.number" in changed
+    assert 0 < len(set(one["00-shards"]) & set(other["00-shards"])) < len(one["00-shards"])
+
+
+def test_clean_leaves_the_lists_of_the_plan_and_no_others(small_corpus, tmp_path):
+    output = tmp_path / "out"
+    plan = small_corpus.run(output)
+    kept = {path.name for path in (output / "lists").iterdir()}
+    assert len(kept) == len(plan.lists) > 0
+    (output / "lists" / "0123.json").write_text("[]")
+    clean(plan, output)
+    assert {path.name for path in (output / "lists").iterdir()} == kept

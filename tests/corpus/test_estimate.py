@@ -236,6 +236,7 @@ def test_files_bytes_and_opens_are_those_of_the_receipts(run_on_a_sample):
     signed, gathered = by_name["03-near-duplicates.sign"], by_name["04-shuffle.gather"]
     assert by_name["03-near-duplicates.pair"].shuffled == signed.written and signed.shuffled == 0
     assert gathered.shuffled == gathered.read == by_name["04-shuffle.scatter"].written
+    assert gathered.paths == 18 and by_name["03-near-duplicates.pair"].paths == 1 + 18
     indices = (output / TASKS / "04-shuffle.scatter").glob("*/index.bin")
     pieces = sum(path.stat().st_size for path in indices) // 40
     least = 18 * 18 + pieces  # each task opens an index of each shard, and the file of each piece

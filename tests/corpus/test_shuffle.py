@@ -72,6 +72,16 @@ def test_the_same_order_for_any_shards_memory_and_for_shuf(tmp_path, monkeypatch
     assert (tmp_path / "out").read_bytes().split(b"\n")[:-1] == content(one)
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5])
+def test_the_same_order_where_a_task_scatters_several_shards(tmp_path, monkeypatch, most):
+    shards = cut(tmp_path / "a", LINES, [100, 0, 3, 150, 50])
+    monkeypatch.setattr(shuffle, "SHARD_BYTES", 4000)
+    one = content(drive(tmp_path / "one", shards, dict(seed=5), 1 << 14))
+    monkeypatch.setattr(shuffle, "MOST_SCATTERS", most)
+    some = drive(tmp_path / "some", shards, dict(seed=5), 1 << 14)
+    assert content(some) == one and len([*(tmp_path / "some").glob("scatter-*")]) == most
+
+
 def test_every_permutation_is_as_likely():
     """Of 4 lines under 24,000 seeds each of the 24 orders comes about 1,000 times (chi-square, 1 in 10^6)."""
     orders = Counter(tuple(sorted(range(4), key=lambda place: shuffle.key_of(seed, place))) for seed in range(24_000))
