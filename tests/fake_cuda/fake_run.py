@@ -10,6 +10,7 @@ from unittest import mock
 
 import mistakes
 import torch
+import torch._dynamo  # FakeTensorMode imports it: here once, not after each case's fork
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
