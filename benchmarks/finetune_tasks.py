@@ -324,7 +324,8 @@ class Bench:
             for line in file.read_text().splitlines():
                 if line.startswith("{"):
                     sample = json.loads(line)
-                    counts[part].update(id for id, counted in zip(sample["labels"], sample["loss_mask"]) if counted)
+                    counted = sample.get("loss_mask", [1] * len(sample["labels"]))  # all of a T5's targets
+                    counts[part].update(id for id, one in zip(sample["labels"], counted) if one)
         words = 1 + sum(1 for _ in open(folder / "vocab.txt"))
         total = counts["train"].total() + words
         lost = sum(count * -log((counts["train"][id] + 1) / total) for id, count in counts["valid"].items())
