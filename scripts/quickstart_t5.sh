@@ -75,7 +75,7 @@ print(f"  on held-out text: loss {loss:.2f}, as unsure as among {math.exp(loss):
 print(f"  who only knows how often each token comes: {guess:.2f}, {math.exp(guess):.0f} tokens")
 PYTHON
 
-step 5/7 "Gaps that it fills in, in sentences of held-out text, beside the word that stood there"
+step 5/7 "Gaps in sentences of held-out text: what it writes, beside the word that stood there"
 choose_gaps() {
     python - "$RUN" <<'PYTHON'
 import json, random, re, sys
@@ -111,6 +111,8 @@ for prompt, answer in right[:4] + wrong[:4]:
     print(f"  | {prompt.replace('<extra_id_0>', ' ____')} -> {answer}")
 [(common, count)] = collections.Counter(words).most_common(1)
 print(f"  the very word in {len(right) / len(words):.0%} of {len(words)} gaps; {common!r} everywhere: {count / len(words):.0%}")
+if len(right) <= count:
+    print("  so it has not learned yet to look at what stands around a gap: that takes more steps than these")
 PYTHON
 
 step 6/7 "Passages of eight packages, with the package as their label; no passage is in both files"
