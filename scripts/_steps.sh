@@ -41,9 +41,9 @@ make_corpus() { # what comes with Python, as text to train on and a part to try 
         told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
             --output "$RUN/train.jsonl"
 }
-make_vocabulary() {
+make_vocabulary() { # of so many tokens
     is_made "$RUN/vocab.json" ||
-        told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size 8192 --output "$RUN"
+        told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size "${1:-8192}" --output "$RUN"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 others() { # what other programs take from it, in words; nothing on a quiet machine
