@@ -3,7 +3,7 @@
 runs on a sample, and the real agenda with a made-up clock.
 
     rates = rates_of([Path("runs/sample")])
-    rows, facts = estimate(recipe, rates, Cluster(nodes=64), text=10e12, file_bytes=1e9)
+    rows, facts = estimate(recipe, rates, CorpusNodes(nodes=64), text=10e12, file_bytes=1e9)
 
 A phase's work grows with the text, evenly over its tasks, and with the number of paths that each of its tasks reads.
 Nothing is known of what a sample does not show: a corpus with more duplicates, longer documents or another language has
@@ -37,7 +37,7 @@ RECEIPT_FILES = 1  # files of a task beside those that its receipt names
 
 
 @dataclass(frozen=True)
-class Cluster:
+class CorpusNodes:
     """Machines, and the file system that they share. Rates are of all machines together."""
 
     nodes: int = 1
@@ -265,7 +265,7 @@ class _Queue:
 
 
 def simulate(
-    agenda: Agenda, cost: Callable[[CorpusTask], TaskCost], cluster: Cluster, workers: int
+    agenda: Agenda, cost: Callable[[CorpusTask], TaskCost], cluster: CorpusNodes, workers: int
 ) -> tuple[float, dict[str, PhaseTime]]:
     """(seconds until everything is done, times by phase) of an agenda, whose tasks are given out as a run gives them out.
 
@@ -336,7 +336,7 @@ class EstimateFacts:
 
 
 def estimate(
-    recipe: CorpusRecipe, rates: CorpusRates, cluster: Cluster, text: float, file_bytes: float
+    recipe: CorpusRecipe, rates: CorpusRates, cluster: CorpusNodes, text: float, file_bytes: float
 ) -> tuple[list[PhaseRow], EstimateFacts]:
     """A row a phase, and facts of the whole. text: bytes of JSON lines."""
     task_memory = recipe.task_memory_gb * 1e9
@@ -436,7 +436,7 @@ def _document_bytes(plan: CorpusPlan, phase: str) -> int:
 
 
 def what_breaks(
-    rows: Sequence[PhaseRow], facts: EstimateFacts, cluster: Cluster, task_memory: float
+    rows: Sequence[PhaseRow], facts: EstimateFacts, cluster: CorpusNodes, task_memory: float
 ) -> list[tuple[float, str]]:
     """(TB of input, what happens there), the nearest first; shards stay as large as they are."""
     found: list[tuple[float, str]] = []

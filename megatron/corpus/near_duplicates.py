@@ -26,7 +26,7 @@ from megatron.corpus.duplicates import candidates, compare
 from megatron.corpus.duplicates.candidates import load_pairs
 from megatron.corpus.duplicates.shards import (
     Numbering,
-    Pieces,
+    PieceFile,
     Removed,
     copy_without,
     read_piece,
@@ -222,7 +222,7 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
         groups.join(load_pairs(folder / "accepted.npy"))
     sizes = np.zeros(numbering.documents, np.uint32)
     removed = 0
-    with Pieces(output / REMOVED) as lists:  # one file: of a hundred thousand each would wait for the disk
+    with PieceFile(output / REMOVED) as lists:  # one file: of a hundred thousand each would wait for the disk
         for shard in range(shards):
             first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(shard))
             smallest = groups.smallest(first, end).astype(np.int64)

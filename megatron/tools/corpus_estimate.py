@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.corpus.estimate import Cluster, EstimateFacts, PhaseRow, estimate, rates_of
+from megatron.corpus.estimate import CorpusNodes, EstimateFacts, PhaseRow, estimate, rates_of
 from megatron.corpus.recipe import read_recipe
 from megatron.errors import SettingsError
 from megatron.settings.schema import setting
@@ -43,7 +43,7 @@ def tell(recipe_path: str, asked: EstimateOptions) -> None:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
     recipe = read_recipe(recipe_path)
     rates = rates_of([Path(one) for one in asked.rates])
-    cluster = Cluster(
+    cluster = CorpusNodes(
         asked.nodes,
         asked.cores_per_node,
         asked.node_memory_gb * 1e9,

@@ -15,7 +15,7 @@ from megatron.corpus.agenda import Agenda
 from megatron.corpus.commit import read_receipt
 from megatron.corpus.duplicates.candidates import save_pairs
 from megatron.corpus.estimate import (
-    Cluster,
+    CorpusNodes,
     Growth,
     PhaseSample,
     TaskCost,
@@ -31,7 +31,7 @@ from megatron.corpus.recipe import parse_recipe
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.tools import corpus
 
-FREE = Cluster(bandwidth=1e30, opens=1e30, open_seconds=0.0, hand_out_seconds=0.0, link=1e30, stream=1e30)
+FREE = CorpusNodes(bandwidth=1e30, opens=1e30, open_seconds=0.0, hand_out_seconds=0.0, link=1e30, stream=1e30)
 RECIPE = """input: [{input}]
 shard-mb: {shard}
 stages:
@@ -217,7 +217,7 @@ def test_files_bytes_and_opens_are_those_of_the_receipts(run_on_a_sample):
     folder, output = run_on_a_sample
     recipe = parse_recipe((folder / "recipe.yaml").read_text())
     rates = rates_of([output])
-    rows, facts = estimate(recipe, rates, Cluster(nodes=1, cores=2), 216_000, 36_000)
+    rows, facts = estimate(recipe, rates, CorpusNodes(nodes=1, cores=2), 216_000, 36_000)
     assert facts.shards == 18 and facts.documents == pytest.approx(
         sum(len((path).read_text().split("\n")) - 1 for path in (folder / "in").glob("*")), rel=0.05
     )

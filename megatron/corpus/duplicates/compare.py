@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.corpus.duplicates import shingles
 from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
-from megatron.corpus.duplicates.shards import Pieces, blocks_of_lines, encoded, text_of
+from megatron.corpus.duplicates.shards import PieceFile, blocks_of_lines, encoded, text_of
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing
 
 VERIFY = ("signatures", "doubtful", "texts")
@@ -129,7 +129,7 @@ def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: S
     """
     rows = wanted - first
     row, at, size = 0, 0, 0
-    with Pieces(folder / "sets") as sets, Pieces(folder / "heads") as heads:
+    with PieceFile(folder / "sets") as sets, PieceFile(folder / "heads") as heads:
         for lines in blocks_of_lines(shard) if len(rows) else ():
             end = int(np.searchsorted(rows, row + len(lines)))
             texts = [text_of(lines[number - row], text_key) or "" for number in rows[at:end].tolist()]

@@ -145,7 +145,7 @@ class Removed:
         return cls(rows, kept)
 
 
-class Pieces:
+class PieceFile:
     """Writes `<path>.bin`, pieces one behind the other, and `<path>_ends.npy`, where each of them ends."""
 
     def __init__(self, path: Path):
@@ -154,7 +154,7 @@ class Pieces:
     def add(self, data: bytes) -> None:
         self._ends.append(self._ends[-1] + self._file.write(data))
 
-    def __enter__(self) -> "Pieces":
+    def __enter__(self) -> "PieceFile":
         return self
 
     def __exit__(self, *_) -> None:
