@@ -173,9 +173,8 @@ def test_what_is_to_be_installed_exists():
     """`pip install '.[extra]'` in documents and messages: from this folder, for on PyPI `megatron` is another package."""
     listed = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     extras = set(re.findall(r"^(\w+) = \[", listed.partition("\n[")[0], re.M))
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     told = []
-    for path in [*pages, *(ROOT / "megatron").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]:
+    for path in [*PAGES, *(ROOT / "megatron").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]:
         for name, found in re.findall(r"pip install (?:-e )?'([\w.]*)\[([\w,]+)\]'", path.read_text(encoding="utf-8")):
             assert name == "." and set(found.split(",")) <= extras, f"{path}: {name}[{found}]"
             told += found.split(",")
