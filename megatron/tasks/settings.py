@@ -37,7 +37,7 @@ class TaskSettings:
     )
     pooling: Optional[Literal["first", "last", "mean"]] = setting(
         "what the head sees: the state of the first token, of the last one of the text, or the mean over all of its tokens "
-        "(default: last for a GPT, first for a BERT and an encoder-decoder)",
+        "(default: last for what looks back alone, first for others)",
         None,
         on_resume="another model",
     )
