@@ -61,7 +61,7 @@ USAGE = [  # exit code 2
     ("pre", f"{PRE} --sentence-splitter nltkk", "is none of auto, nltk, sentencex; did you mean nltk?"),
     ("dump", f"--model-type T6 {VOC} {DATA} --seq-length 32 --train-samples 4", "'T6' is none of GPT, BERT, T5"),
     ("generate", f"{FILL} --length-penalty nan", "--length-penalty 'nan' is not a finite number"),
-    ("generate", f"{FILL} --pipeline-model-parallel-size 2", "is a setting of pretraining"),
+    ("generate", f"{FILL} --pipeline-model-parallel-size 2", "pipeline 2 = 2 ranks, and this job has 1"),
     ("checkpoint", "to-hf t5", "to-hf takes PATH and OUT; got t5"),
     ("lm_eval", "--load t5", "missing: --tasks"),
     ("tasks", "--task CLUE-C3 --pretrained-checkpoint bert", "its answers are no labels"),

@@ -13,17 +13,16 @@ Several ranks have a whole model each and share the batches; the first one print
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
-from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
+from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.tools.job import on_ranks
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,6 @@ def main(argv: list[str]) -> None:
     settings = groups["evaluate"]
     check(settings)
     on_ranks(Parallel(), settings.device, lambda context: evaluate(settings, groups["tokenizer"], context))
-
-
-def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> None:
-    """Do work(context) on the ranks of this job (`mpu.initialize.RankContext`): they join before it and leave behind it."""
-    choose_waiting()  # before torch is loaded
-    from megatron.guard.endings import guarded
-    from megatron.mpu.initialize import join_job, leave_job
-
-    with guarded(Guard()):
-        context = join_job(parallel, Kernels(device=device))
-        work(context)
-        leave_job(context)
 
 
 def _refuse_other_samples(folder: str, config) -> None:

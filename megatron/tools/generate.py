@@ -19,11 +19,11 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling, Search
-from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
-from megatron.settings.schema import Guard, Kernels, Parallel, TokenizerSettings, setting
+from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.tokenizer.base import SENTINEL
+from megatron.tools.job import on_ranks
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,19 @@ def main(argv: list[str]) -> None:
     piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
     prompts = None if piped else read_prompts(settings)
 
-    choose_waiting()  # before torch is loaded
-    from megatron.guard.endings import guarded
-    from megatron.mpu.collectives import broadcast_object
-    from megatron.mpu.initialize import join_job, leave_job
-
     parallel = Parallel(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pp,
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
-    with guarded(Guard()):
-        context = join_job(parallel, Kernels(device=settings.device))
-        prompts = broadcast_object(prompts, context.mesh.world)
-        write(settings, sampling, search, groups["tokenizer"], prompts, context)
-        leave_job(context)
+
+    def work(context) -> None:
+        from megatron.mpu.collectives import broadcast_object
+
+        texts = broadcast_object(prompts, context.mesh.world)
+        write(settings, sampling, search, groups["tokenizer"], texts, context)
+
+    on_ranks(parallel, settings.device, work)
 
 
 def check(settings: GenerateOptions) -> None:

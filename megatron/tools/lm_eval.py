@@ -20,7 +20,7 @@ from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.tools.evaluate import on_ranks
+from megatron.tools.job import on_ranks
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ PIPELINE = [[0, 4], [1, 5], [2, 6], [3, 7]]
 DATA = [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+@pytest.fixture(autouse=True)
+def no_job():
+    """Whatever tests before these have left in this process."""
+    parallel_state.use_mesh(None)
+
+
 def of(groups, rank):
     return next(group for group in groups if rank in group)
 

@@ -5,6 +5,7 @@ import torch
 from megatron.errors import StorageError
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.scaler import LossScaler
 from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
@@ -12,6 +13,7 @@ from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Parallel
 from megatron.training.build import recorder_of
+from megatron.training.state import State
 
 
 class Stage(torch.nn.Module):
@@ -80,8 +82,8 @@ def test_what_will_not_be_written_is_told_at_the_start(tmp_path):
     def started(path, done):
         line = f"--num-layers 4 --hidden-size 8 --num-attention-heads 1 --train-iters 4 --pipeline-timeline {path}"
         config, said = parse_pretrain([*line.split(), "--micro-batch-size", "1"]), []
-        context = RankContext(Mesh(), torch.device("cpu"))
-        assert recorder_of(config, context, Pipeline.of(Parallel(), 4), done, said.append)
+        context, state = RankContext(Mesh(), torch.device("cpu")), State(LossScaler(), done, done)
+        assert recorder_of(config, context, Pipeline.of(Parallel(), 4), state, said.append)
         return said
 
     assert started(tmp_path / "step.json", done=1) == []

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools on several ranks: they join, work and leave together, and a rank that is lost does not keep the others waiting."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.mpu.cpu_threads import choose_waiting
+from megatron.settings.schema import Guard, Kernels, Parallel
+
+
+def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> None:
+    """Do work(context) on the ranks of this job (`mpu.initialize.RankContext`). Imports torch."""
+    choose_waiting()  # before torch is loaded
+    from megatron.guard.endings import guarded
+    from megatron.mpu import parallel_state
+    from megatron.mpu.initialize import join_job, leave_job
+
+    with guarded(Guard()):
+        context = join_job(parallel, Kernels(device=device))
+        try:
+            work(context)
+            leave_job(context)
+        finally:  # who has failed leaves alone
+            parallel_state.use_mesh(None)
