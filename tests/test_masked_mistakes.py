@@ -61,12 +61,12 @@ USAGE = [  # exit code 2
     ("pre", f"{PRE} --sentence-splitter nltkk", "is none of auto, nltk, sentencex; did you mean nltk?"),
     ("dump", f"--model-type T6 {VOC} {DATA} --seq-length 32 --train-samples 4", "'T6' is none of GPT, BERT, T5"),
     ("generate", f"{FILL} --length-penalty nan", "--length-penalty 'nan' is not a finite number"),
-    ("generate", f"{FILL} --pipeline-model-parallel-size 2", "pipeline 2 = 2 ranks, and this job has 1"),
     ("checkpoint", "to-hf t5", "to-hf takes PATH and OUT; got t5"),
     ("lm_eval", "--load t5", "missing: --tasks"),
     ("tasks", "--task CLUE-C3 --pretrained-checkpoint bert", "its answers are no labels"),
 ]
 SETTINGS = [  # exit code 3
+    ("generate", f"{FILL} --pipeline-model-parallel-size 2", "pipeline 2 = 2 ranks, and this job has 1"),
     ("t5", f"{RUN} {MOCK}", "--encoder-num-layers is missing: how many layers the encoder has"),
     ("t5", f"--encoder-num-layers 2 --decoder-num-layers 0 {RUN} {MOCK}", "has layers of both kinds|pretrain_bert.py"),
     ("t5", f"{T5} --num-layers 3", "--num-layers 3 and --encoder-num-layers 2 are two numbers of encoder layers"),
