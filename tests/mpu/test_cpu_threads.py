@@ -144,7 +144,7 @@ def test_busy_cores_are_those_of_this_process_affinity(tmp_path, monkeypatch):
     assert cpu_threads.busy_cores(seconds=0.0) == 0.0
 
 
-@pytest.mark.parametrize("name", ["pretrain", "evaluate", "generate"])
+@pytest.mark.parametrize("name", ["pretrain", "job"])
 def test_commands_choose_before_torch_is_loaded(name, root):
     """In the source: the call stands before the first import that brings torch along."""
     tree = ast.parse((root / f"megatron/tools/{name}.py").read_text(encoding="utf-8"))
