@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.corpus.documents import SHARD, ShardWriter, decode, read_documents, read_lines
+from megatron.corpus.figures import text_bytes
 from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, options_of
 from megatron.data.contamination import NgramIndex
 from megatron.data.preprocess_screen import Cutting, Screen, Screening
@@ -90,11 +91,11 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
             notes = {row["line"]: row for row in screening.found}
             ngrams += [found for found, _ in screening.ngrams.values()]
             for number, document in enumerate(documents):
-                left, size = _pieces(document, screening.parts.get(number)), _size(document)
+                left, size = _pieces(document, screening.parts.get(number)), text_bytes(document["text"])
                 counts["documents_in"] += 1
                 counts["bytes_in"] += size
                 counts["documents"] += len(left)
-                counts["bytes"] += sum(map(_size, left))
+                counts["bytes"] += sum(text_bytes(one["text"]) for one in left)
                 for one in left:
                     write.write(one)
                 if not left:
@@ -152,10 +153,6 @@ def _note(row: int, document: Document, found: Mapping[str, Any]) -> dict[str, A
     known = {key: document[key] for key in ("id", "url") if key in document}
     told = dict(ngrams=found["ngrams"], sets=", ".join(found["sets"]), first=found["first"], pieces=found["pieces"])
     return dict(row=row, reason=REASON, **told, **known)
-
-
-def _size(document: Document) -> int:
-    return len(document["text"].encode("utf-8", "surrogatepass"))
 
 
 def _blocks(shard: Path) -> Iterator[list[Document]]:

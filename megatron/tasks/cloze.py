@@ -21,32 +21,19 @@ from megatron.data.masked_dataset import special_tokens
 from megatron.data.requests import Scored, sample_of
 from megatron.errors import DataError
 from megatron.model.bert.settings import own_settings as bert_settings
+from megatron.model.recipe import named_recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.settings.schema import Config
-from megatron.tasks.texts import TOKENS
+from megatron.tasks.texts import TOKENS, SampleReader
 
 Parts = Sequence[tuple[str, list[int]]]  # ("text", ids), ("label", ids), ("", ids of words between them) ...
 Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cloze:
-    """length: tokens that a sample has room for."""
-
-    length: int
-
-    @classmethod
-    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "Cloze":
-        """That of a run. Without a tokenizer, for samples that are made up, special tokens are. Raises SettingsError for a
-        vocabulary that lacks them.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
-        """What a sample consists of."""
-        raise NotImplementedError
+class Cloze(SampleReader):
+    """Sentences with words in the place of the label."""
 
     def read(self, pattern, example, label: str, encode, reserve: int) -> Arrays:
         """The sample of a sentence with a label. pattern: `pet.Pattern`; reserve: tokens that any label may have."""
@@ -150,15 +137,7 @@ class T5Cloze(Cloze):
 
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
-        length, target = config.model.seq_length, T5Facts.of(config, vocab_size).target
-        return {
-            "text_enc": SampleArray(length, below=vocab_size),
-            "text_dec": SampleArray(target, below=vocab_size),
-            LABELS: SampleArray(target, below=vocab_size),
-            LOSS_MASK: SampleArray(target, mask=True),
-            "enc_mask": SampleArray(length, below=2),
-            "dec_mask": SampleArray(target, below=2),
-        }
+        return named_recipe("T5").arrays(config, vocab_size)
 
     def read(self, pattern, example, label: str, encode, reserve: int) -> Arrays:
         return self._named(pattern.parts(example, label, encode, self.length, reserve))

@@ -24,13 +24,13 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class TextReader:
-    """length: tokens of a sample, those of the text and the special ones."""
+class SampleReader:
+    """Makes samples of texts for a kind of model. length: tokens of a sample, those of the text and the special ones."""
 
     length: int
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "TextReader":
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "SampleReader":
         """That of a run. Without a tokenizer, for samples that are made up, special tokens are. Raises SettingsError for a
         vocabulary that lacks them.
         """
@@ -38,8 +38,13 @@ class TextReader:
 
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
-        """What it makes of a text. The first array is the one with the tokens."""
+        """What a sample consists of. The first array is the one with the tokens."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TextReader(SampleReader):
+    """Texts, and pairs of them."""
 
     def room(self, pair: bool) -> int:
         """Tokens that a text may have, or both texts of a pair together."""
