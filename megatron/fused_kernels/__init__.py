@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import activations, attention, matmul, norms, reference
+from megatron.fused_kernels import activations, attention, matmul, norms, reference, unordered
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -266,7 +266,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "block-full",
-            attention.block_full,
+            unordered.block_full,
             "attention without order, of one sequence or over another: on CPUs as block-causal is; covers dropout, caps, "
             "and samples of several lengths in one row",
             lambda case: (

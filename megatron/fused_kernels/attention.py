@@ -50,43 +50,10 @@ def block_causal(
     return attended.masked_fill(blind, 0.0)
 
 
-def block_full(
-    query,
-    key,
-    value,
-    *,
-    scale: float,
-    causal: bool,
-    allowed=None,
-    documents=None,
-    dropout=None,
-    softcap=None,
-    bias=None,
-    padding=None,
-    **_,
-) -> torch.Tensor:
-    """Explicit attention without order: blocks of queries, each against all keys, which may be another sequence's; or
-    against those of its own document, where the one sequence that b is then consists of the samples of a micro-batch.
-    """
-    assert not causal, "every query looks at all keys"
-    s, _, _, q, _ = query.shape
-    if documents is None:
-        blocks = [QueryBlock(start, stop, 0, len(key), False) for start, stop in causal_blocks(s, q)]
-    else:
-        blocks = _blocks_of_samples(documents, q)
-    visible = blind = None
-    if allowed is not None:
-        visible, blind = visible_keys(allowed, causal)
-    more = (dropout, scale, softcap, None, bias, padding, True)
-    attended = _BlockAttention.apply(query, key, value, visible, None, blocks, *more)
-    return attended if blind is None else attended.masked_fill(blind, 0.0)
-
-
 class QueryBlock(NamedTuple):
     """Queries from start to stop, and the keys from first to end that any of them sees.
 
     apart: some of these keys are of documents before that of one of the queries
-    origin: the query and the key that bias begins with
     """
 
     start: int
@@ -94,17 +61,6 @@ class QueryBlock(NamedTuple):
     first: int
     end: int
     apart: bool
-    origin: int = 0
-
-
-def _blocks_of_samples(documents: Documents, q: int) -> list[QueryBlock]:
-    """Blocks of queries of each sample against all of its keys."""
-    found, [samples], first = [], documents.parts, 0
-    for sample in samples:
-        end = first + sample.keys
-        found += [QueryBlock(first + a, first + o, first, end, False, first) for a, o in causal_blocks(sample.keys, q)]
-        first = end
-    return found
 
 
 def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -> list[QueryBlock]:
@@ -129,26 +85,12 @@ class _BlockAttention(torch.autograd.Function):
     """Operands are first copied to [b g, s (q), d]: batched products of contiguous matrices are 1.4 x as fast.
 
     Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows. A block sees a slice
-    of the keys: from the first one in the window and in the document of its first query to its own last one; without
-    order (`full`) all of them, or all of its sample.
+    of the keys: from the first one in the window and in the document of its first query to its own last one.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        query,
-        key,
-        value,
-        visible,
-        starts,
-        blocks,
-        dropout,
-        scale,
-        softcap,
-        window,
-        bias=None,
-        padding=None,
-        full=False,
+        ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window, bias=None, padding=None
     ):
         (s, b, g, q, d), t = query.shape, key.shape[0]
         past = t - s  # keys before the first query
@@ -156,33 +98,31 @@ class _BlockAttention(torch.autograd.Function):
         keys, values = (x.reshape(t, b * g, d).transpose(0, 1).contiguous() for x in (key, value))
         attended = torch.empty_like(rows)
         weights, masks = [], []  # of each block: [b g, block q, keys]
-        for start, stop, first, end, apart, origin in blocks:
-            block = _scores(rows[:, start * q : stop * q], keys[:, first:end], scale)
+        for start, stop, first, end, apart in blocks:
+            block = scaled_scores(rows[:, start * q : stop * q], keys[:, first:end], scale)
             if softcap is not None:
                 block = block.div_(softcap).tanh_().mul_(softcap)
             if visible is not None:
-                block.view(b, g, -1, q, end - first).add_(_bias(visible[:, start:stop, first:end], block))
+                block.view(b, g, -1, q, end - first).add_(mask_bias(visible[:, start:stop, first:end], block))
             elif apart:
                 seen = _in_document(starts[:, start:stop], past + start, first, window)
-                block.view(b, g, -1, q, end - first).add_(_bias(seen, block))
+                block.view(b, g, -1, q, end - first).add_(mask_bias(seen, block))
             elif window is not None:
                 block += _window_bias(stop - start, end - first, window, q, block)
-            elif not full:
+            else:
                 block[:, :, past + start - first :] += _causal_bias(stop - start, q, block)
             if bias is not None:
-                own = bias[:, start - origin : stop - origin, first - origin : end - origin]
-                block.view(b, g, -1, q, end - first).add_(_by_position(own, q))
-            if padding is not None and not _all_tokens(padding[:, first:end]):
-                block.view(b, -1, end - first).add_(_padding_bias(padding[:, first:end], block))
+                block.view(b, g, -1, q, end - first).add_(by_position(bias[:, start:stop, first:end], q))
+            if padding is not None:
+                mask_padding(block, padding[:, first:end])
             weights.append(torch.softmax(block, -1))
             if dropout is not None:
-                masks.append(_mask(dropout, query.shape, slice(start, stop), slice(first, end)))
+                masks.append(kept_weights(dropout, query.shape, slice(start, stop), slice(first, end)))
             dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
             attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:end])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
         ctx.softcap, ctx.blocks, ctx.bias_shape = softcap, blocks, None if bias is None else bias.shape
-        ctx.packed = full and blocks[-1].first > 0  # several samples in one row
         if dropout is not None:  # of the weights, here applied to what they add up to
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
@@ -194,9 +134,8 @@ class _BlockAttention(torch.autograd.Function):
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
-        # Where the last block touches every key, or every key of its sample, it comes first, and so writes where the others
-        # add.
-        empty = torch.empty_like if blocks[-1].first == 0 or ctx.packed else torch.zeros_like
+        # Where the last block touches every key, it comes first, and so writes where the others add.
+        empty = torch.empty_like if blocks[-1].first == 0 else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
         d_bias = rows.new_zeros(ctx.bias_shape, dtype=torch.float32) if ctx.needs_input_grad[10] else None
         for block, weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
@@ -207,25 +146,23 @@ class _BlockAttention(torch.autograd.Function):
                 d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
             d_scores = torch._softmax_backward_data(d_scores, weight, -1, weight.dtype)
             if d_bias is not None:
-                queries, found = (slice(at - block.origin, to - block.origin) for at, to in (block[:2], block[2:4]))
-                own = d_bias[:, queries, found].unflatten(0, (g, q)).transpose(1, 2)  # [g, n, q, keys]
-                _add_samples(own, d_scores.view(b, g, -1, q, block.end - block.first))
+                own = by_position(d_bias[:, block.start : block.stop, seen], q)
+                add_samples(own, d_scores.view(b, g, -1, q, block.end - block.first))
             if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
-                tanh = _scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
+                tanh = scaled_scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
                 d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
             d_rows[:, mine] = torch.bmm(d_scores, keys[:, seen])
             for total, left, right in ((d_keys, d_scores, rows), (d_values, dropped, gradient)):
                 part = torch.bmm(left.transpose(1, 2), right[:, mine])
-                last = block.stop == (block.end if ctx.packed else s)
-                total[:, seen] = part if last else part.add_(total[:, seen])
+                total[:, seen] = part if block.stop == s else part.add_(total[:, seen])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
         d_key, d_value = (x.view(b, g, t, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
         d_bias = None if d_bias is None else d_bias.to(rows.dtype)
-        return d_query, d_key, d_value, *[None] * 7, d_bias, None, None
+        return d_query, d_key, d_value, *[None] * 7, d_bias, None
 
 
-def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def scaled_scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """rows [b g, n, d] and keys [b g, t, d] -> scale x their products [b g, n, t]."""
     return torch.baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
 
@@ -255,34 +192,39 @@ def _in_document(starts: torch.Tensor, place: int, first: int, window: Optional[
     return (keys >= after.unsqueeze(-1)) & (keys <= queries)
 
 
-def _bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def mask_bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[b, n, t] bool -> [b, 1, n, 1, t]: 0 where visible, else -inf."""
     b, n, t = visible.shape
     return like.new_zeros(b, 1, n, 1, t).masked_fill_(~visible.view(b, 1, n, 1, t), float("-inf"))
 
 
-def _by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
+def by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
     """[g q, n, t] -> [g, n, q, t], the order in which a block has its rows."""
     return bias.unflatten(0, (-1, q)).transpose(1, 2)
 
 
-def _add_samples(total: torch.Tensor, x: torch.Tensor) -> None:
+def add_samples(total: torch.Tensor, x: torch.Tensor) -> None:
     """total [...] fp32 += the sum of x [b, ...]. On a CPU one by one, which takes a third of the time of torch's sum."""
     for sample in x if x.device.type == "cpu" else (x.sum(0),):
         total.add_(sample)
 
 
-def _padding_bias(padding: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[b, t] bool -> [b, 1, t]: 0 where the key is a token, else -inf."""
-    return like.new_zeros(len(padding), 1, padding.shape[1]).masked_fill_(~padding.unsqueeze(1), float("-inf"))
+def mask_padding(scores: torch.Tensor, padding: torch.Tensor) -> None:
+    """Scores [b g, n, t] of keys that are no tokens become -inf. padding: [b, t] bool, which keys are. Where the host may
+    look, keys before the first such one are not touched.
+    """
+    b, t = padding.shape
+    first = 0
+    if padding.device.type == "cpu" and not torch.compiler.is_compiling():
+        found = padding.all(0)
+        first = t if found.all() else int(found.int().argmin())
+    if first < t:
+        padding = padding[:, first:].unsqueeze(1)
+        mask = scores.new_zeros(padding.shape).masked_fill_(~padding, float("-inf"))  # [b, 1, t - first]
+        scores.view(b, -1, t)[:, :, first:].add_(mask)
 
 
-def _all_tokens(padding: torch.Tensor) -> bool:
-    """Whether all of [b, t] are tokens, as far as the host knows."""
-    return padding.device.type == "cpu" and not torch.compiler.is_compiling() and bool(padding.all())
-
-
-def _mask(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:
+def kept_weights(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:
     """Which weights [b g, n q, keys] of these n positions stay, bool, for these keys."""
     _, b, g, q, _ = shape
     words = dropout.words.unflatten(1, (g, q))[:, :, :, queries, keys].transpose(2, 3)  # [b, g, n, q, keys]

@@ -7,6 +7,8 @@ CHUNK_BYTES = dict(cpu=8 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in 
 JOINED = 256  # keys of neighbouring documents that a kernel looks at together, under a mask: a call for each costs more
 BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
 
+UNORDERED_ROWS = 512  # of queries in a block of attention without order
+
 
 class LossChunks(NamedTuple):
     """Tokens of a chunk, whose logits exist in fp32 at a time, and of a block, whose gradients wait for their products."""

@@ -8,7 +8,7 @@ Legend as in test_attention.py.
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, attention, choose_kernel
+from megatron.fused_kernels import TABLE, Case, choose_kernel, unordered
 from megatron.fused_kernels.dropout import DropoutMask
 from tests.fused_kernels.test_attention import FACTOR, SCALE, THRESHOLD, B, assert_near, operands
 
@@ -77,4 +77,4 @@ def test_which_kernel_looks_both_ways():
     assert choose_kernel("attention", Case(**case | dict(keys=10000))).name == "sdpa (CPU)"
     inputs = operands(8, 8, 1, 1, 4, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="every query looks at all keys"):
-        attention.block_full(*inputs, scale=SCALE, causal=True)
+        unordered.block_full(*inputs, scale=SCALE, causal=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, Case, choose_kernel, reference
+from megatron.fused_kernels import TABLE, Case, choose_kernel, reference, unordered
 from megatron.model import packed_rows
 from megatron.model.packed_rows import PackedRows
 from megatron.model.recipe import parse_any, recipe_of
@@ -72,11 +72,13 @@ def gradients(model, batches) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kernel", ["block-full", "reference"])
+@pytest.mark.parametrize("kernel", ["block-full", "blocks of 48 rows", "reference"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
     if kernel == "reference":
         monkeypatch.setitem(TABLE, "attention", TABLE["attention"][-1:])
+    if kernel == "blocks of 48 rows":
+        monkeypatch.setattr(unordered, "UNORDERED_ROWS", 48)
     config = resolve(parse_any(f"{SHARED} {CASES[case]}".split()), 1)
     model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").train()
     generator = torch.Generator().manual_seed(2)
@@ -84,10 +86,14 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
     arrays = arrays_of(case.split()[0])
-    rows = []
+    rows, looked_at = [], []
     model.blocks["0"].mlp.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:2]))
+    if "T5" in case:
+        cross = model.blocks["2"].cross.kv
+        cross.register_forward_hook(lambda module, inputs, output: looked_at.append(output.shape[:2]))
     loss, found = gradients(model, [batch_of(arrays)])
     assert rows == [(200 + 128 + 64 + 64, 1)]
+    assert "T5" not in case or looked_at == rows
     wanted_loss, wanted = gradients(model, [one_sample(arrays, sample) for sample in range(B)])
     assert all(shape[1] == 1 and shape[0] == length for shape, length in zip(rows[1:], LENGTHS, strict=True))
     assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
