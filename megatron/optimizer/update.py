@@ -88,12 +88,14 @@ class UpdateRule:
     gate:  whether the updates of this step are made
     gated: this rule looks at `gate`. One that does not is asked for updates that are made, and no others: on a GPU the
            host then waits in each step until it knows
+    scale: of one that `scales`: what it multiplies gradients by where it reads them, a number or an fp32 scalar; others
+           get gradients that are multiplied
     """
 
-    gated = False
+    gated = scales = False
 
     def __init__(self, settings: Optimizer):
-        self.settings, self.gate = settings, Gate()
+        self.settings, self.gate, self.scale = settings, Gate(), 1.0
         self.state = tuple(dict.fromkeys(name for matrix in (False, True) for name in state_of(settings, matrix)))
 
     def state_of(self, group: Group) -> tuple[str, ...]:
@@ -128,14 +130,19 @@ class UpdateRule:
 class AdamW(UpdateRule):
     """arXiv:1711.05101, fused."""
 
-    gated = True
+    gated = scales = True
 
     def update(self, weights, gradients, states, step, lr, decay):
-        s = self.settings
+        s, divisor = self.settings, None
+        if isinstance(self.scale, torch.Tensor):
+            divisor = self.scale.reciprocal()
+        elif self.scale != 1.0 and weights:
+            divisor = torch.full((), self.scale, device=weights[0].device).reciprocal_()
         steps = [torch.full((), float(step), device=weight.device) for weight in weights]
         betas = dict(beta1=s.adam_beta1, beta2=s.adam_beta2, eps=s.adam_eps)
         common = dict(fused=True, amsgrad=False, maximize=False, lr=lr, weight_decay=decay)
-        adamw(weights, gradients, *states, [], steps, **common, **betas, found_inf=self.gate.found_inf)
+        common |= dict(found_inf=self.gate.found_inf, grad_scale=divisor)
+        adamw(weights, gradients, *states, [], steps, **common, **betas)
 
 
 class SGD(UpdateRule):
@@ -170,6 +177,8 @@ class Lion(UpdateRule):
 
 class Muon(AdamW):
     """Matrices of linear layers move along their orthogonalised momentum (`muon.py`); all other weights have AdamW."""
+
+    scales = False  # momentum is taken before the update
 
     def __init__(self, settings: Optimizer):
         super().__init__(settings)

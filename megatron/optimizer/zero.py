@@ -323,7 +323,9 @@ class DistributedOptimizer:
         """
         rates, self.rule.gate = Rates(lr, weight_decay, decoupled_lr), Gate(skip)
         with phase("scale"):
-            if isinstance(scale, torch.Tensor) or scale != 1.0:
+            if self.rule.scales:
+                self.rule.scale = scale
+            elif isinstance(scale, torch.Tensor) or scale != 1.0:
                 self.reduced.mul_(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
         with (
