@@ -154,9 +154,10 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     """Losses [n] and log sum exp of each token's logits [n]; with `wanted` also what gives the gradients of their masked
     sum (with z-losses) to hidden [n, h], weight [v/tp, h] and bias [v/tp], each with the factor that it is multiplied by.
 
-    Two levels: the logits of `chunk` rows stay in the cache while they turn into gradients; the gradients of a `block`
-    of chunks wait in memory, in the format of the weights, for their products with weight and hidden, so that most
-    micro-batches need one large product and no sum over blocks. Then the weight's is not made before it is asked for.
+    Two levels: the logits of a `block` of rows are made by one product, which their gradients, written over them in the
+    format of the weights, wait for in turn, so that most micro-batches need one large product of each kind and no sum over
+    blocks. Then the weight's is not made before it is asked for. Of these, `chunk` rows at a time stay in the cache in fp32
+    while they turn into gradients.
     """
     n, product = hidden.shape[0], matmul(hidden)
     if n != labels.shape[0]:
@@ -169,35 +170,30 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
     softmax_loss = choose_kernel("cross_entropy", Case(hidden.device.type, hidden.dtype, unfused=unfused)).run
     chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
-    if not wanted:
-        for rows in _slices(0, n, chunk):
-            losses[rows], log_sums[rows] = softmax_loss(product(hidden[rows], weight, bias), labels[rows], part, join)
-        return losses, log_sums, None
     half = hidden.dtype == torch.float16
     up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
-    hidden_gradient, total, of_bias = torch.empty_like(hidden), None, None
     scale = mask
     if half:
         scale = torch.full_like(losses, up) if mask is None else mask * up
-    waiting = torch.empty((min(n, block), len(weight)), dtype=hidden.dtype, device=hidden.device)
+    hidden_gradient, total, of_bias = torch.empty_like(hidden) if wanted else None, None, None
     for whole in _slices(0, n, block):
+        inputs = hidden[whole]
+        logits = product(inputs, weight, bias)
         for rows in _slices(whole.start, whole.stop, chunk):
-            losses[rows], log_sums[rows] = softmax_loss(
-                product(hidden[rows], weight, bias),
-                labels[rows],
-                part,
-                join,
-                None if scale is None else scale[rows],
-                waiting[rows.start - whole.start : rows.stop - whole.start],
-            )
-        gradient, inputs = waiting[: whole.stop - whole.start], hidden[whole]
+            own = logits[rows.start - whole.start : rows.stop - whole.start]
+            gradient = (None if scale is None else scale[rows], own) if wanted else ()
+            losses[rows], log_sums[rows] = softmax_loss(own, labels[rows], part, join, *gradient)
+        if not wanted:
+            continue
         if bias is not None:
-            own = gradient.sum(0, dtype=torch.float32)
+            own = logits.sum(0, dtype=torch.float32)
             of_bias = own if of_bias is None else of_bias.add_(own)
-        hidden_gradient[whole] = product(gradient, weight.t())
-        give = partial(_weight_gradient, product, gradient, inputs, down)
+        hidden_gradient[whole] = product(logits, weight.t())
+        give = partial(_weight_gradient, product, logits, inputs, down)
         if n > block:  # blocks are summed in fp32: in bf16 each addition would round away what the next one brings
             total = give() if total is None else total.float().add_(give())
+    if not wanted:
+        return losses, log_sums, None
     if total is not None:
         total = total.to(weight.dtype)
         give = lambda: total

@@ -3,15 +3,15 @@
 
 from typing import NamedTuple, Optional
 
-CHUNK_BYTES = dict(cpu=8 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in a CPU's cache; enough rows to fill a GPU
+CHUNK_BYTES = dict(cpu=4 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in a CPU's cache; enough rows to fill a GPU
 JOINED = 256  # keys of neighbouring documents that a kernel looks at together, under a mask: a call for each costs more
-BLOCK_BYTES = 128 << 20  # of the gradients of logits that wait for their product with the hidden states
+BLOCK_BYTES = 128 << 20  # of logits by one product, and of their gradients, which wait for the next one
 
 UNORDERED_ROWS = 512  # of queries in a block of attention without order
 
 
 class LossChunks(NamedTuple):
-    """Tokens of a chunk, whose logits exist in fp32 at a time, and of a block, whose gradients wait for their products."""
+    """Tokens of a chunk, whose logits exist in fp32 at a time, and of a block, whose logits are made by one product."""
 
     chunk: int
     block: int
@@ -24,7 +24,7 @@ class LossChunks(NamedTuple):
         >>> LossChunks.of(50304, 2, "cuda")
         LossChunks(chunk=2668, block=2668)
         """
-        chunk = chunk or max(128, CHUNK_BYTES[device] // (4 * rows))
+        chunk = chunk or max(16, CHUNK_BYTES[device] // (4 * rows))
         return cls(chunk, max(chunk, BLOCK_BYTES // (element * rows) // chunk * chunk))
 
 

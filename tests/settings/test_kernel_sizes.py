@@ -12,6 +12,6 @@ from megatron.settings.kernel_sizes import BLOCK_BYTES, CHUNK_BYTES, LossChunks
 def test_chunks_and_blocks_fill_their_bytes(rows, element, device):
     chunk, block = LossChunks.of(rows, element, device)
     assert block % chunk == 0
-    assert chunk == 128 or CHUNK_BYTES[device] - 4 * rows < 4 * rows * chunk <= CHUNK_BYTES[device]
+    assert chunk == 16 or CHUNK_BYTES[device] - 4 * rows < 4 * rows * chunk <= CHUNK_BYTES[device]
     one_more = (block + chunk) * rows * element  # of the gradients' bytes
     assert one_more > BLOCK_BYTES and (block == chunk or block * rows * element <= BLOCK_BYTES)
