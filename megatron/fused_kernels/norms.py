@@ -49,7 +49,8 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
         inverse = mean_square.add_(epsilon).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight).to(x.dtype)
+        # Not `x * inverse`: a product of two formats takes longer than the conversion and a product of one.
+        return x.to(torch.float32, copy=True).mul_(inverse).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
