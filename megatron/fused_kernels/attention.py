@@ -204,7 +204,7 @@ def by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
 
 
 def add_samples(total: torch.Tensor, x: torch.Tensor) -> None:
-    """total [...] fp32 += the sum of x [b, ...]. On a CPU one by one, which takes a third of the time of torch's sum."""
+    """total [...] += the sum of x [b, ...]. On a CPU one by one, which takes a third of the time of torch's sum."""
     for sample in x if x.device.type == "cpu" else (x.sum(0),):
         total.add_(sample)
 

@@ -130,7 +130,8 @@ class _UnorderedAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         saved, q, gradient = iter(ctx.saved_tensors), ctx.shape[3], gradient.view(ctx.shape)
         d_query, d_key, d_value = (gradient.new_empty(shape) for shape in (ctx.shape, *[ctx.key_shape] * 2))
-        d_bias = gradient.new_zeros(ctx.bias_shape, dtype=torch.float32) if ctx.needs_input_grad[8] else None
+        # In the format of what it adds up: adding bf16 to fp32 converts each time, and layers are summed in bf16 anyway.
+        d_bias = gradient.new_zeros(ctx.bias_shape) if ctx.needs_input_grad[8] else None
         for samples, holders, seen, queries, first in ctx.parts:
             keys, values = next(saved), next(saved)
             d_keys = d_values = None
@@ -154,7 +155,6 @@ class _UnorderedAttention(torch.autograd.Function):
                 d_values = _plus(d_values, torch.bmm(dropped.transpose(1, 2), above))
             _put(d_key[seen, holders].unsqueeze(3), d_keys, ctx.scale)
             _put(d_value[seen, holders].unsqueeze(3), d_values)
-        d_bias = None if d_bias is None else d_bias.to(gradient.dtype)
         return d_query, d_key, d_value, *[None] * 5, d_bias, None
 
 
