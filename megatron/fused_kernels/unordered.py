@@ -23,6 +23,8 @@ from megatron.fused_kernels.dropout import numbers
 from megatron.fused_kernels.reference import visible_keys
 from megatron.settings.kernel_sizes import UNORDERED_ROWS
 
+FEW_SAMPLES = 16  # may sum a gradient of bias in bf16: that of 64 has four times the error of one rounding
+
 
 def block_full(
     query,
@@ -130,8 +132,10 @@ class _UnorderedAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         saved, q, gradient = iter(ctx.saved_tensors), ctx.shape[3], gradient.view(ctx.shape)
         d_query, d_key, d_value = (gradient.new_empty(shape) for shape in (ctx.shape, *[ctx.key_shape] * 2))
-        # In the format of what it adds up: adding bf16 to fp32 converts each time, and layers are summed in bf16 anyway.
-        d_bias = gradient.new_zeros(ctx.bias_shape) if ctx.needs_input_grad[8] else None
+        # Of few samples in the format of what it adds up: adding bf16 to fp32 converts each time.
+        few = sum(part.samples.stop - part.samples.start for part in ctx.parts) <= FEW_SAMPLES
+        exact = gradient.dtype if few else torch.float32
+        d_bias = gradient.new_zeros(ctx.bias_shape, dtype=exact) if ctx.needs_input_grad[8] else None
         for samples, holders, seen, queries, first in ctx.parts:
             keys, values = next(saved), next(saved)
             d_keys = d_values = None
@@ -155,6 +159,7 @@ class _UnorderedAttention(torch.autograd.Function):
                 d_values = _plus(d_values, torch.bmm(dropped.transpose(1, 2), above))
             _put(d_key[seen, holders].unsqueeze(3), d_keys, ctx.scale)
             _put(d_value[seen, holders].unsqueeze(3), d_values)
+        d_bias = None if d_bias is None else d_bias.to(gradient.dtype)
         return d_query, d_key, d_value, *[None] * 5, d_bias, None
 
 

@@ -70,6 +70,23 @@ def test_padding_and_bias(order, dropped):
             assert {"reference"} <= names and (s == 1 or len(names) >= 2), (names, case)
 
 
+def test_many_samples_of_bf16_add_to_a_bias():
+    """Its gradient is not lost among the samples before."""
+    b, s, g, d = 300, 16, 2, 16
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(s, b, g, *q, d, generator=generator).bfloat16() for q in ((1,), (), ())]
+    bias, upstream = torch.randn(g, s, s, generator=generator).bfloat16(), torch.randn(s, b, g * d, generator=generator)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        given, own = [x.to(dtype) for x in inputs], bias.to(dtype).requires_grad_()
+        if dtype == torch.bfloat16:
+            value = unordered.block_full(*given, scale=SCALE, causal=False, bias=own)
+        else:
+            value = formula(*given, own, torch.ones(b, s, s, dtype=torch.bool), None)
+        found += torch.autograd.grad(value, own, upstream.bfloat16().to(dtype))
+    assert (found[0] - found[1]).norm() < 6e-3 * found[1].norm()
+
+
 def test_which_kernel_looks_both_ways():
     case = dict(device="cpu", dtype=torch.bfloat16, queries=512, keys=512)
     assert choose_kernel("attention", Case(**case)).name == "block-full"
