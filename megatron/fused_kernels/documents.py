@@ -83,15 +83,9 @@ class Documents:
         """[b, s, t] bool: the key is in the query's document, or after the query. Of kernels that know masks alone."""
         return torch.arange(t, device=self.starts.device) >= self.starts.unsqueeze(-1)
 
-    def together(self, b: int, s: int) -> torch.Tensor:
-        """[b, s, t] bool: query and key are of the same sample, where samples are the documents of one row of t keys. The
-        queries are that row, too, or s of each of b samples.
-        """
-        if (b, s) == self.starts.shape:
-            return self.starts.unsqueeze(-1) == self.starts.unsqueeze(-2)
-        owners = (self.places() == 0).cumsum(1) - 1  # [1, t]
-        numbers = torch.arange(b, device=owners.device).unsqueeze(1)
-        return (owners == numbers).unsqueeze(1).expand(b, s, -1)
+    def together(self) -> torch.Tensor:
+        """[b, t, t] bool: both are of the same document. Of whole sequences, without order."""
+        return self.starts.unsqueeze(-1) == self.starts.unsqueeze(-2)
 
     def places(self) -> torch.Tensor:
         """[b, t] int64: the place of each token in its document."""

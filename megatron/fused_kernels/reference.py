@@ -37,9 +37,8 @@ def attention(
                sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
     allowed:   [b, s, t] bool, which pairs may see each other besides; a query that then sees no key gets zeros, and
                gives no gradient
-    documents: a query sees keys of its own document alone, here by a mask of all pairs. Without causal order these are the
-               samples of a micro-batch, whose keys lie in one row: there b is 1, and 1 or the number of samples for
-               queries. bias is then [g q, places, places] within one of them
+    documents: a query sees keys of its own document alone, here by a mask of all pairs. Without causal order b is 1, these
+               are the samples of a micro-batch, and bias is [g q, places, places] within one of them
     dropout:   which weights stay, [b, g q, s, t]
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     softcap:   scores become softcap x tanh(score / softcap)
@@ -49,7 +48,6 @@ def attention(
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
-    key, value = (x.expand(t, b, g, d) for x in (key, value))
     rows = query.permute(1, 2, 3, 0, 4).reshape(b * g, q * s, d)  # the queries of a group share its keys
     keys, values = (x.reshape(t, b * g, d).transpose(0, 1) for x in (key, value))  # [b g, t, d]
     scores = torch.bmm(rows * (scale / score_divisor), keys.transpose(1, 2)).view(b, g * q, s, t)
@@ -67,7 +65,7 @@ def attention(
         scores = scores.masked_fill(~padding[:, None, None, :], float("-inf"))
     blind = None
     if documents is not None:
-        allowed = documents.together(b, s) if packed else documents.allowed(t)
+        allowed = documents.together() if packed else documents.allowed(t)
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
         scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))

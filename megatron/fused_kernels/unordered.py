@@ -52,13 +52,12 @@ def block_full(
 
 
 class QueryGroup(NamedTuple):
-    """Some samples, where along b and along t their keys are, and blocks of places of the queries that look at these.
+    """Some samples, the places of their keys, and blocks of places of the queries that look at these.
 
     first: the place of the samples' first query, where bias begins
     """
 
     samples: slice
-    holders: slice
     keys: slice
     queries: list[slice]
     first: int = 0
@@ -67,15 +66,11 @@ class QueryGroup(NamedTuple):
 def _groups(query: torch.Tensor, key: torch.Tensor, documents: Documents | None) -> list[QueryGroup]:
     s, b, _, q, _ = query.shape
     if documents is None:
-        return [QueryGroup(slice(0, b), slice(0, b), slice(0, len(key)), _blocks(0, s, q))]
+        return [QueryGroup(slice(0, b), slice(0, len(key)), _blocks(0, s, q))]
     found, first = [], 0
-    for number, sample in enumerate(documents.parts[0]):
+    for sample in documents.parts[0]:
         end = first + sample.keys
-        places = slice(0, 1), slice(first, end)
-        if key.shape[:2] == query.shape[:2]:
-            found.append(QueryGroup(slice(0, 1), *places, _blocks(first, end, q), first))
-        else:
-            found.append(QueryGroup(slice(number, number + 1), *places, _blocks(0, s, q)))
+        found.append(QueryGroup(slice(0, 1), slice(first, end), _blocks(first, end, q), first))
         first = end
     return found
 
@@ -93,8 +88,8 @@ class _UnorderedAttention(torch.autograd.Function):
         s, b, g, q, d = query.shape
         attended = query.new_empty(query.shape)
         saved = []  # of each part keys and values [c g, t, d]; of its blocks rows [c g, n q, d] and weights [c g, n q, t]
-        for samples, holders, seen, queries, first in parts:
-            keys, values = (_heads_first(x[seen, holders]) for x in (key, value))
+        for samples, seen, queries, first in parts:
+            keys, values = (_heads_first(x[seen, samples]) for x in (key, value))
             saved += [keys, values]
             c, t = samples.stop - samples.start, keys.shape[1]
             for mine in queries:
@@ -112,7 +107,7 @@ class _UnorderedAttention(torch.autograd.Function):
                 if visible is not None:
                     block.view(*shape, t).add_(mask_bias(visible[samples, mine, seen], block))
                 if padding is not None:
-                    mask_padding(block, padding[holders, seen])
+                    mask_padding(block, padding[samples, seen])
                 weights = torch.softmax(block, -1)
                 saved += [rows, weights]
                 if dropout is not None:
@@ -136,7 +131,7 @@ class _UnorderedAttention(torch.autograd.Function):
         few = sum(part.samples.stop - part.samples.start for part in ctx.parts) <= FEW_SAMPLES
         exact = gradient.dtype if few else torch.float32
         d_bias = gradient.new_zeros(ctx.bias_shape, dtype=exact) if ctx.needs_input_grad[8] else None
-        for samples, holders, seen, queries, first in ctx.parts:
+        for samples, seen, queries, first in ctx.parts:
             keys, values = next(saved), next(saved)
             d_keys = d_values = None
             for mine in queries:
@@ -157,8 +152,8 @@ class _UnorderedAttention(torch.autograd.Function):
                 _put(d_query[mine, samples], torch.bmm(d_scores, keys), ctx.scale)
                 d_keys = _plus(d_keys, torch.bmm(d_scores.transpose(1, 2), rows))
                 d_values = _plus(d_values, torch.bmm(dropped.transpose(1, 2), above))
-            _put(d_key[seen, holders].unsqueeze(3), d_keys, ctx.scale)
-            _put(d_value[seen, holders].unsqueeze(3), d_values)
+            _put(d_key[seen, samples].unsqueeze(3), d_keys, ctx.scale)
+            _put(d_value[seen, samples].unsqueeze(3), d_values)
         d_bias = None if d_bias is None else d_bias.to(gradient.dtype)
         return d_query, d_key, d_value, *[None] * 5, d_bias, None
 

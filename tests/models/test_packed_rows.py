@@ -86,14 +86,10 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
     arrays = arrays_of(case.split()[0])
-    rows, looked_at = [], []
+    rows = []
     model.blocks["0"].mlp.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:2]))
-    if "T5" in case:
-        cross = model.blocks["2"].cross.kv
-        cross.register_forward_hook(lambda module, inputs, output: looked_at.append(output.shape[:2]))
     loss, found = gradients(model, [batch_of(arrays)])
     assert rows == [(200 + 128 + 64 + 64, 1)]
-    assert "T5" not in case or looked_at == rows
     wanted_loss, wanted = gradients(model, [one_sample(arrays, sample) for sample in range(B)])
     assert all(shape[1] == 1 and shape[0] == length for shape, length in zip(rows[1:], LENGTHS, strict=True))
     assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss

@@ -11,7 +11,7 @@ Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-valu
 of a head, tp ranks that divide the groups. Under sequence parallelism a rank has s/tp and t/tp rows between layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
@@ -49,7 +49,7 @@ class Halves(NamedTuple):
 class T5Context:
     """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source.
 
-    rows: of the source that the encoder's layers compute, and the decoder's look at; None: all
+    rows: of the source that the encoder's layers compute; None: all
     """
 
     encoder: ForwardContext
@@ -339,15 +339,16 @@ class T5(LanguageModel):
         return halves
 
     def _some_layers(self, layers, source: torch.Tensor, target: torch.Tensor, context: T5Context) -> Halves:
-        encoder, rows = [n for n in layers if self.facts.layer_kind(n) != DECODER], context.rows
+        encoder = [n for n in layers if self.facts.layer_kind(n) != DECODER]
+        rows, own = context.rows if encoder else None, context.encoder
         if rows is not None:
-            source, own, cross = rows.pack(source), rows.context(context.encoder), rows.context(context.cross)
-            context = replace(context, encoder=own, cross=cross)
+            source, own = rows.pack(source), rows.context(own)
         for n in encoder:
-            source = self.blocks[str(n)](source, context.encoder)
+            source = self.blocks[str(n)](source, own)
+        source = source if rows is None else rows.unpack(source)
         for n in layers[len(encoder) :]:
             target = self.blocks[str(n)](target, source, context)
-        return Halves(source if rows is None else rows.unpack(source), target)
+        return Halves(source, target)
 
     # ---- inference ---------------------------------------------------------------------------------------------------
 
