@@ -177,3 +177,14 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
         found.append((hidden.grad, weight.grad))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_gradient_of_a_bias_is_of_all_blocks(monkeypatch):
+    monkeypatch.setattr(kernel_sizes, "BLOCK_BYTES", 1)
+    hidden, weight, labels, _ = problem(torch.float32)
+    bias = torch.randn(len(weight), generator=torch.Generator().manual_seed(4)).requires_grad_()
+    loss, _ = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, chunk=10, bias=bias)
+    logits = hidden @ weight.t() + bias
+    want = torch.nn.functional.cross_entropy(logits[:, :V], labels, reduction="sum")
+    [found], [wanted] = (torch.autograd.grad(x, bias) for x in (loss, want))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
