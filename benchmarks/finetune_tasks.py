@@ -56,7 +56,9 @@ from megatron.settings.schema import setting  # noqa: E402
 LENGTH = 64  # tokens of a sample of pretraining
 VOCABULARY = 16_000  # tokens of each language
 ENGLISH_WORDS = "--kind word-piece"
-CHINESE_WORDS = "--kind unigram --max-piece-length 4 --character-coverage 0.999"  # pieces that are words, as n-grams are
+CHINESE_WORDS = (
+    "--kind unigram --max-piece-length 4 --character-coverage 0.999"  # pieces that are words, as n-grams are
+)
 HELD_OUT = 400  # texts of each source that pretraining does not read
 PROBED = (4, 16)  # steps of two short runs, which tell what a step costs
 CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
@@ -132,10 +134,10 @@ PRETRAINING = (
 )
 TUNING = (
     "--lr-decay-style linear --min-lr 0 --lr-warmup-fraction 0.1 --weight-decay 0.05 --adam-eps 1e-6 --micro-batch-size 32 "
-    "--hidden-dropout 0.3 --attention-dropout 0.1 --log-interval 100"
+    "--hidden-dropout 0.3 --attention-dropout 0.1 --word-dropout 0.2 --log-interval 100"
 )
 OF_TASK = {  # tokens of an example, rate and epochs
-    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 4",
+    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 5",
     "reviews": "--seq-length 128 --lr 5e-4 --train-epochs 3",
     "rotten": "--seq-length 64 --lr 3e-4 --train-epochs 4",
     "bbc": "--seq-length 512 --lr 5e-4 --train-epochs 8",
