@@ -143,8 +143,8 @@ OF_TASK = {  # tokens of an example, rate and epochs
     "bbc": "--seq-length 512 --lr 5e-4 --train-epochs 8",
 }
 FEW = {  # of the pattern and of the head beside it
-    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --attention-dropout 0",
-    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --attention-dropout 0",
+    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --attention-dropout 0 --word-dropout 0",
+    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --attention-dropout 0 --word-dropout 0",
 }
 
 
