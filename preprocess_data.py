@@ -117,6 +117,9 @@ def check(settings: PreprocessOptions) -> PreprocessOptions:
     if settings.on_contamination != "count" and not settings.contamination:
         raise SettingsError(f"--on-contamination {settings.on_contamination} needs --contamination INDEX")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
+    for name in ("lang", "keep_newlines", "sentence_splitter"):
+        if getattr(settings, name) != getattr(PreprocessOptions, name) and not settings.split_sentences:
+            print(f"warning: --{name.replace('_', '-')} has no effect without --split-sentences")
     if settings.dataset_impl != "mmap":
         print(f"--dataset-impl {settings.dataset_impl}: files are written in the mmap format, which is the only one")
     return replace(settings, json_keys=keys)

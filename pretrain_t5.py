@@ -18,6 +18,7 @@ from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
 from megatron.pipeline.encoder_decoder import settled
+from megatron.settings.effects import Needs
 from megatron.tools.pretrain import start
 
 
@@ -36,7 +37,7 @@ def recipe() -> Recipe:
         groups={GROUP: T5Settings, MASKED: MaskedSettings},
         defaults=dict(num_layers=0),
         rules=(*RULES, *MASKED_RULES),
-        idle=IDLE,
+        idle={**IDLE, "mask_strategy": Needs("pretrain_bert.py: a T5 reads a sentinel", lambda s: False)},
         settled=settled,
         arrays=arrays,
         collate=collate,

@@ -54,6 +54,11 @@ from megatron.settings.parse import parse  # noqa: E402
 from megatron.settings.schema import setting  # noqa: E402
 
 LENGTH = 64  # tokens of a sample of pretraining
+VOCABULARY = 16_000  # tokens of each language
+ENGLISH_WORDS = "--kind word-piece"
+CHINESE_WORDS = (
+    "--kind unigram --max-piece-length 4 --character-coverage 0.999"  # pieces that are words, as n-grams are
+)
 HELD_OUT = 400  # texts of each source that pretraining does not read
 PROBED = (4, 16)  # steps of two short runs, which tell what a step costs
 CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
@@ -129,17 +134,17 @@ PRETRAINING = (
 )
 TUNING = (
     "--lr-decay-style linear --min-lr 0 --lr-warmup-fraction 0.1 --weight-decay 0.05 --adam-eps 1e-6 --micro-batch-size 32 "
-    "--hidden-dropout 0.3 --attention-dropout 0.1 --log-interval 100"
+    "--hidden-dropout 0.3 --attention-dropout 0.1 --word-dropout 0.2 --log-interval 100"
 )
 OF_TASK = {  # tokens of an example, rate and epochs
-    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 4",
+    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 5",
     "reviews": "--seq-length 128 --lr 5e-4 --train-epochs 3",
     "rotten": "--seq-length 64 --lr 3e-4 --train-epochs 4",
-    "bbc": "--seq-length 256 --lr 5e-4 --train-epochs 6",
+    "bbc": "--seq-length 512 --lr 5e-4 --train-epochs 8",
 }
 FEW = {  # of the pattern and of the head beside it
-    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --attention-dropout 0",
-    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --attention-dropout 0",
+    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --attention-dropout 0 --word-dropout 0",
+    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --attention-dropout 0 --word-dropout 0",
 }
 
 
@@ -275,7 +280,8 @@ class Bench:
         return draw.sample(texts, len(texts))
 
     def write_tokens(self, folder: Path, parts: list[str]) -> None:
-        vocabulary = ["--kind", "word-piece", "--vocab-size", 9000, "--max-megabytes", 16, "--output", folder]
+        kind = CHINESE_WORDS if folder.name == _language(True) else ENGLISH_WORDS
+        vocabulary = [*kind.split(), "--vocab-size", VOCABULARY, "--max-megabytes", 64, "--output", folder]
         train = folder / "train.jsonl"
         run("-m", "megatron.tools.train_tokenizer", "--input", train, *vocabulary, log=folder / "vocabulary.log")
         for part in parts:
@@ -326,8 +332,7 @@ class Bench:
                     sample = json.loads(line)
                     counted = sample.get("loss_mask", [1] * len(sample["labels"]))  # all of a T5's targets
                     counts[part].update(id for id, one in zip(sample["labels"], counted) if one)
-        words = 1 + sum(1 for _ in open(folder / "vocab.txt"))
-        total = counts["train"].total() + words
+        total = counts["train"].total() + VOCABULARY
         lost = sum(count * -log((counts["train"][id] + 1) / total) for id, count in counts["valid"].items())
         return lost / counts["valid"].total()
 
@@ -350,7 +355,7 @@ def passages(texts: list[str], chinese: bool) -> list[str]:
 
 def packed(texts: list[str], chinese: bool, draw: random.Random) -> list[str]:
     """Texts in a drawn order, as many beside each other as have room in a sample, and long ones in pieces."""
-    most = LENGTH - 4 if chinese else int(0.72 * LENGTH)  # characters, or words and signs
+    most = int((1.1 if chinese else 0.72) * LENGTH)  # characters, or words and signs
     samples: list[str] = []
     kept: list[str] = []
     for text in draw.sample(texts, len(texts)):
@@ -369,6 +374,9 @@ def write_lines(path: Path, records) -> None:
 
 
 def words_of(folder: Path) -> list:
+    """The flags of a language's vocabulary."""
+    if folder.name == _language(True):
+        return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder / "tokenizer.model"]
     return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", folder / "vocab.txt"]
 
 

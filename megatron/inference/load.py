@@ -95,7 +95,10 @@ def load_model(
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
-    """Raise SettingsError where the tensor parallel size does not divide what it has to."""
+    """Raise SettingsError where the tensor parallel size does not divide what it has to. The batches of training are not
+    asked: ranks and their number are others.
+    """
+    config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1))
     if mesh.tp.size > 1 and (found := violations(config, mesh.world_size, rules)[0]):
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.mpu import collectives
+from megatron.inference.stages import summed
 from megatron.mpu.mesh import Axis
 
 ALONE = Axis("alone", (0,))  # one process
@@ -80,9 +80,9 @@ def score(
     progress: Callable[[int, int], None] = lambda done, total: None,
     part: Optional[np.ndarray] = None,
 ) -> Score:
-    """Score a text of token ids [n]. Every rank of `axis` has the whole model and the whole text, and returns all of it.
-    `progress` hears (predicted so far, all) after every batch of this rank. part: bool [n], tokens to be scored once more
-    by themselves, with all others as their context.
+    """Score a text of token ids [n]. Every rank of `axis` has the whole text and the model, or its part of it, and returns
+    all. `progress` hears (predicted so far, all) after every batch of this rank. part: bool [n], tokens to be scored once
+    more by themselves, with all others as their context.
     """
     device = next(model.parameters()).device
     todo = list(windows(len(tokens), length, stride))
@@ -92,14 +92,15 @@ def score(
         some = todo[at : at + batch_size]
         inputs, labels, counted = window_batch(tokens, some)
         batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(some)))
-        losses = model.token_losses(None, batch).double()  # [s, b]
-        sums[0, at // batch_size] = (losses * counted.to(device)).sum().item()
-        if part is not None:
+        losses = model.token_losses(None, batch)  # [s, b]; None where a pipeline ends on another rank
+        if losses is not None:
+            sums[0, at // batch_size] = (losses.double() * counted.to(device)).sum().item()
+        if losses is not None and part is not None:
             own = counted * torch.from_numpy(of_windows(part, some, len(counted)))
-            sums[1, at // batch_size] = (losses * own.to(device)).sum().item()
+            sums[1, at // batch_size] = (losses.double() * own.to(device)).sum().item()
         reached = min(len(todo), at + (axis.size - axis.rank) * batch_size)  # once the other ranks are as far
         progress(predicted[reached], predicted[-1])
-    sums = collectives.all_reduce(sums.to(device), axis)  # the others' are 0 here
+    sums = summed(sums.to(device), model, axis)  # the others' are 0 here
     all_of_it, of_part = (math.fsum(row) for row in sums.tolist())
     return Score(
         all_of_it, predicted[-1], Score(of_part, int(part[1:].sum())) if part is not None and part[1:].any() else None

@@ -120,7 +120,9 @@ class Stages(nn.Module):
 
 
 class DecoderStages(Stages):
-    """Of a model that continues texts: `logits` as that of the whole one, which the last rank of the pipeline has alone."""
+    """Of a model that continues texts: `logits` and `token_losses` as those of the whole one, which the last rank of the
+    pipeline has alone.
+    """
 
     passes = ("cached_pass",)
 
@@ -131,6 +133,11 @@ class DecoderStages(Stages):
         if cache is not None:
             cache.length += len(tokens)
         return scores
+
+    def token_losses(self, x: None, batch) -> Optional[torch.Tensor]:
+        shape = (*batch.tokens.shape, self.facts.settings.hidden_size)
+        run = lambda stage, x: stage.token_losses(x, batch)
+        return self.through(range(len(self.pipeline.stages)), shape, run)
 
 
 class T5Stages(Stages):
@@ -182,6 +189,14 @@ class T5Stages(Stages):
         own = next(self.parameters())
         x = torch.empty(shape, dtype=own.dtype, device=own.device) if found is None else found.contiguous()
         return collectives.broadcast(x, self.pp, source)
+
+
+def summed(values: torch.Tensor, model: nn.Module, axis: Axis) -> torch.Tensor:
+    """The sum over the ranks of `axis`, each of which has found something for other samples; on all ranks, also where the
+    last stage of a model alone finds something and the others have 0.
+    """
+    values, pp = collectives.all_reduce(values, axis), getattr(model, "pp", None)
+    return values if pp is None else collectives.all_reduce(values, pp)
 
 
 def of_last_stage(

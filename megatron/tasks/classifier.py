@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.data.loader import named_batch
 from megatron.mpu import mappings
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
+from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
 from megatron.tasks.samples import ABOVE, BELOW
-from megatron.tasks.texts import LENGTHS
+from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
 
@@ -63,10 +65,21 @@ def text_mask(batch) -> torch.Tensor:
     return (places < batch.arrays[LENGTHS]).float()
 
 
+def with_hidden_words(batch, dropout: Dropout):
+    """The micro-batch whose words are hidden as `dropout` says: its first array has the ids that HIDDEN has there."""
+    if dropout.idle:
+        return batch
+    (name, ids), *others = batch.arrays.items()
+    seen = dropout.keep(ids.shape, batch.samples, ids.device).mask()
+    arrays = {name: torch.where(seen, ids, batch.arrays[HIDDEN]), **dict(others)}
+    return named_batch(arrays, batch.samples, batch.hash)
+
+
 @cache
-def classifier_of(trunk: type, pooling: str) -> type:
+def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
     """The class of a trunk's models with a head in the place of the output layer. pooling: what the head sees, the state of
-    the "first" token, of the "last" one of the text, or the "mean" of all its tokens.
+    the "first" token, of the "last" one of the text, or the "mean" of all its tokens. word_dropout: share of the words of a
+    text that are hidden in training.
     """
 
     class Classifier(trunk):
@@ -74,6 +87,7 @@ def classifier_of(trunk: type, pooling: str) -> type:
 
         def __init__(self, *model, **keywords):
             super().__init__(*model, **keywords)
+            self.word_dropout = Dropout(word_dropout, "words", -1, self.seed, cp=self.cp)
             if self.last:
                 [weights] = [unit.weights for unit in self.units if unit.name == HEAD]
                 self.head = Head(weights, **self.factory_kwargs)
@@ -82,6 +96,7 @@ def classifier_of(trunk: type, pooling: str) -> type:
             """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
             label}).
             """
+            batch = with_hidden_words(batch, self.word_dropout)
             with self.region():
                 x, sums = self.trunk(x, batch)
                 if not self.last:

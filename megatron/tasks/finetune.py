@@ -83,6 +83,17 @@ TASK_RULES = (
         lambda s: f"--pooling {own(s).pooling} is of a head, and --pet-pattern has none; leave one of the two out",
     ),
     Rule(
+        lambda s: not 0 <= own(s).word_dropout < 1,
+        lambda s: f"--word-dropout {own(s).word_dropout} must be at least 0 and less than 1",
+    ),
+    Rule(
+        lambda s: own(s).word_dropout and own(s).pet_pattern,
+        lambda s: (
+            f"--word-dropout {own(s).word_dropout} hides words from a head, and --pet-pattern has none; leave one of "
+            "the two out"
+        ),
+    ),
+    Rule(
         lambda s: (
             own(s).pooling
             and own(s).backbone in BACKBONES
@@ -136,7 +147,8 @@ def build_model(config, mesh, vocab_size, **stage):
     backbone = find_backbone(task_settings(config).backbone)
     kind = backbone.module_class()
     if task_settings(config).pet_pattern is None:
-        kind = classifier_of(kind, task_settings(config).pooling or backbone.pooled)
+        settings = task_settings(config)
+        kind = classifier_of(kind, settings.pooling or backbone.pooled, settings.word_dropout)
     return kind.of(config, mesh, facts(config, vocab_size), **stage)
 
 
@@ -175,8 +187,9 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
         return pet_datasets(settings, found, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
     reader = backbone.reader_class().of(config, tokenizer, vocab_size)
+    hidden = reader.hidden_word(tokenizer) if settings.word_dropout > 0 else None
     made = [
-        examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train")
+        examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train", hidden=hidden)
         for split, examples in found.items()
     ]
     if made[0] and (cut := longest_cut(made[0])):
@@ -203,8 +216,10 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
 
     task = open_task(task_settings(config)).task
     reader = find_backbone(task_settings(config).backbone).reader_class().of(config, None, vocab_size)
+    hidden = reader.hidden_word(None) if task_settings(config).word_dropout > 0 else None
     return tuple(
-        MockTaskSamples(size, task, reader, *common, split) if size else None for split, size in enumerate(sizes)
+        MockTaskSamples(size, task, reader, *common, split, hidden=hidden) if size else None
+        for split, size in enumerate(sizes)
     )
 
 
@@ -217,7 +232,7 @@ def arrays(config, vocab_size):
 
     settings = task_settings(config)
     text = find_backbone(settings.backbone).reader_class().arrays(config, vocab_size)
-    return sample_arrays(open_task(settings).task, text)
+    return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0)
 
 
 def tell(log, opened, split: str, examples) -> None:

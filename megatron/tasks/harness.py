@@ -2,7 +2,7 @@
 """A model for lm-evaluation-harness (`pip install lm_eval`): log-likelihoods, rolling ones, and greedy texts.
 
 All ranks of a job run the same evaluation: those of `mesh.dp` take turns at the batches, those of `mesh.tp` have a part of
-each matrix, and then all of them hold all answers.
+each matrix, those of `mesh.pp` some of the layers, and then all of them hold all answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,11 +75,12 @@ class HarnessModel(TemplateLM):
         self,
         items: Sequence[Any],
         size: Callable[[Any], int],
-        work: Callable[[list], list],
+        work: Callable[[list], Optional[list]],
         together: Callable[[Any], Any] = lambda item: None,
     ) -> list:
         """work(batch) -> results, over all items in the order of their size; each data parallel rank does its share of the
-        batches, and all get all results, in the order of `items`. together: what items of a batch have in common.
+        batches, and all get all results, in the order of `items`. together: what items of a batch have in common. work may
+        return None where another rank returns the results.
         """
         order = sorted(range(len(items)), key=lambda place: (str(together(items[place])), -size(items[place]), place))
         batches: list[list[int]] = []
@@ -90,20 +91,26 @@ class HarnessModel(TemplateLM):
             batches[-1].append(place)
         dp, found = self.context.mesh.dp, {}
         for own in batches[dp.rank :: dp.size]:
-            found |= dict(zip(own, work([items[place] for place in own]), strict=True))
+            results = work([items[place] for place in own])
+            found |= {} if results is None else dict(zip(own, results, strict=True))
         whole = {place: one for part in self.context.all_gather_object(found) for place, one in part.items()}
         return [whole[place] for place in range(len(items))]
 
     @torch.no_grad()
-    def score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """`_loglikelihood_tokens` of a batch. Texts are filled up behind their end, which nothing before it sees."""
+    def score(self, pairs: list[tuple[list[int], list[int]]]) -> Optional[list[tuple[float, bool]]]:
+        """`_loglikelihood_tokens` of a batch; None where a pipeline ends on another rank. Texts are filled up behind their
+        end, which nothing before it sees.
+        """
         texts = [(before + after)[-self.max_length - 1 :] for before, after in pairs]
         s, device = max(map(len, texts)) - 1, next(self.model.parameters()).device
         tokens, wanted = torch.zeros((s, len(texts)), dtype=torch.int64), torch.zeros((s, len(texts)), dtype=torch.bool)
         for row, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
             tokens[: len(text) - 1, row] = torch.tensor(text[:-1])
             wanted[len(text) - 1 - len(after) : len(text) - 1, row] = True
-        logits = self.model.logits(tokens.to(device), wanted=wanted.to(device)).log_softmax(-1)  # [k, v]
+        scores = self.model.logits(tokens.to(device), wanted=wanted.to(device))  # [k, v]
+        if scores is None:
+            return None
+        logits = scores.log_softmax(-1)
         rows = wanted.nonzero()[:, 1].to(device)  # of which text each is
         found = []
         for row, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
@@ -117,7 +124,8 @@ class HarnessModel(TemplateLM):
         most = min(_room(asked[0][1]), self.max_length - 1)
         prompts = [(self.tok_encode(text) or [self.eot_token_id])[-(self.max_length - most) :] for text, _ in asked]
         sampling = Sampling(tokens_to_generate=most, greedy=True)
-        texts = generate(self.model, prompts, sampling, longest=self.max_length, end=self.eot_token_id)
+        options = dict(longest=self.max_length, end=self.eot_token_id, pp=self.context.mesh.pp)
+        texts = generate(self.model, prompts, sampling, **options)
         return [
             cut(self.words.decode(text), options.get("until")) for text, (_, options) in zip(texts, asked, strict=True)
         ]

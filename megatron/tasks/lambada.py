@@ -16,7 +16,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.scoring import ALONE
-from megatron.mpu import collectives
+from megatron.inference.stages import summed
 from megatron.mpu.mesh import Axis
 
 
@@ -100,11 +100,11 @@ def find_correct(
         part = order[at : at + batch_size]
         correct[part] = _correct(model, [examples[number] for number in part]).long()
         progress(min(len(examples), at + (axis.size - axis.rank) * batch_size), len(examples))
-    return collectives.all_reduce(correct, axis).bool().cpu().numpy()
+    return summed(correct, model, axis).bool().cpu().numpy()
 
 
 def _correct(model, part: list[Example]) -> torch.Tensor:
-    """Whether the model gets each of these right, bool."""
+    """Whether the model gets each of these right, bool; no where a pipeline ends on another rank."""
     width = max(len(example.tokens) for example in part) - 1
     rows = [example.tokens + [0] * (width + 1 - len(example.tokens)) for example in part]  # padded at the end
     tokens = torch.tensor(rows, device=next(model.parameters()).device).t()  # [s + 1, b]
@@ -112,6 +112,9 @@ def _correct(model, part: list[Example]) -> torch.Tensor:
     lasts = torch.tensor([len(example.tokens) - 1 for example in part])  # [b]
     answers = torch.tensor([example.answer for example in part])
     wanted = ((places >= lasts - answers) & (places < lasts)).to(tokens.device)  # [s, b]
-    misses = model.logits(tokens[:-1], wanted=wanted).argmax(dim=-1) != tokens[1:][wanted]
+    scores = model.logits(tokens[:-1], wanted=wanted)
+    if scores is None:
+        return torch.zeros(len(part), dtype=torch.bool)
+    misses = scores.argmax(dim=-1) != tokens[1:][wanted]
     columns = wanted.nonzero()[:, 1]
     return torch.zeros(len(part), device=tokens.device).index_add_(0, columns, misses.float()) == 0

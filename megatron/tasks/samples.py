@@ -9,15 +9,17 @@ import numpy as np
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.texts import TextReader
+from megatron.tasks.texts import HIDDEN, Ids, TextReader
 
 ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
 
 
-def sample_arrays(task: Task, text: dict[str, SampleArray]) -> dict[str, SampleArray]:
-    """What a sample of a task consists of. text: what the model reads. Its loss mask is one number: 1 where the label is
-    known.
+def sample_arrays(task: Task, text: dict[str, SampleArray], hides: bool = False) -> dict[str, SampleArray]:
+    """What a sample of a task consists of. text: what the model reads; hides: whether words of it may be hidden. Its loss
+    mask is one number: 1 where the label is known.
     """
+    if hides:
+        text = {**text, HIDDEN: next(iter(text.values()))}
     numbers = {ABOVE: SampleArray(0, mask=True), BELOW: SampleArray(0, mask=True)} if task.regression else {}
     return {**text, LABELS: SampleArray(0, below=task.outputs), LOSS_MASK: SampleArray(0, mask=True), **numbers}
 
@@ -26,7 +28,7 @@ def sample_arrays(task: Task, text: dict[str, SampleArray]) -> dict[str, SampleA
 class TaskSamples:
     """Samples of a split, in the order of its files, as dicts of `sample_arrays`; each a pure function of its place.
 
-    whole: an evaluation goes over all of them.
+    whole: an evaluation goes over all of them. hidden: the token that hides words, where some are hidden.
     """
 
     examples: Examples
@@ -34,13 +36,15 @@ class TaskSamples:
     tokenizer: Any
     reader: TextReader
     whole: bool = False
+    hidden: Optional[int] = None
 
     def __len__(self) -> int:
         return len(self.examples.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples.rows[index]
-        return {**read(example, self.tokenizer, self.reader), **wanted(self.task, example.label)}
+        texts = ids_of(example, self.tokenizer, self.reader)
+        return {**self.reader.read_hidden(*texts, self.hidden), **wanted(self.task, example.label)}
 
 
 def wanted(task: Task, label: Optional[float]) -> dict[str, Any]:
@@ -62,6 +66,7 @@ class MockTaskSamples:
     seed: int
     split: int
     whole: bool = False
+    hidden: Optional[int] = None
 
     def __len__(self) -> int:
         return self.size
@@ -69,17 +74,22 @@ class MockTaskSamples:
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = np.random.default_rng((self.seed, self.split, index))
         text = draw.integers(self.vocab_size, size=draw.integers(1, self.reader.room(False) + 1)).tolist()
-        return {**self.reader.read(text, None), **wanted(self.task, text[0] % max(self.task.outputs, 2))}
+        return {
+            **self.reader.read_hidden(text, None, self.hidden),
+            **wanted(self.task, text[0] % max(self.task.outputs, 2)),
+        }
 
 
-def read(example: TaskExample, tokenizer, reader: TextReader) -> dict[str, Any]:
-    """What the model reads of an example. What is too long loses its end; of two texts the longer one first."""
+def ids_of(example: TaskExample, tokenizer, reader: TextReader) -> tuple[Ids, Optional[Ids]]:
+    """The tokens of an example's text, and of its other one. What is too long loses its end; of two texts the longer one
+    first.
+    """
     first = tokenizer.encode(example.text)
     if example.pair is None:
-        return reader.read(first[: reader.room(False)], None)
+        return first[: reader.room(False)], None
     second = tokenizer.encode(example.pair)
     keep = cut(len(first), len(second), reader.room(True))
-    return reader.read(first[: keep[0]], second[: keep[1]])
+    return first[: keep[0]], second[: keep[1]]
 
 
 def cut(first: int, second: int, length: int) -> tuple[int, int]:

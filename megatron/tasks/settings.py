@@ -41,6 +41,11 @@ class TaskSettings:
         None,
         on_resume="another model",
     )
+    word_dropout: float = setting(
+        "share of the tokens of a training text that are hidden, drawn anew each time: in their place is a mask (BERT), "
+        "a sentinel (T5) or an end of document",
+        0.0,
+    )
     labels: Optional[list[str]] = setting(
         "the task's labels, in order (default: as the task says, or those of the training file, sorted)",
         None,

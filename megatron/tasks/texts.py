@@ -18,6 +18,7 @@ from megatron.model.t5.facts import T5Facts
 from megatron.settings.schema import Config
 
 TOKENS, LENGTHS = "tokens", "lengths"  # of a sample: ids, filled up; how many of them are the text
+HIDDEN = "hidden"  # of a sample: its ids with all words of the texts hidden (--word-dropout)
 
 Ids = Sequence[int]
 Arrays = dict[str, Any]
@@ -53,6 +54,29 @@ class TextReader(SampleReader):
     def read(self, text: Ids, pair: Optional[Ids]) -> Arrays:
         """The arrays of texts for which there is room."""
         raise NotImplementedError
+
+    @classmethod
+    def hidden_word(cls, tokenizer: Any) -> int:
+        """The token that stands in the place of a word that the model shall not see: what hid words from it in pretraining,
+        or the end of a document. Without tokenizer, for samples that are made up, 0.
+        """
+        if tokenizer is None:
+            return 0
+        found = [*cls._hides(tokenizer), tokenizer.eod, 0]
+        return next(id for id in found if id is not None)
+
+    @classmethod
+    def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:
+        """What hides words in pretraining; None: the vocabulary has none."""
+        return ()
+
+    def read_hidden(self, text: Ids, pair: Optional[Ids], hidden: Optional[int]) -> Arrays:
+        """The same, and what the model reads where all words are hidden by this token; None: that is not asked for."""
+        arrays = self.read(text, pair)
+        if hidden is None:
+            return arrays
+        words = self.read([hidden] * len(text), pair if pair is None else [hidden] * len(pair))
+        return {**arrays, HIDDEN: next(iter(words.values()))}
 
 
 @dataclass(frozen=True)
@@ -111,6 +135,10 @@ class BertReader(TextReader):
         filled = (padded(array, self.length) for array in (ids, types, np.ones_like(ids)))
         return dict(zip(("text", "types", "padding_mask"), filled))
 
+    @classmethod
+    def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:
+        return (tokenizer.special("mask"),)
+
 
 @dataclass(frozen=True)
 class T5Reader(TextReader):
@@ -146,6 +174,10 @@ class T5Reader(TextReader):
             "text_dec": _filled([self.bos], self.target),
             "dec_mask": _filled([1], self.target),
         }
+
+    @classmethod
+    def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:
+        return tokenizer.sentinels[:1]
 
 
 def _filled(ids: Ids, length: int) -> np.ndarray:

@@ -7,7 +7,8 @@
     torchrun --nproc-per-node 8 -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document
 
 Sums are exact: every token and every passage counts once, the last ones included. The result lines are Megatron-LM's.
-Several ranks have a whole model each and share the batches; the first one prints.
+Tensor x pipeline ranks have a model together (default: each has a whole one), more ranks share the batches; the first one
+prints.
 """
 
 import json
@@ -22,7 +23,7 @@ from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.tools.job import on_ranks
+from megatron.tools.job import check_shares, on_ranks
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class EvaluateOptions:
     seq_length: Optional[int] = setting("tokens of a window (default: what the model can look at)", None)
     max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
     micro_batch_size: int = setting("windows or passages side by side", 8, "--batch-size")
+    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
@@ -64,7 +67,9 @@ def main(argv: list[str]) -> None:
     )
     settings = groups["evaluate"]
     check(settings)
-    on_ranks(Parallel(), settings.device, lambda context: evaluate(settings, groups["tokenizer"], context))
+    tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+    parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    on_ranks(parallel, settings.device, lambda context: evaluate(settings, groups["tokenizer"], context))
 
 
 def _refuse_other_samples(folder: str, config) -> None:
@@ -81,7 +86,7 @@ def _refuse_other_samples(folder: str, config) -> None:
 
 def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
-    from megatron.inference.load import open_tokenizer
+    from megatron.inference.load import load_model, open_tokenizer
 
     def say(text: str, file=None) -> None:
         if context.is_rank_zero:
@@ -89,7 +94,9 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
 
     if context.threads:
         say(f" > {context.threads}")
-    loaded = load(settings, context)
+    loaded = load_model(
+        settings.load, device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh
+    )
     _refuse_other_samples(settings.load, loaded.config)
     for notice in loaded.notices:
         say(f"note: {notice}", sys.stderr)
@@ -134,17 +141,6 @@ def training_data(settings: EvaluateOptions, loaded, given: TokenizerSettings) -
     return contained, notices
 
 
-def load(settings: EvaluateOptions, context):
-    """The model, the same on every rank: a run that saves meanwhile could show them different newest checkpoints."""
-    from megatron.inference.load import load_model
-    from megatron.mpu import collectives
-
-    options = dict(device=context.device, precision=settings.precision)
-    loaded = load_model(settings.load, step=settings.ckpt_step, **options)
-    path = collectives.broadcast_object(str(loaded.path), context.mesh.world)
-    return loaded if str(loaded.path) == path else load_model(path, **options)
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """What all evaluations of a command have in common. length: tokens of a window; axis: ranks that share the work."""
@@ -162,7 +158,9 @@ class Evaluation:
 
 
 def check(settings: EvaluateOptions) -> None:
-    """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing."""
+    """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing, SettingsError for
+    sizes and ranks that cannot be.
+    """
     if bool(settings.data_path) == bool(settings.task):
         raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
     if settings.task and not settings.valid_data:
@@ -171,6 +169,7 @@ def check(settings: EvaluateOptions) -> None:
         raise DataError(f"--valid-data {settings.valid_data}: no such file")
     if settings.micro_batch_size < 1 or (settings.seq_length or 1) < 1 or (settings.overlapping_eval or 1) < 1:
         raise SettingsError("--micro-batch-size, --seq-length and --overlapping-eval have to be at least 1")
+    check_shares(settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size)
 
 
 def held_out(work: Evaluation, prefix: str) -> dict:

@@ -4,8 +4,23 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.errors import SettingsError
 from megatron.mpu.cpu_threads import choose_waiting
+from megatron.settings import rank_env
 from megatron.settings.schema import Guard, Kernels, Parallel
+
+
+def check_shares(tp: int, pp: int) -> None:
+    """Raise SettingsError where the ranks of this job cannot be groups that have a model each, before torch is loaded."""
+    world = rank_env.ranks().world_size
+    for name, size in dict(tensor=tp, pipeline=pp).items():
+        if size < 1:
+            raise SettingsError(f"--{name}-model-parallel-size {size} has to be at least 1")
+    if world % (tp * pp):
+        raise SettingsError(
+            f"tensor {tp} x pipeline {pp} = {tp * pp} ranks, which do not divide the {world} ranks of this job",
+            do=f"start {tp * pp} ranks, or a multiple: python -m megatron.tools.launch --nproc-per-node {tp * pp} -m ...",
+        )
 
 
 def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> None:

@@ -5,8 +5,8 @@
     python -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --offline        (docs/finetuning.md)
     torchrun --nproc-per-node 4 -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --tensor-model-parallel-size 2
 
-Tasks are names of the harness's own, or YAML files in its form, whose data may be local files. Ranks that are no part of
-the tensor parallel size share the batches.
+Tasks are names of the harness's own, or YAML files in its form, whose data may be local files. Tensor x pipeline ranks have
+a model together; more ranks share the batches.
 """
 
 import json
@@ -20,7 +20,7 @@ from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.tools.job import on_ranks
+from megatron.tools.job import check_shares, on_ranks
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class HarnessOptions:
     seq_length: Optional[int] = setting("tokens that are looked at (default: what the model can)", None)
     micro_batch_size: int = setting("texts side by side", 8, "--batch-size")
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
@@ -53,15 +54,14 @@ def main(argv: list[str]) -> None:
     )
     options = groups["lm_eval"]
     check(options)
-    parallel = Parallel(tensor_model_parallel_size=options.tensor_model_parallel_size)
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     on_ranks(parallel, options.device, lambda context: evaluate(options, groups["tokenizer"], context))
 
 
 def check(options: HarnessOptions) -> None:
     """Raise SettingsError or DataError for what cannot be, before torch is loaded."""
-    world, tp = rank_env.ranks().world_size, options.tensor_model_parallel_size
-    if tp < 1 or world % tp:
-        raise SettingsError(f"--tensor-model-parallel-size {tp} does not divide the {world} ranks of this job")
+    check_shares(options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
     for name, least in dict(micro_batch_size=1, seq_length=1, limit=1, num_fewshot=0).items():
         value = getattr(options, name)
         if value is not None and value < least:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a vocabulary on loose JSON lines: byte-level BPE as GPT-2's, or word pieces as BERT's.
+"""Train a vocabulary on loose JSON lines: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.
 
     python -m megatron.tools.train_tokenizer --input corpus.jsonl --vocab-size 8192 --output vocabulary/
 
 writes vocab.json and merges.txt, which `--tokenizer-type GPT2BPETokenizer --vocab-file --merge-file` reads. Ids are laid
 out as GPT-2's: 256 bytes, one id per merge, `<|endoftext|>` last. With `--kind word-piece` it writes vocab.txt, which
 `--tokenizer-type BertWordPieceLowerCase --vocab-file` reads (`word-piece-cased`: BertWordPieceCase): [PAD], [UNK], [CLS],
-[SEP], [MASK], characters, pieces. The same input gives the same files.
+[SEP], [MASK], characters, pieces. With `--kind unigram` the library SentencePiece trains its unigram model, as T5's, and
+tokenizer.model is what `--tokenizer-type SentencePieceTokenizer --tokenizer-model` reads: <pad>, </s>, <unk>, <s>, [CLS],
+[SEP], [MASK], pieces. Its pieces of Chinese are words, where `word-piece` has
+characters. The same input gives the same files.
 """
 
+import io
 import json
 import time
 import unicodedata
@@ -21,10 +25,12 @@ from typing import Literal
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.storage.durable import whole_file
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
+ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a model of unigrams; T5's numbers
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,17 @@ class TrainTokenizerOptions:
     """What to train on, and how large the vocabulary shall be."""
 
     input: list[str] = setting("files of JSON lines")
-    output: str = setting("folder for vocab.json and merges.txt, or vocab.txt", ".")
-    kind: Literal["byte-level", "word-piece", "word-piece-cased"] = setting(
-        "byte-level: BPE as GPT-2's; word-piece: as BERT's, in lower case without accents, or cased", "byte-level"
+    output: str = setting("folder for vocab.json and merges.txt, or vocab.txt, or tokenizer.model", ".")
+    kind: Literal["byte-level", "word-piece", "word-piece-cased", "unigram"] = setting(
+        "byte-level: BPE as GPT-2's; word-piece: as BERT's, in lower case without accents, or cased; unigram: "
+        "SentencePiece's, as T5's",
+        "byte-level",
     )
     json_keys: list[str] = setting("keys that hold text (default: text)", None)
     vocab_size: int = setting("tokens, end of text and the 256 bytes included", 8192)
-    min_frequency: int = setting("a pair that occurs less often is not merged", 2)
+    min_frequency: int = setting("a pair that occurs less often is not merged (not of unigram)", 2)
+    max_piece_length: int = setting("characters of a piece, at most (of unigram); of Chinese words, 4", 16)
+    character_coverage: float = setting("share of all characters that get a piece of their own (of unigram)", 0.9995)
     max_megabytes: float = setting("read no more text than this; a vocabulary does not get better with more", 200.0)
 
 
@@ -47,11 +57,11 @@ def main(argv: list[str]) -> None:
         argv,
         dict(training=TrainTokenizerOptions),
         prog="python -m megatron.tools.train_tokenizer",
-        description="Train a vocabulary: byte-level BPE as GPT-2's, or word pieces as BERT's.",
+        description="Train a vocabulary: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.",
         common=tuple(TrainTokenizerOptions.__dataclass_fields__),
     )["training"]
     start = time.perf_counter()
-    train = train_byte_level if settings.kind == "byte-level" else train_word_pieces
+    train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
     path, size = train(settings, read_texts(settings))
     print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:
@@ -113,6 +123,41 @@ def train_word_pieces(settings: TrainTokenizerOptions, texts: Iterator[str]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, "".join(f"{token}\n" for token in tokens))
     return path, len(tokens)
+
+
+def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
+    """(tokenizer.model, its number of tokens). One thread trains: sums of several would differ in their last bits."""
+    try:
+        from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+    except ImportError:
+        raise DataError("--kind unigram needs the package sentencepiece", do="pip install sentencepiece") from None
+    path, model = Path(settings.output) / "tokenizer.model", io.BytesIO()
+    lines = (line for text in texts for line in text.splitlines() if line.strip())
+    special = dict(control_symbols=["[CLS]", "[SEP]", "[MASK]"], **ENDS)
+    sizes = dict(
+        vocab_size=settings.vocab_size, hard_vocab_limit=False, max_sentencepiece_length=settings.max_piece_length
+    )
+    sizes |= dict(character_coverage=settings.character_coverage, max_sentence_length=1 << 16)
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="unigram",
+            num_threads=1,
+            minloglevel=2,
+            **special,
+            **sizes,
+        )
+    except (RuntimeError, OSError) as error:
+        raise SettingsError(
+            f"no unigrams of {' '.join(settings.input)} with --vocab-size {settings.vocab_size}",
+            " ".join(str(error).split()),
+            "give more text, or a size that holds all of its characters",
+        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(model.getvalue())
+    return path, SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
 
 
 def characters_of(counts: Mapping[str, int], room: int) -> tuple[list[str], list[str]]:
@@ -195,9 +240,8 @@ def write_vocabulary(folder: Path, merges: list[tuple[str, str]]) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 if __name__ == "__main__":

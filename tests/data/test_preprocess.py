@@ -173,6 +173,12 @@ def test_sentences(vocab, tmp_path):
     assert written(tmp_path / "out_text_sentence") == shrunk
 
 
+def test_settings_of_sentences_without_sentences_are_told(vocab, corpus, tmp_path, capsys):
+    run(vocab, corpus, tmp_path / "out", "--lang", "german", "--keep-newlines")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert told == [f"warning: --{name} has no effect without --split-sentences" for name in ("lang", "keep-newlines")]
+
+
 def test_stdin_of_a_pipe(vocab, tmp_path, root):
     command = [sys.executable, str(root / "preprocess_data.py"), *flags(vocab, "-", tmp_path / "out", "--workers", "2")]
     subprocess.run(command, input="\n".join(LINES).encode(), check=True, capture_output=True)

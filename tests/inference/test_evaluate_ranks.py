@@ -101,6 +101,32 @@ def test_the_first_rank_alone_says_what_one_process_says(checkpoint, data, run_r
     assert [rank[1] for rank in found] == [[("cpu", 0)], [("cpu", 1)]]  # each its own device
 
 
+@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", pytest.param("--tp 2 --pp 2", marks=pytest.mark.full)])
+def test_ranks_that_share_a_model_say_what_one_process_says(checkpoint, data, run_ranks, tmp_path, layout):
+    """Also beside others that share the work; sums are of other partial sums where ranks have a part of each matrix."""
+    kinds = dict(
+        tokens=["--data-path", str(data / "tokens")],
+        wiki=["--task", "WIKITEXT103", "--valid-data", str(data / "wiki")],
+        lambada=["--task", "LAMBADA", "--valid-data", str(data / "lambada")],
+    )
+    line = ["--micro-batch-size", "2", *layout.split()]
+
+    def body(rank):
+        return [run(checkpoint, *words, *line, "--output", str(tmp_path / kind))[0] for kind, words in kinds.items()]
+
+    found = run_ranks(4, body)
+    assert all(bool(text) == (rank == 0) for rank, texts in enumerate(found) for text in texts)
+    for kind, words in kinds.items():
+        run(checkpoint, *words, *line[:2], "--output", str(tmp_path / "alone"))
+        for one, whole in zip(*(records(tmp_path / name) for name in (kind, "alone")), strict=True):
+            wanted = {n: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for n, v in whole.items()}
+            assert one == wanted
+
+
+def records(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_ranks_evaluate_one_checkpoint_while_a_run_saves_another(checkpoint, data, run_ranks, tmp_path):
     [path] = checkpoints(checkpoint).values()
     with Reader(path) as reader, Saver(tmp_path) as saver:

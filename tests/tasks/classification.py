@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu.random import seed_of
+from megatron.mpu.random import random_words, seed_of
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY
 
 LABELS = ("red", "green", "blue")
@@ -28,6 +28,7 @@ class Toy:
     pairs: bool = False
     regression: bool = False
     pooling: str = "last"
+    word_dropout: float = 0.0  # the end of a document stands where a word is hidden in training
     sizes: dict = field(default_factory=lambda: dict(train=21, valid=11, test=5))
 
     def __post_init__(self):
@@ -107,14 +108,27 @@ def double(weights) -> dict[str, torch.Tensor]:
     return {name: values.detach().double() for name, values in weights.items()}
 
 
-def losses(weights, toy: Toy, split: str, places: Optional[list[int]] = None) -> torch.Tensor:
+def losses(
+    weights, toy: Toy, split: str, places: Optional[list[int]] = None, samples: Optional[range] = None
+) -> torch.Tensor:
+    """Of each text. samples: their numbers in training."""
     places = range(len(toy.rows[split])) if places is None else places
-    texts = toy.tokens(split)
-    scores = outputs(weights, [texts[place] for place in places], toy.pooling)
+    texts = [toy.tokens(split)[place] for place in places]
+    if samples is not None:
+        texts = [with_hidden_words(text, toy.word_dropout, sample) for text, sample in zip(texts, samples, strict=True)]
+    scores = outputs(weights, texts, toy.pooling)
     labels = [toy.rows[split][place][2] for place in places]
     if toy.regression:
         return (scores[:, 0] - torch.tensor(labels, dtype=torch.float64)).square()
     return F.cross_entropy(scores, torch.tensor(labels), reduction="none")
+
+
+def with_hidden_words(ids: list[int], share: float, sample: int, by: int = EOD, special: tuple = ()) -> list[int]:
+    """What is drawn for a sample is the same in each layout: 16 bits for each place, of which the lowest values hide."""
+    words = random_words((LENGTH,), [seed_of(1234, -1, "words", sample)], torch.device("cpu"))[0].tolist()
+    return [
+        by if (word + 32768) / 65536 < share and id not in special else id for id, word in zip(ids, words, strict=False)
+    ]
 
 
 def train(trunk: dict[str, torch.Tensor], toy: Toy, steps: int, batch: int, rate: float) -> tuple[list[dict], dict]:
@@ -134,7 +148,7 @@ def train(trunk: dict[str, torch.Tensor], toy: Toy, steps: int, batch: int, rate
     orders = [torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)]
     for step in range(steps):
         places = [orders[place // size][place % size] for place in range(step * batch, (step + 1) * batch)]
-        loss = losses(weights, toy, "train", places).mean()
+        loss = losses(weights, toy, "train", places, range(step * batch, (step + 1) * batch)).mean()
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0).item()

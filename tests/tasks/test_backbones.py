@@ -3,6 +3,7 @@
 
 import re
 from functools import cache
+from typing import Optional
 
 import pytest
 import torch
@@ -21,13 +22,15 @@ from megatron.settings.parse import parse_pretrain
 from megatron.tasks.finetune import recipe_for
 from megatron.tools.checkpoint_convert import fresh_state
 from tests.planner.test_truth import counted_step
-from tests.tasks.classification import LABELS, Toy
+from tests.tasks.classification import LABELS, Toy, with_hidden_words
 from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
 CLS, SEP, MASK, PAD, BOS, EOS = range(EOD + 1, EOD + 7)  # what --vocab-extra-ids adds, and one sentinel
-VOCABULARY = EOS + 2
+SENTINEL = EOS + 1
+VOCABULARY = SENTINEL + 1
+DROPPED = {"BERT mean": 0.3, "T5": 0.3}  # --word-dropout
 WORDS = f"--tokenizer-type NullTokenizer --vocab-size {EOD} --vocab-extra-ids 1"
 LAYOUTS = {
     "one process": (1, ""),
@@ -108,18 +111,22 @@ def cut(first: list[int], second: list[int], room: int) -> tuple[list[int], list
     return first, second
 
 
-def scores_of(model, head, kind: str, row) -> torch.Tensor:
-    """[c] of a text, or a pair."""
+def scores_of(model, head, kind: str, row, sample: Optional[int] = None) -> torch.Tensor:
+    """[c] of a text, or a pair. sample: its number in training, where words are hidden."""
     pair = row[1] is not None
     ids = lambda *parts: torch.tensor([[one for part in parts for one in part]])
+    hidden = lambda ids: ids
+    if sample is not None:
+        special = dict(by=SENTINEL if kind.startswith("T5") else MASK, special=(CLS, SEP, EOS))
+        hidden = lambda ids: torch.tensor([with_hidden_words(ids[0].tolist(), DROPPED.get(kind, 0), sample, **special)])
     if kind.startswith("BERT"):
         first, second = cut(*row[:2], LENGTH - 2 - pair)
         front, back = [CLS, *first, SEP], [*second, SEP] if pair else []
         types = ids([0] * len(front), [1] * len(back))
-        states = model.bert(ids(front, back), token_type_ids=types)[0][0]
+        states = model.bert(hidden(ids(front, back)), token_type_ids=types)[0][0]
         return (states.mean(0) if "mean" in kind else states[-1 if "last" in kind else 0]) @ head.T
     first, second = cut(*row[:2], LENGTH - 1 - pair)
-    source = ids(first, [EOS], [*second, EOS] if pair else [])
+    source = hidden(ids(first, [EOS], [*second, EOS] if pair else []))
     states = model.encoder(source)[0]
     return model.decoder(torch.tensor([[BOS]]), encoder_hidden_states=states)[0][0, 0] @ head.T
 
@@ -143,7 +150,7 @@ def theirs(kind: str, folder, pairs: bool):
     orders = [torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
     for step in range(STEPS):
         places = [orders[n // len(rows)][n % len(rows)] for n in range(step * 8, step * 8 + 8)]
-        found = torch.stack([scores_of(model, head, kind, rows[place]) for place in places])
+        found = torch.stack([scores_of(model, head, kind, rows[place], step * 8 + n) for n, place in enumerate(places)])
         loss = F.cross_entropy(found, torch.tensor([rows[place][2] for place in places]))
         adam.zero_grad()
         loss.backward()
@@ -163,6 +170,7 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
     line += f" --pooling {kind.split()[1]}" if kind in ("BERT mean", "BERT last") else ""
+    line += f" --word-dropout {DROPPED[kind]}" if kind in DROPPED else ""
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
     heads = ("head.", "binary.", "output.")
     assert set(weights_of(tmp_path / "run")) == {

@@ -26,6 +26,7 @@ LAYOUTS = {
         3,
         "--tensor-model-parallel-size 3 --sequence-parallel --pooling mean",
     ),
+    "pp2 with hidden words": (2, "--pipeline-model-parallel-size 2 --micro-batch-size 4 --word-dropout 0.4"),
     "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
 }
 
@@ -53,6 +54,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") e
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
     toy = Toy(tmp_path / "toy", pairs="tp3" in layout, pooling="mean" if "mean" in layout else "last")
+    toy.word_dropout = 0.4 if "hidden" in layout else 0.0
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {words}"
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
     steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)

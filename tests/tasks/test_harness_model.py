@@ -27,10 +27,11 @@ def trained(tmp_path_factory):
     return folder
 
 
-def adapter(folder, tp: int = 1, batch_size: int = 3):
+def adapter(folder, tp: int = 1, pp: int = 1, batch_size: int = 3):
     from megatron.tasks.harness import HarnessModel
 
-    context = join_job(Parallel(tensor_model_parallel_size=tp), Kernels(device="cpu"))
+    parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    context = join_job(parallel, Kernels(device="cpu"))
     loaded = load_model(str(folder), mesh=context.mesh)
     return HarnessModel(loaded.model, open_tokenizer(loaded), context, longest=LENGTH, batch_size=batch_size)
 
@@ -43,8 +44,10 @@ def asked(*arguments) -> list:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
-@pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3), pytest.param(1, 2, marks=pytest.mark.full)])
-def test_answers_are_the_plain_networks(tp, ranks, trained, run_ranks):
+@pytest.mark.parametrize(
+    "tp, pp, ranks", [(1, 1, 1), (3, 1, 3), (1, 2, 4), pytest.param(1, 1, 2, marks=pytest.mark.full)]
+)
+def test_answers_are_the_plain_networks(tp, pp, ranks, trained, run_ranks):
     draw = random.Random(1)
 
     def numbers(most):
@@ -58,7 +61,7 @@ def test_answers_are_the_plain_networks(tp, ranks, trained, run_ranks):
     texts = [numbers(3 * LENGTH), numbers(LENGTH), numbers(3)]
 
     def body(rank):
-        model = adapter(trained, tp)
+        model = adapter(trained, tp, pp)
         found = model.loglikelihood(asked(*((words(a), f" {words(b)}" if a else words(b)) for a, b in pairs)), True)
         rolled = model.loglikelihood_rolling(asked(*((words(text),) for text in texts)), True)
         options = dict(until=["\n"], max_gen_toks=4)
@@ -146,7 +149,11 @@ def test_wrong_uses(trained, tmp_path):
 
     for line, error, told in (
         (f"--load {trained} --tasks {tmp_path / 'none.yaml'}", DataError, "no such file"),
-        (f"--load {trained} --tasks a --tensor-model-parallel-size 2", SettingsError, "does not divide the 1 ranks"),
+        (
+            f"--load {trained} --tasks a --tensor-model-parallel-size 2",
+            SettingsError,
+            "= 2 ranks, which do not divide the 1 ranks",
+        ),
         (f"--load {trained} --tasks a --include-path {tmp_path / 'none'}", DataError, "no such folder"),
         (f"--load {trained} --tasks a --batch-size 0", SettingsError, "at least 1"),
     ):

@@ -49,6 +49,9 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --pooling first": (3, "one of last, mean"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --pooling mean --pet-pattern {{text}}{{label}} "
     "--pet-verbalizer words.json": (3, "--pooling mean is of a head"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --word-dropout 1": (3, "less than 1"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --word-dropout 0.1 --pet-pattern {{text}}{{label}} "
+    "--pet-verbalizer words.json": (3, "--word-dropout 0.1 hides words from a head"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red": (3, "at least two classes"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red green violet": (4, "the label 'blue' is none"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --valid-data no.tsv": (4, "no.tsv: no such file"),

@@ -2,6 +2,7 @@
 """A vocabulary trained here is a GPT-2 vocabulary to everybody who reads it."""
 
 import json
+import random
 
 import pytest
 from tokenizers import BertWordPieceTokenizer
@@ -53,6 +54,39 @@ def test_the_same_files_every_time(corpus, tmp_path):
         train(corpus, tmp_path / name, "--vocab-size", "290")
     for file in ("vocab.json", "merges.txt"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_unigrams_are_sentencepieces(tmp_path, capsys):
+    """The library reads the file; words of Chinese, which has no spaces, are pieces; special tokens are no text."""
+    processor = pytest.importorskip("sentencepiece").SentencePieceProcessor
+    words = ["\u6211\u4eec", "\u559c\u6b22", "\u65b0\u95fb", "\u8d22\u7ecf", "\u6559\u80b2", "\u7684"]
+    texts = ["".join(random.Random(at).choices(words, k=9)) for at in range(60)] + ["the cat sat"] * 9
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for folder in "ab":
+        flags = ["--input", str(path), "--kind", "unigram", "--vocab-size", "45", "--output", str(tmp_path / folder)]
+        train_tokenizer.main([*flags, "--max-piece-length", "4"])
+    model = tmp_path / "a" / "tokenizer.model"
+    assert model.read_bytes() == (tmp_path / "b" / "tokenizer.model").read_bytes()
+    theirs = processor(model_file=str(model))
+    ours = build_tokenizer(TokenizerSettings(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model)))
+    assert ours.vocab_size == theirs.GetPieceSize() <= 45 and f"{ours.vocab_size} tokens" in capsys.readouterr().out
+    assert [theirs.IdToPiece(id) for id in range(7)] == ["<pad>", "</s>", "<unk>", "<s>", "[CLS]", "[SEP]", "[MASK]"]
+    assert [ours.special(name) for name in ("pad", "eos", "bos", "cls", "sep", "mask")] == [0, 1, 3, 4, 5, 6]
+    text = "\u6211\u4eec\u559c\u6b22\u8d22\u7ecf\u65b0\u95fb"
+    pieces = theirs.EncodeAsPieces(text)
+    assert pieces == [theirs.IdToPiece(id) for id in ours.encode(text)] and text[:2] in pieces
+    assert len(pieces) < len(text) and max(map(len, pieces)) <= 4
+    assert ours.decode(ours.encode(text)) == text and max(ours.encode("[MASK] text")) < ours.vocab_size
+    assert 6 not in ours.encode("[MASK] text")
+
+
+def test_unigrams_that_cannot_be(corpus, tmp_path):
+    pytest.importorskip("sentencepiece")
+    flags = ["--input", str(corpus), "--kind", "unigram", "--output", str(tmp_path / "v")]
+    with pytest.raises(SettingsError, match="--vocab-size 9"):
+        train_tokenizer.main([*flags, "--vocab-size", "9"])
+    assert not (tmp_path / "v").exists()
 
 
 @pytest.mark.parametrize("kind, name", [("word-piece", "LowerCase"), ("word-piece-cased", "Case")])
