@@ -56,9 +56,7 @@ from megatron.settings.schema import setting  # noqa: E402
 LENGTH = 64  # tokens of a sample of pretraining
 VOCABULARY = 16_000  # tokens of each language
 ENGLISH_WORDS = "--kind word-piece"
-CHINESE_WORDS = (
-    "--kind unigram --max-piece-length 4 --character-coverage 0.999"  # pieces that are words, as n-grams are
-)
+CHINESE_WORDS = "--kind unigram --max-piece-length 4 --spaces-apart"  # pieces that are words, as n-grams are
 HELD_OUT = 400  # texts of each source that pretraining does not read
 PROBED = (4, 16)  # steps of two short runs, which tell what a step costs
 CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
@@ -108,7 +106,7 @@ SMALL = {
     "BERT": SmallModel(
         "pretrain_bert.py",
         "--num-layers 2 --bert-no-binary-head --num-tokentypes 0 --position-embedding-type rope",
-        "--mask-prob 0.2 --short-seq-prob 0",
+        "--mask-prob 0.4 --mask-max-ngram 1 --short-seq-prob 0",
         "--pooling mean",
         "--model-type BERT --bert-no-binary-head",
     ),
@@ -268,7 +266,8 @@ class Bench:
             texts = draw.sample(texts, len(texts))
             held_out += packed(texts[:HELD_OUT], chinese, draw)
             train += [sample for _ in range(times) for sample in packed(texts[HELD_OUT:], chinese, draw)]
-        for name, samples in dict(train=train, held_out=held_out).items():
+        once = [text for _, texts in sources for text in texts]  # of which the vocabulary is made
+        for name, samples in dict(train=train, held_out=held_out, once=once).items():
             write_lines(folder / f"{name}.jsonl", (dict(text=text) for text in draw.sample(samples, len(samples))))
         news = [*self.gpt_texts(draw, further)] if chinese and "thucnews" in self.rows else []
         write_lines(folder / "news.jsonl", (dict(text=text) for text in news))
@@ -282,8 +281,8 @@ class Bench:
     def write_tokens(self, folder: Path, parts: list[str]) -> None:
         kind = CHINESE_WORDS if folder.name == _language(True) else ENGLISH_WORDS
         vocabulary = [*kind.split(), "--vocab-size", VOCABULARY, "--max-megabytes", 64, "--output", folder]
-        train = folder / "train.jsonl"
-        run("-m", "megatron.tools.train_tokenizer", "--input", train, *vocabulary, log=folder / "vocabulary.log")
+        once = folder / "once.jsonl"
+        run("-m", "megatron.tools.train_tokenizer", "--input", once, *vocabulary, log=folder / "vocabulary.log")
         for part in parts:
             for old in folder.glob(f"{part}_text_document*"):
                 old.unlink()

@@ -31,6 +31,7 @@ from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
 ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a model of unigrams; T5's numbers
+SPACE = "\u2581"  # what SentencePiece makes of one
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class TrainTokenizerOptions:
     vocab_size: int = setting("tokens, end of text and the 256 bytes included", 8192)
     min_frequency: int = setting("a pair that occurs less often is not merged (not of unigram)", 2)
     max_piece_length: int = setting("characters of a piece, at most (of unigram); of Chinese words, 4", 16)
+    spaces_apart: bool = setting(
+        "a space is a piece of its own (of unigram): words are the same pieces behind one and elsewhere, as Chinese needs",
+        False,
+    )
     character_coverage: float = setting("share of all characters that get a piece of their own (of unigram)", 0.9995)
     max_megabytes: float = setting("read no more text than this; a vocabulary does not get better with more", 200.0)
 
@@ -134,6 +139,8 @@ def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tup
     path, model = Path(settings.output) / "tokenizer.model", io.BytesIO()
     lines = (line for text in texts for line in text.splitlines() if line.strip())
     special = dict(control_symbols=["[CLS]", "[SEP]", "[MASK]"], **ENDS)
+    if settings.spaces_apart:
+        special |= dict(user_defined_symbols=[SPACE], add_dummy_prefix=False)
     sizes = dict(
         vocab_size=settings.vocab_size, hard_vocab_limit=False, max_sentencepiece_length=settings.max_piece_length
     )

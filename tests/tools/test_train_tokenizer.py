@@ -81,6 +81,21 @@ def test_unigrams_are_sentencepieces(tmp_path, capsys):
     assert 6 not in ours.encode("[MASK] text")
 
 
+def test_spaces_apart_words_are_the_same_pieces_everywhere(tmp_path):
+    processor = pytest.importorskip("sentencepiece").SentencePieceProcessor
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["news of", "of news", "snews, news"] * 30))
+    flags = ["--input", str(path), "--kind", "unigram", "--vocab-size", "40", "--output", str(tmp_path)]
+    for apart in ([], ["--spaces-apart"]):
+        train_tokenizer.main([*flags, *apart])
+        model = processor(model_file=str(tmp_path / "tokenizer.model"))
+        begun = [piece for piece in map(model.IdToPiece, range(len(model))) if piece[0] == "\u2581" and len(piece) > 1]
+        assert bool(begun) == (not apart)
+        if apart:
+            assert model.EncodeAsIds("news")[-1] == model.EncodeAsIds("of news")[-1]
+            assert model.DecodeIds(model.EncodeAsIds("of news")) == "of news"
+
+
 def test_unigrams_that_cannot_be(corpus, tmp_path):
     pytest.importorskip("sentencepiece")
     flags = ["--input", str(corpus), "--kind", "unigram", "--output", str(tmp_path / "v")]
