@@ -131,18 +131,18 @@ PRETRAINING = (
     "--hidden-dropout 0.05 --attention-dropout 0 --micro-batch-size 32 --eval-iters 30 --log-interval 50"
 )
 TUNING = (
-    "--lr-decay-style linear --min-lr 0 --lr-warmup-fraction 0.1 --weight-decay 0.05 --adam-eps 1e-6 --micro-batch-size 32 "
-    "--hidden-dropout 0.3 --attention-dropout 0.1 --word-dropout 0.2 --log-interval 100"
+    "--lr-decay-style linear --min-lr 0 --lr-warmup-fraction 0.1 --weight-decay 0.05 --adam-eps 1e-6 --adam-beta2 0.98 "
+    "--micro-batch-size 32 --hidden-dropout 0.3 --attention-dropout 0 --word-dropout 0.2 --log-interval 100"
 )
 OF_TASK = {  # tokens of an example, rate and epochs
-    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 5",
+    "thucnews": "--seq-length 32 --lr 1e-3 --train-epochs 5",
     "reviews": "--seq-length 128 --lr 5e-4 --train-epochs 3",
-    "rotten": "--seq-length 64 --lr 3e-4 --train-epochs 4",
-    "bbc": "--seq-length 512 --lr 5e-4 --train-epochs 8",
+    "rotten": "--seq-length 64 --lr 3e-4 --train-epochs 3",
+    "bbc": "--seq-length 512 --lr 1e-3 --train-epochs 8",
 }
 FEW = {  # of the pattern and of the head beside it
-    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --attention-dropout 0 --word-dropout 0",
-    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --attention-dropout 0 --word-dropout 0",
+    "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --word-dropout 0",
+    "a pattern (PET)": "--lr 1e-3 --train-epochs 12 --hidden-dropout 0.1 --word-dropout 0",
 }
 
 
