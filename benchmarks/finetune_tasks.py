@@ -58,7 +58,7 @@ VOCABULARY = 16_000  # tokens of each language
 ENGLISH_WORDS = "--kind word-piece"
 CHINESE_WORDS = "--kind unigram --max-piece-length 4 --spaces-apart"  # pieces that are words, as n-grams are
 HELD_OUT = 400  # texts of each source that pretraining does not read
-PROBED = (4, 16)  # steps of two short runs, which tell what a step costs
+PROBED = (10, 60)  # steps of two short runs, which tell what a step costs
 CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
     "finance": "\u8d22\u7ecf",
     "realty": "\u623f\u4ea7",
