@@ -31,6 +31,7 @@ from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
 ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a model of unigrams; T5's numbers
+OF_UNIGRAMS = ("max_piece_length", "spaces_apart", "character_coverage")  # settings of these alone
 SPACE = "\u2581"  # what SentencePiece makes of one
 
 
@@ -65,12 +66,25 @@ def main(argv: list[str]) -> None:
         description="Train a vocabulary: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.",
         common=tuple(TrainTokenizerOptions.__dataclass_fields__),
     )["training"]
+    check(settings)
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
     path, size = train(settings, read_texts(settings))
     print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:
         print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")
+
+
+def check(settings: TrainTokenizerOptions) -> None:
+    """Raise SettingsError for what cannot be, and tell what has no effect."""
+    if not 1 <= settings.max_piece_length <= 512:
+        raise SettingsError(f"--max-piece-length {settings.max_piece_length} has to be from 1 to 512")
+    if not 0.98 <= settings.character_coverage <= 1:
+        raise SettingsError(f"--character-coverage {settings.character_coverage} has to be from 0.98 to 1")
+    others = OF_UNIGRAMS if settings.kind != "unigram" else ("min_frequency",)
+    for name in others:
+        if getattr(settings, name) != getattr(TrainTokenizerOptions, name):
+            print(f"warning: --{name.replace('_', '-')} has no effect with --kind {settings.kind}")
 
 
 def train_byte_level(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
@@ -137,7 +151,9 @@ def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tup
     except ImportError:
         raise DataError("--kind unigram needs the package sentencepiece", do="pip install sentencepiece") from None
     path, model = Path(settings.output) / "tokenizer.model", io.BytesIO()
-    lines = (line for text in texts for line in text.splitlines() if line.strip())
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise DataError(f"there is no text in {' '.join(settings.input)}")
     special = dict(control_symbols=["[CLS]", "[SEP]", "[MASK]"], **ENDS)
     if settings.spaces_apart:
         special |= dict(user_defined_symbols=[SPACE], add_dummy_prefix=False)
@@ -147,7 +163,7 @@ def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tup
     sizes |= dict(character_coverage=settings.character_coverage, max_sentence_length=1 << 16)
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="unigram",
             num_threads=1,

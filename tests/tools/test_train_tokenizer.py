@@ -96,12 +96,23 @@ def test_spaces_apart_words_are_the_same_pieces_everywhere(tmp_path):
             assert model.DecodeIds(model.EncodeAsIds("of news")) == "of news"
 
 
-def test_unigrams_that_cannot_be(corpus, tmp_path):
+def test_unigrams_that_cannot_be(corpus, tmp_path, capsys):
     pytest.importorskip("sentencepiece")
-    flags = ["--input", str(corpus), "--kind", "unigram", "--output", str(tmp_path / "v")]
-    with pytest.raises(SettingsError, match="--vocab-size 9"):
-        train_tokenizer.main([*flags, "--vocab-size", "9"])
+    (tmp_path / "bad.jsonl").write_text('{"text": "a b c"}\n{"body": 1}\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
+    wrong = {
+        f"{corpus} --vocab-size 9": (SettingsError, "--vocab-size 9"),
+        f"{corpus} --max-piece-length 0": (SettingsError, "from 1 to 512"),
+        f"{corpus} --character-coverage 0.5": (SettingsError, "from 0.98 to 1"),
+        f"{tmp_path}/bad.jsonl": (DataError, "bad.jsonl, line 2: there is no key 'text'"),
+        f"{tmp_path}/empty.jsonl": (DataError, "there is no text in"),
+    }
+    for words, (error, told) in wrong.items():
+        with pytest.raises(error, match=told):
+            train_tokenizer.main(["--kind", "unigram", "--output", str(tmp_path / "v"), "--input", *words.split()])
     assert not (tmp_path / "v").exists()
+    train_tokenizer.main(["--input", str(corpus), "--output", str(tmp_path), "--vocab-size", "300", "--spaces-apart"])
+    assert "warning: --spaces-apart has no effect with --kind byte-level\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, name", [("word-piece", "LowerCase"), ("word-piece-cased", "Case")])
