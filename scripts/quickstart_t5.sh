@@ -55,85 +55,23 @@ samples() { # of text, as the model sees them
 count_tokens() { # a guess that looks at no text: each token as often as in training
     samples train 2000
     samples held_out 500
-    python - "$RUN" <<'PYTHON'
-import collections, json, math, sys
-run = sys.argv[1]
-read = lambda part: [token for line in open(f"{run}/{part}_samples.jsonl") for token in json.loads(line)["labels"]]
-counts, targets = collections.Counter(read("train")), read("held_out")
-share = lambda token: (counts[token] + 0.5) / (counts.total() + 0.5 * 1200)
-open(f"{run}/unigram.txt", "w").write(f"{sum(-math.log(share(token)) for token in targets) / len(targets)}\n")
-PYTHON
+    python scripts/quickstart_t5.py unigram "$RUN"
 }
 is_made "$RUN/unigram.txt" || told 4 count_tokens
-python - "$RUN" <<'PYTHON'
-import json, math, sys
-run = sys.argv[1]
-found = [json.loads(line) for line in open(f"{run}/checkpoints/metrics.jsonl")]
-loss = [record["lm loss"] for record in found if record["kind"] == "eval"][-1]
-guess = float(open(f"{run}/unigram.txt").read())
-print(f"  on held-out text: loss {loss:.2f}, as unsure as among {math.exp(loss):.0f} tokens")
-print(f"  who only knows how often each token comes: {guess:.2f}, {math.exp(guess):.0f} tokens")
-PYTHON
+python scripts/quickstart_t5.py loss "$RUN"
 
 step 5/7 "Gaps in sentences of held-out text: what it writes, beside the word that stood there"
-choose_gaps() {
-    python - "$RUN" <<'PYTHON'
-import json, random, re, sys
-run, draw, found = sys.argv[1], random.Random(1), []
-for line in open(f"{run}/held_out.jsonl"):
-    for text in re.split(r"\n\n+", json.loads(line)["text"]):
-        text = " ".join(text.split())
-        words = [word for word in re.finditer(r"(?<= )[a-z]+(?= )", text) if word.start() > 15]
-        if 60 < len(text) < 120 and re.match(r"[A-Z].*\.$", text) and words:
-            word = draw.choice(words)
-            found.append((text[: word.start() - 1] + "<extra_id_0>" + text[word.end() :], word.group()))
-found = draw.sample(found, min(200, len(found)))
-open(f"{run}/gaps.txt", "w").writelines(f"{text}\n" for text, _ in found)
-open(f"{run}/gaps_words.txt", "w").writelines(f"{word}\n" for _, word in found)
-PYTHON
-}
 fill() {
     python -m megatron.tools.generate --load "$RUN/checkpoints" --greedy --tokens-to-generate 10 --json \
         --prompt-file "$RUN/gaps.txt" >"$RUN/filled.jsonl.partial"
     mv "$RUN/filled.jsonl.partial" "$RUN/filled.jsonl"
 }
-choose_gaps
+python scripts/quickstart_t5.py gaps "$RUN"
 told 3 fill
-python - "$RUN" <<'PYTHON'
-import collections, json, sys
-run = sys.argv[1]
-words = open(f"{run}/gaps_words.txt").read().split()
-told = [json.loads(line) for line in open(f"{run}/filled.jsonl")]
-filled = [one["text"].partition("<extra_id_0>")[2].partition("<extra_id_")[0].strip() for one in told]
-right = [(one["prompt"], word) for one, own, word in zip(told, filled, words) if own == word]
-wrong = [(one["prompt"], f"{own} (there stood: {word})") for one, own, word in zip(told, filled, words) if own != word]
-for prompt, answer in right[:4] + wrong[:4]:
-    print(f"  | {prompt.replace('<extra_id_0>', ' ____')} -> {answer}")
-[(common, count)] = collections.Counter(words).most_common(1)
-print(f"  the very word in {len(right) / len(words):.0%} of {len(words)} gaps; {common!r} everywhere: {count / len(words):.0%}")
-if len(right) <= count:
-    print("  so it has not learned yet to look at what stands around a gap: that takes more steps than these")
-PYTHON
+python scripts/quickstart_t5.py filled "$RUN"
 
 step 6/7 "Passages of eight packages, with the package as their label; no passage is in both files"
-label() {
-    python - "$RUN" <<'PYTHON'
-import hashlib, json, sys
-packages = "asyncio email http importlib tkinter turtle unittest xml".split()
-files = {part: open(f"{sys.argv[1]}/{part}.jsonl", "w") for part in ("task_train", "task_valid")}
-for line in [*open(f"{sys.argv[1]}/train.jsonl"), *open(f"{sys.argv[1]}/held_out.jsonl")]:
-    page = json.loads(line)
-    package = page["source"].removeprefix("docs/").partition(".")[0]
-    if package in packages:
-        for passage in page["text"].split("\n\n"):
-            text = " ".join(passage.replace(package, "").split())
-            held_out = hashlib.sha256(text.encode()).digest()[0] < 40
-            if len(text) > 80:
-                print(json.dumps(dict(text=text, label=package)), file=files["task_valid" if held_out else "task_train"])
-PYTHON
-    wc -l "$RUN"/task_*.jsonl
-}
-is_made "$RUN/task_valid.jsonl" || told 0.5 label
+is_made "$RUN/task_valid.jsonl" || told 0.5 python scripts/quickstart_t5.py label "$RUN"
 
 step 7/7 "A head on the trained model tells the package of a passage"
 cat >"$RUN/task.yaml" <<'YAML'
@@ -148,26 +86,7 @@ python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task
     --pretrained-checkpoint "$RUN/checkpoints" --load "$RUN/tuned" --save "$RUN/tuned" \
     --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs 6 --lr 2e-3 --lr-decay-style linear \
     --lr-warmup-fraction 0.1 --precision auto --log-interval 100
-python - "$RUN" <<'PYTHON'
-import collections, json, math, re, sys
-run = sys.argv[1]
-train, valid = ([json.loads(line) for line in open(f"{run}/task_{part}.jsonl")] for part in ("train", "valid"))
-labels = collections.Counter(row["label"] for row in valid)
-told = [json.loads(line) for line in open(f"{run}/tuned/metrics.jsonl")]
-best = [record for record in told if record["kind"] == "eval" and record["final"] and "accuracy" in record][-1]
-print(f"  right: {best['accuracy']:.1%} of {labels.total()} passages; {max(labels.values()) / labels.total():.1%} are of one package")
-words_of, texts = collections.defaultdict(collections.Counter), collections.Counter()
-for row in train:
-    words_of[row["label"]].update(re.findall(r"\w+", row["text"].lower()))
-    texts[row["label"]] += 1
-size = len(set().union(*words_of.values()))
-def score(label, text):
-    counts, total = words_of[label], words_of[label].total()
-    words = re.findall(r"\w+", text.lower())
-    return math.log(texts[label]) + sum(math.log((counts[word] + 0.5) / (total + 0.5 * size)) for word in words)
-guessed = sum(max(texts, key=lambda label: score(label, row["text"])) == row["label"] for row in valid)
-print(f"  who counts the words of each package (naive Bayes): {guessed / len(valid):.1%}; names tell most of it")
-PYTHON
+python scripts/quickstart_t5.py right "$RUN"
 
 cat <<WORDS
 
