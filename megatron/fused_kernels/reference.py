@@ -144,9 +144,16 @@ def dropout_add(x: torch.Tensor, keep: DropoutMask, residual: torch.Tensor) -> t
     return residual + drop(x, keep)
 
 
+def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """torch's GELU. Its tanh form is x sigmoid(2 u), which compiled code computes in a third of the time of tanh."""
+    if approximate == "tanh" and torch.compiler.is_compiling():
+        return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return F.gelu(x, approximate=approximate)
+
+
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """GELU in its tanh form of x [..., f] + bias [f]."""
-    return F.gelu(x + bias, approximate="tanh")
+    return gelu(x + bias, "tanh")
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +165,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """gelu(gate) x value of x [..., 2 f], in which gates come first -> [..., f]. approximate: none, or tanh."""
     gate, value = x.chunk(2, -1)
-    return F.gelu(gate, approximate=approximate) * value
+    return gelu(gate, approximate) * value
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -162,6 +162,7 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
+        self.core = core_of(self.causal, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
@@ -173,9 +174,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         if self.recompute_core:
-            attended = recompute(attention_core, query, key, value, self, context, inside=context.region)
+            attended = recompute(self.core, query, key, value, self, context, inside=context.region)
         else:
-            attended = attention_core(query, key, value, self, context)
+            attended = self.core(query, key, value, self, context)
         return self.project(attended, x)
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -221,6 +222,13 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
         return scaled_dot_product_attention(query, key, value, layer, context)
     attend = attention_by_heads if layer.by_heads else attention_by_rows
     return attend(query, key, value, layer, context)
+
+
+def core_of(causal: bool, kernels: Kernels) -> Callable:
+    """`attention_core`; of compiled layers without order, as a call out of their graphs: samples of a batch may lie in one
+    row (`packed_rows`), and it would be compiled anew for their lengths.
+    """
+    return torch.compiler.disable(attention_core) if kernels.torch_compile and not causal else attention_core
 
 
 def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:

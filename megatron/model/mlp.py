@@ -41,4 +41,4 @@ class MLP(nn.Module):
             kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
             if kernel is not reference.bias_gelu:  # for that one the product adds the bias, at no cost
                 return kernel(self.up(x, add_bias=False), self.up.bias)
-        return F.gelu(self.up(x), approximate=self.approximate)
+        return reference.gelu(self.up(x), self.approximate)

@@ -75,12 +75,12 @@ class PackedRows:
 
 
 def may_pack(model: Model, kernels: Kernels, training: bool, sequence_parallel: bool) -> bool:
-    """Whether layers of these settings give the same for packed rows. Dropout is drawn by sample and place; compiled layers
-    would be compiled anew for every number of rows; sequence parallelism divides a fixed number of them.
+    """Whether layers of these settings give the same for packed rows. Dropout is drawn by sample and place; sequence
+    parallelism divides a fixed number of rows.
     """
     drops = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
     explicit = kernels.attention_backend in ("auto", "explicit")
-    return explicit and not drops and not kernels.torch_compile and not sequence_parallel
+    return explicit and not drops and not sequence_parallel
 
 
 class _Pack(torch.autograd.Function):

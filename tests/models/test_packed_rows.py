@@ -11,6 +11,7 @@ import torch
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, Case, choose_kernel, reference, unordered
 from megatron.model import packed_rows
+from megatron.model.attention import attention_core
 from megatron.model.packed_rows import PackedRows
 from megatron.model.recipe import parse_any, recipe_of
 from megatron.mpu.mesh import Mesh
@@ -95,6 +96,38 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
     assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
     for name, want in wanted.items():
         assert (found[name] - want).norm() <= 2e-5 * want.norm(), name
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_leave_padding_out(case, backend, monkeypatch):
+    """Batches of other lengths, too, and with the losses and gradients of layers that are not compiled."""
+    compile, packed = torch.nn.Module.compile, []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile(self, backend=backend))
+    monkeypatch.setattr(PackedRows, "pack", lambda self, x, pack=PackedRows.pack: packed.append(len(x)) or pack(self, x))
+    torch.compiler.reset()
+    models = []
+    for flags in ("", "--torch-compile"):
+        config = resolve(parse_any(f"{SHARED} {CASES[case]} {flags}".split()), 1)
+        model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").train()
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
+        models.append(model)
+    arrays = arrays_of(case.split()[0])
+    for samples in (slice(0, B), slice(1, B), slice(0, 2)):
+        batch = batch_of({name: array[..., samples].contiguous() for name, array in arrays.items()})
+        wanted_loss, wanted = gradients(models[0], [batch])
+        plain = len(packed)
+        loss, found = gradients(models[1], [batch])
+        assert len(packed) == 2 * plain > 0
+        packed.clear()
+        assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
+        for name, want in wanted.items():
+            assert (found[name] - want).norm() <= 2e-5 * want.norm(), name
+    attended = [module for module in models[1].modules() if hasattr(module, "core")]
+    assert all((module.core is attention_core) == module.causal for module in attended)
 
 
 def test_what_is_packed():

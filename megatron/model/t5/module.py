@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
-from megatron.model.attention import Attention, ForwardContext, attention_core
+from megatron.model.attention import Attention, ForwardContext, core_of
 from megatron.model.block import Block
 from megatron.model.cache import Cache
 from megatron.model.language_model import LanguageModel, Sums
@@ -135,16 +135,16 @@ class CrossAttention(nn.Module):
         self.softcap = self.window = None
         self.cp, self.by_heads = Axis("cp", (0,)), False
         self.backend, self.plain_softmax = kernels.attention_backend, not kernels.masked_softmax_fusion
-        self.recompute_core = False
+        self.recompute_core, self.core = False, core_of(self.causal, kernels)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query = self.q(x)
         query = query.view(*query.shape[:2], self.groups, self.queries, self.head_dim)
         key, value = self.keys_and_values(memory, context)
         if self.recompute_core:
-            attended = recomputed(attention_core, query, key, value, self, context, inside=context.region)
+            attended = recomputed(self.core, query, key, value, self, context, inside=context.region)
         else:
-            attended = attention_core(query, key, value, self, context)
+            attended = self.core(query, key, value, self, context)
         return self.output(attended)
 
     def keys_and_values(self, memory: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
