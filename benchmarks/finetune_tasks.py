@@ -85,6 +85,7 @@ class BenchmarkOptions:
     chinese: Optional[list[str]] = setting("further Chinese texts for pretraining, JSON lines", None)
     megabytes: float = setting("of --english and --chinese each, at most", 6.0)
     core_seconds: Optional[float] = setting("of each pretraining (default: 600, five minutes of two cores)", None)
+    seeds: int = setting("fine-tunings of each BERT and T5: their mean, and what most of them say", 1)
     few: int = setting("examples a class for the pattern (PET), and for a head beside it", 32)
     tune: bool = setting("measure on a part of the training texts, not on the test set: to try settings", False)
     quick: bool = setting("one task of each language, 20 core-seconds of each pretraining, one epoch", False)
@@ -135,10 +136,10 @@ TUNING = (
     "--micro-batch-size 32 --hidden-dropout 0.3 --attention-dropout 0 --word-dropout 0.2 --log-interval 100"
 )
 OF_TASK = {  # tokens of an example, rate and epochs
-    "thucnews": "--seq-length 32 --lr 1e-3 --train-epochs 5",
+    "thucnews": "--seq-length 32 --lr 5e-4 --train-epochs 5",
     "reviews": "--seq-length 128 --lr 5e-4 --train-epochs 3",
-    "rotten": "--seq-length 64 --lr 3e-4 --train-epochs 3",
-    "bbc": "--seq-length 512 --lr 1e-3 --train-epochs 8",
+    "rotten": "--seq-length 64 --lr 8e-4 --train-epochs 3 --word-dropout 0.3",
+    "bbc": "--seq-length 512 --lr 1.5e-3 --train-epochs 6 --word-dropout 0.3",
 }
 FEW = {  # of the pattern and of the head beside it
     "a head": "--pooling mean --lr 1e-3 --train-epochs 20 --word-dropout 0",
@@ -165,7 +166,8 @@ def main(argv: list[str]) -> None:
         for model in (model for model in models if model != "PET"):
             pretrained = bench.pretrain(model, chinese)
             for name in (name for name in tasks if CORPORA[name].chinese == chinese):
-                bench.tune(name, model, pretrained, f"{TUNING} {OF_TASK[name]} {SMALL[model].tuning}")
+                flags = f"{TUNING} {OF_TASK[name]} {SMALL[model].tuning}"
+                bench.tune(name, model, pretrained, flags, seeds=options.seeds)
         if "PET" in models and chinese and "thucnews" in tasks:
             bench.few(bench.pretrain("GPT", chinese))
     print(tables(bench.found, options))
@@ -221,17 +223,29 @@ class Bench:
             figures = {"tf-idf": tf_idf(few, test, True, choices)}
             self.tell(f"{name}, {len(few)} examples", train=len(few), test=len(test), **figures)
 
-    def tune(self, name: str, model: str, pretrained: Path, flags: str, what: str = "") -> None:
-        """Fine-tune with these flags for a given number of epochs, and measure once, behind the last one."""
+    def tune(self, name: str, model: str, pretrained: Path, flags: str, what: str = "", seeds: int = 1) -> None:
+        """Fine-tune with these flags for a given number of epochs, and measure once, behind the last one. Of several seeds
+        the mean of their accuracies, and the accuracy of what most of them say.
+        """
         folder, what = self.folder / name, what or f"{name}, {model}"
-        out = folder / re.sub(r"\W+", "-", what)
-        shutil.rmtree(out, ignore_errors=True)  # of another call
-        begin = ["--task", folder / "task.yaml", "--data-path", folder, "--pretrained-checkpoint", pretrained]
-        words = [*begin, "--save", out, "--no-best-checkpoint", "--eval-epoch", 1000, *self.common(), *flags.split()]
-        words += ["--train-epochs", 1] if self.options.quick else []
-        used, wall = run("finetune.py", *words, log=folder / f"{out.name}.log")
-        accuracy = evaluations(out)[-1]["accuracy"]
-        self.tell(what, accuracy=accuracy, **{"core-seconds": used, "seconds": wall})
+        accuracies, predictions, used, wall = [], [], 0.0, 0.0
+        for seed in range(self.options.seed, self.options.seed + seeds):
+            out = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', what)}-{seed}"
+            shutil.rmtree(out, ignore_errors=True)  # of another call
+            begin = ["--task", folder / "task.yaml", "--data-path", folder, "--pretrained-checkpoint", pretrained]
+            words = [*begin, "--save", out, "--no-best-checkpoint", "--eval-epoch", 1000, *self.common(seed)]
+            words += [*flags.split(), *(["--train-epochs", 1] if self.options.quick else [])]
+            cost = run("finetune.py", *words, log=folder / f"{out.name}.log")
+            used, wall = used + cost[0] / seeds, wall + cost[1] / seeds
+            accuracies.append(evaluations(out)[-1]["accuracy"])
+            lines = (out / "predictions" / "validation-task.tsv").read_text().splitlines()[1:]
+            predictions.append([line.split("\t")[1] for line in lines])
+        figures = dict(accuracy=sum(accuracies) / seeds)
+        if seeds > 1:
+            votes = [Counter(said).most_common(1)[0][0] for said in zip(*predictions, strict=True)]
+            right = sum(vote == gold for vote, (_, gold) in zip(votes, self.rows[name][1], strict=True))
+            figures |= dict(least=min(accuracies), most=max(accuracies), votes=right / len(votes))
+        self.tell(what, **figures, **{"core-seconds": used, "seconds": wall})
 
     def few(self, pretrained: Path) -> None:
         """A head, and a pattern, on few examples of each class."""
@@ -243,8 +257,8 @@ class Bench:
                 more += f" --pet-pattern {PATTERN} --pet-verbalizer {folder / 'words.json'}"
             self.tune("thucnews", "GPT", pretrained, f"{TUNING} {flags} {more}", f"thucnews, few, GPT with {kind}")
 
-    def common(self) -> list:
-        return ["--device", "cpu", "--num-workers", 0, "--precision", "auto", "--seed", self.options.seed]
+    def common(self, seed: int) -> list:
+        return ["--device", "cpu", "--num-workers", 0, "--precision", "auto", "--seed", seed]
 
     # ---- pretraining ---------------------------------------------------------------------------------------------
 
@@ -297,7 +311,7 @@ class Bench:
         data = ["--train-data-path", folder / f"{train}_text_document"]
         data += ["--valid-data-path", folder / "held_out_text_document"]
         words = f"{small.shape} {small.pretraining} {WIDTH} {PRETRAINING} --seq-length {LENGTH}".split()
-        command = [small.script, *data, *words_of(folder), *words, *self.common()]
+        command = [small.script, *data, *words_of(folder), *words, *self.common(self.options.seed)]
         costs = []
         for steps in PROBED:
             out = folder / f"{model}-probe"
@@ -424,13 +438,14 @@ def tables(found: list[dict], options: BenchmarkOptions) -> str:
     where = "of training held out" if options.tune else "of the test set"
     lines += [
         "",
-        f"| task (share {where} right) | texts to train on | majority | tf-idf | BERT | T5 |",
-        "|---|---|---|---|---|---|",
+        f"| task (share {where} right) | texts to train on | majority | tf-idf | BERT | BERTs' votes | T5 | T5s' votes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in CORPORA:
         if name in of:
-            ours = [of.get(f"{name}, {model}", {}).get("accuracy") for model in ("BERT", "T5")]
-            figures = [of[name]["majority"], of[name]["tf-idf"], *ours]
+            ours = (of.get(f"{name}, {model}", {}) for model in ("BERT", "T5"))
+            figures = [of[name]["majority"], of[name]["tf-idf"]]
+            figures += [own.get(key) for own in ours for key in ("accuracy", "votes")]
             lines.append(f"| {name} | {of[name]['train']:,} | {' | '.join(map(_share, figures))} |")
     lines += [""] + [
         f"- {record['what']}: {_share(record.get('accuracy', record.get('tf-idf')))}"
