@@ -11,7 +11,9 @@ from typing import Optional
 import torch
 
 from megatron.errors import DataError
-from megatron.inference.sampling import Sampling
+from megatron.inference.beams import beam_search
+from megatron.inference.choices import kept, penalised, sample, uniform_draws
+from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
 from megatron.model.cache import Cache
@@ -23,6 +25,7 @@ def generate(
     model,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
+    beams: Search = GREEDY,
     *,
     longest: int,
     end: Optional[int] = None,
@@ -34,15 +37,18 @@ def generate(
 
     longest:   tokens that the model can look at; a text that reaches it ends there
     end:       the token that ends a text
-    on_token:  hears the new token of every prompt, -1 for those that have ended
+    on_token:  hears the new token of every prompt, -1 for those that have ended; not with beams
     pp:        ranks that share the model (`inference.stages`), all of which call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
     sampling.check()
+    beams.check(sampling)
     for number, prompt in enumerate(prompts, 1):
         if not 0 < len(prompt) < longest:
             what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
             raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
+    if beams.num_beams > 1:
+        return [_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts]
     texts = Texts(prompts, longest, next(model.parameters()).device)
     steps = min(sampling.tokens_to_generate, longest - min(map(len, prompts)))
     draws = uniform_draws(sampling.sampling_seed, len(prompts), steps)
@@ -65,6 +71,22 @@ def generate(
             break
         texts.append(chosen.clamp(min=0))
     return new
+
+
+def _best_of_beams(
+    model, prompt, sampling: Sampling, beams: Search, longest: int, end: Optional[int], use_cache: bool, pp: Axis
+) -> list[int]:
+    """Of one prompt, which is computed once."""
+    steps = min(sampling.tokens_to_generate, longest - len(prompt))
+    first = torch.tensor(prompt, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(1)  # [n, 1]
+    cache = Cache(capacity=len(prompt) + steps, batch=1) if use_cache else None
+
+    def next_logits(tokens: torch.Tensor) -> Optional[torch.Tensor]:
+        logits = model.logits(tokens[0 if cache is None else cache.length :], cache=cache, last_only=True)
+        return None if logits is None else logits[-1]
+
+    sizes = dict(vocab_size=model.vocab_size, cache=cache)
+    return beam_search(next_logits, first, beams, steps, **sizes, end=end, penalty=sampling.repetition_penalty, pp=pp)
 
 
 class Texts:
@@ -103,12 +125,6 @@ class Texts:
         return counts.scatter_add_(1, self.tokens.t(), inside.t().to(counts.dtype)) > 0
 
 
-def uniform_draws(seed: int, rows: int, steps: int) -> torch.Tensor:
-    """[rows, steps] numbers in [0, 1), float64; a row depends on the seed and its number alone."""
-    generators = (torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(rows))
-    return torch.stack([torch.rand(steps, generator=generator, dtype=torch.float64) for generator in generators])
-
-
 def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
     """The next token of each text: logits [b, v], draws [b] in [0, 1) -> [b] int64."""
     if sampling.repetition_penalty != 1:
@@ -116,34 +132,3 @@ def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws:
     if sampling.is_greedy:
         return logits.argmax(dim=-1)
     return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
-
-
-def penalised(logits: torch.Tensor, occurred: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Scores of tokens that occurred, moved down by the factor `penalty` (arXiv:1909.05858, section 4.1)."""
-    return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 0.0) -> torch.Tensor:
-    """Logits with -inf for all but the `top_k` likeliest and, of those, the nucleus of probability `top_p`.
-
-    The nucleus (arXiv:1904.09751, section 3.1) is the shortest run of likeliest tokens that reaches `top_p`; the
-    likeliest one is always in it.
-    """
-    vocab_size = logits.shape[-1]
-    if 0 < top_k < vocab_size:
-        least = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if 0 < top_p < 1:
-        values, order = logits.sort(dim=-1, descending=True, stable=True)
-        before = values.softmax(dim=-1).cumsum(dim=-1) - values.softmax(dim=-1)  # probability of all likelier ones
-        logits = logits.masked_fill(
-            torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p), float("-inf")
-        )
-    return logits
-
-
-def sample(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The token whose stretch of cumulative probability holds the draw: [b, v], [b] -> [b]."""
-    shares = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    shares = shares / shares[:, -1:]  # the last one is exactly 1, so every draw below 1 finds a token
-    return torch.searchsorted(shares, draws.to(shares.device).unsqueeze(1).contiguous(), right=True).squeeze(1)

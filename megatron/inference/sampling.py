@@ -46,10 +46,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Search:
-    """How an encoder-decoder looks for a target."""
+    """How the likeliest text is looked for; of an encoder-decoder, between which tokens."""
 
-    num_beams: int = setting("beam search over this many targets; 1: greedy, or sampling", 1, "--beam-width")
-    length_penalty: float = setting("beam search: a target's score is divided by its length to this power", 1.0)
+    num_beams: int = setting("beam search over this many texts; 1: greedy, or sampling", 1, "--beam-width")
+    length_penalty: float = setting("beam search: a new text's score is divided by its length to this power", 1.0)
     decoder_start_id: Optional[int] = setting(
         "the token that targets begin with (default: the tokenizer's [CLS] or <s>, or 0)", None
     )
@@ -67,3 +67,6 @@ class Search:
             raise SettingsError(
                 f"--num-beams {self.num_beams} draws nothing: {given} has no place in it", do="leave it out"
             )
+
+
+GREEDY = Search()  # or sampling: no beams

@@ -3,7 +3,7 @@
 and of the target so far are kept.
 
 A source's target depends on the model, the source, the settings and its own number, never on the sources beside it.
-Legend: s tokens of a source, t of a target so far, b sources, k beams of each, v vocabulary.
+Legend: s tokens of a source, t of a target so far, b sources, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,13 @@ from typing import Optional
 import torch
 
 from megatron.errors import DataError
-from megatron.inference.generation import kept, penalised, sample, uniform_draws
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.beams import beam_search
+from megatron.inference.choices import kept, occurred, penalised, sample, uniform_draws
+from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
 from megatron.model.t5.module import DecoderCache, EncodedSource
 from megatron.mpu.mesh import Axis
-
-GREEDY = Search()  # or sampling: no beams
 
 
 @torch.no_grad()
@@ -90,15 +89,10 @@ def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Opti
 def _chosen(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
     """The next token of each target: logits [b, v], tokens [t, b] -> [b]."""
     if sampling.repetition_penalty != 1:
-        logits = penalised(logits, _occurred(tokens[1:], logits), sampling.repetition_penalty)
+        logits = penalised(logits, occurred(tokens[1:], logits), sampling.repetition_penalty)
     if sampling.is_greedy:
         return logits.argmax(dim=-1)
     return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
-
-
-def _occurred(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """[b, v] bool: which tokens a target [t, b] holds."""
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, tokens.t(), True)
 
 
 def _row(encoded: EncodedSource, row: int) -> EncodedSource:
@@ -107,61 +101,17 @@ def _row(encoded: EncodedSource, row: int) -> EncodedSource:
     return EncodedSource(memory if encoded.padding is None else memory[encoded.padding[row]], None)
 
 
-def _likeliest(logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, penalty: float) -> torch.Tensor:
-    """The 2 k best continuations by one token of k targets [t, k], best first: their scores, targets and tokens, [3, 2 k]
-    fp64. logits [k, v]; scores [k] of the targets.
-    """
-    if penalty != 1:
-        logits = penalised(logits, _occurred(tokens[1:], logits), penalty)
-    k, v = logits.shape
-    sums = (scores.unsqueeze(1) + logits.double().log_softmax(-1)).flatten()
-    best = sums.topk(min(2 * k, k * v))
-    return torch.stack((best.values, (best.indices // v).double(), (best.indices % v).double()))
-
-
 def _beam_search(
     model, encoded: EncodedSource, beams: Search, steps: int, penalty: float, start: int, end: Optional[int], pp: Axis
 ) -> list[int]:
-    """The target whose sum of log probabilities over its length (`--length-penalty`) is the greatest that was found.
-
-    Each step goes on with the k best continuations that do not end; those that end among the 2 k best are finished. It is
-    over when no continuation can be better than the worst of k finished ones.
-    """
+    """Of one source."""
     k, device = beams.num_beams, encoded.memory.device
-    repeated = EncodedSource(encoded.memory.expand(-1, k, -1), None)
-    cache = DecoderCache(steps, k)
-    tokens = torch.full((1, k), start, dtype=torch.int64, device=device)
-    scores = torch.full((k,), float("-inf"), dtype=torch.float64, device=device)
-    scores[0] = 0.0  # all are the same to begin with
-    finished: list[tuple[float, list[int]]] = []
-    of = lambda score, length: score / max(1, length) ** beams.length_penalty
-    for step in range(1, steps + 1):
+    repeated, cache = EncodedSource(encoded.memory.expand(-1, k, -1), None), DecoderCache(steps, k)
+
+    def next_logits(tokens: torch.Tensor) -> Optional[torch.Tensor]:
         logits = model.decode(tokens[-1:], repeated, cache)
-        best = None if logits is None else _likeliest(logits[-1], tokens, scores, penalty)
-        best = of_last_stage(best, (3, min(2 * k, k * model.vocab_size)), torch.float64, device, pp)
-        live: list[tuple[float, int, int]] = []
-        for rank, (score, beam, token) in enumerate(best.t().tolist()):
-            beam, token = int(beam), int(token)
-            if score == float("-inf"):
-                continue
-            if token != end:
-                live.append((score, beam, token))
-            elif rank < k:
-                finished.append((of(score, step), tokens[1:, beam].tolist()))
-        live = live[:k]
-        finished = sorted(finished, key=lambda one: -one[0])[:k]
-        if not live or len(finished) == k and of(live[0][0], step) <= finished[-1][0]:
-            break
-        live += [(float("-inf"), live[0][1], live[0][2])] * (k - len(live))
-        order = torch.tensor([beam for _, beam, _ in live], device=device)
-        chosen = torch.tensor([[token for _, _, token in live]], device=device)
-        tokens = torch.cat((tokens[:, order], chosen))
-        scores = torch.tensor([score for score, _, _ in live], dtype=torch.float64, device=device)
-        cache.reorder(order)
-    else:
-        finished += [
-            (of(score, steps), tokens[1:, beam].tolist())
-            for beam, score in enumerate(scores.tolist())
-            if score > float("-inf")
-        ]
-    return max(finished, key=lambda one: one[0])[1]
+        return None if logits is None else logits[-1]
+
+    first = torch.full((1, k), start, dtype=torch.int64, device=device)
+    sizes = dict(vocab_size=model.vocab_size, cache=cache)
+    return beam_search(next_logits, first, beams, steps, **sizes, end=end, penalty=penalty, counted=1, pp=pp)

@@ -37,10 +37,14 @@ class Cache:
         return self._keys[layer][:end], self._values[layer][:end]
 
     def reorder(self, order: torch.Tensor) -> None:
-        """Sequence n goes on from what was kept of sequence order[n]."""
+        """Sequence n goes on from what was kept of sequence order[n]; there may be more of them than before."""
         for store in (self._keys, self._values):
-            for kept in store.values():
-                kept[: self.length] = kept[: self.length, order]
+            for layer, kept in store.items():
+                if len(order) == self.batch:
+                    kept[: self.length] = kept[: self.length, order]
+                else:
+                    store[layer] = kept[:, order]
+        self.batch = len(order)
 
     def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
         """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, None while none were given."""

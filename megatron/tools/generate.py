@@ -154,10 +154,6 @@ def write(
             f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             "its module has no method logits for the next token, as a GPT has",
         )
-    if not pairs and search.num_beams > 1:
-        raise SettingsError(
-            f"--num-beams {search.num_beams}: beam search is there for encoder-decoders", do="leave it out"
-        )
     tokenizer = open_tokenizer(loaded, given)
     notes, pp = list(loaded.notices), context.mesh.pp
     if pairs:
@@ -170,7 +166,7 @@ def write(
         encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
         if any(len(tokens) + sampling.tokens_to_generate > loaded.longest for tokens in encoded):
             notes.append(f"the model ends at {loaded.longest} tokens, prompt included")
-        answers = generate(loaded.model, encoded, sampling, **more)
+        answers = generate(loaded.model, encoded, sampling, search, **more)
     if not context.is_rank_zero:
         return
     seconds = time.perf_counter() - start

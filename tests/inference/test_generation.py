@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation: the cache changes nothing, prompts do not disturb each other, and the choices are the right ones."""
 
+import itertools
 import json
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
-from megatron.inference.generation import Texts, generate, kept, penalised, sample, uniform_draws
-from megatron.inference.sampling import Sampling
+from megatron.inference.choices import kept, penalised, sample, uniform_draws
+from megatron.inference.generation import Texts, generate
+from megatron.inference.load import load_model
+from megatron.inference.sampling import Sampling, Search
+from megatron.tools import checkpoint
 from megatron.tools import generate as tool
+from tests.inference.test_convert import GPT2, save, weights_of
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 LAYOUTS = [
@@ -64,6 +69,53 @@ def test_seeds(small_gpt):
     assert same == generate(model, [PROMPTS[0]] * 2, sampling, longest=32)
     assert same[0] != same[1]  # samples of one prompt differ
     assert same != generate(model, [PROMPTS[0]] * 2, Sampling(10, sampling_seed=2), longest=32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
+def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penalty):
+    """Of all texts of up to three tokens, each scored whole by itself; with a cache and without, and for two prompts."""
+    v, end, steps = 6, 1, 3
+    model, search = small_gpt(vocab_size=v, scale=3.0, **layout), Search(v * v, length_penalty)
+    prompts, best = [[3, 1, 4, 1, 5], [0, 2]], []
+    for prompt in prompts:
+        scores = {}
+        for tokens in itertools.product(range(v), repeat=steps):
+            length = tokens.index(end) + 1 if end in tokens else steps
+            text = torch.tensor([*prompt, *tokens[:length]]).unsqueeze(1)
+            chances = model.logits(text)[len(prompt) - 1 : -1, 0].double().log_softmax(-1)
+            score = chances.gather(1, text[len(prompt) :]).sum().item() / length**length_penalty
+            scores[tokens[: length - (end in tokens)]] = score
+        best.append(list(max(scores, key=scores.get)))
+    for cached in (True, False):
+        found = generate(model, prompts, Sampling(steps), search, longest=32, end=end, use_cache=cached)
+        assert found == best
+
+
+def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
+    model = small_gpt()
+    found = generate(model, PROMPTS, Sampling(12), Search(3), longest=10)
+    assert [len(answer) for answer in found] == [5, 8, 3]
+    assert generate(model, PROMPTS, Sampling(12, repetition_penalty=3.0), Search(3), longest=10) != found
+    with pytest.raises(SettingsError, match="--top-k has no place"):
+        generate(model, PROMPTS, Sampling(12, top_k=4), Search(3), longest=10)
+
+
+@pytest.mark.full
+def test_beams_are_hugging_faces(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    sharp = lambda model: {name: 2 * weight for name, weight in weights_of(model, seed=1).items()}
+    monkeypatch.setattr("tests.inference.test_convert.weights_of", sharp)
+    save(tmp_path / "ours", GPT2 | dict(untie_embeddings_and_output_weights=True))
+    checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    ours, greedy, differ = load_model(str(tmp_path / "ours")), Sampling(9, greedy=True), 0
+    for beams, prompt in itertools.product((2, 5), PROMPTS):
+        more = dict(num_beams=beams, max_new_tokens=9, min_new_tokens=9, do_sample=False, early_stopping="never")
+        wanted = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
+        assert generate(ours.model, [prompt], greedy, Search(beams), longest=ours.longest) == [wanted]
+        differ += generate(ours.model, [prompt], greedy, longest=ours.longest) != [wanted]
+    assert differ >= 4
 
 
 def test_text_ends_at_its_end(small_gpt):

@@ -117,16 +117,16 @@ def test_rotary_positions_and_grouped_queries(rotary, run_ranks):
 def test_ranks_continue_texts_as_one_process_does(tp, pp, decoder, run_ranks):
     def written(mesh):
         model, found = load_model(str(decoder), mesh=mesh).model, {}
-        for name, (sampling, search) in WAYS.items():
-            if search.num_beams == 1:
-                for cached in (True, False):
-                    texts = generate(model, SOURCES, sampling, longest=32, end=END, use_cache=cached, pp=mesh.pp)
-                    found[name, cached] = texts
+        for name, way in WAYS.items():
+            for cached in (True, False):
+                texts = generate(model, SOURCES, *way, longest=32, end=END, use_cache=cached, pp=mesh.pp)
+                found[name, cached] = texts
         return found
 
     wanted = written(Mesh())
     assert run_ranks(tp * pp, lambda rank: written(Mesh(rank, tp=tp, pp=pp))) == [wanted] * (tp * pp)
     assert wanted["greedy", True] == wanted["greedy", False] != wanted["drawn", True]
+    assert wanted["beams", True] == wanted["beams", False] != wanted["greedy", True]
     assert all(map(any, wanted.values()))
 
 

@@ -104,7 +104,9 @@ def test_compiled_layers_leave_padding_out(case, backend, monkeypatch):
     """Batches of other lengths, too, and with the losses and gradients of layers that are not compiled."""
     compile, packed = torch.nn.Module.compile, []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile(self, backend=backend))
-    monkeypatch.setattr(PackedRows, "pack", lambda self, x, pack=PackedRows.pack: packed.append(len(x)) or pack(self, x))
+    monkeypatch.setattr(
+        PackedRows, "pack", lambda self, x, pack=PackedRows.pack: packed.append(len(x)) or pack(self, x)
+    )
     torch.compiler.reset()
     models = []
     for flags in ("", "--torch-compile"):

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search: the continuation whose sum of log probabilities over its length is the greatest that was found.
+
+Legend: n first tokens, t tokens so far, k beams, v vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+
+from megatron.inference.choices import occurred, penalised
+from megatron.inference.sampling import Search
+from megatron.inference.stages import of_last_stage
+from megatron.model.cache import Cache
+from megatron.mpu.mesh import Axis
+
+
+def beam_search(
+    next_logits: Callable[[torch.Tensor], Optional[torch.Tensor]],
+    first: torch.Tensor,
+    search: Search,
+    steps: int,
+    *,
+    vocab_size: int,
+    cache: Optional[Cache],
+    end: Optional[int],
+    penalty: float = 1.0,
+    counted: int = 0,
+    pp: Axis,
+) -> list[int]:
+    """The best continuation of at most `steps` tokens, without `end`.
+
+    next_logits: of tokens [t, b] so far the scores of the next one, [b, v]; None on ranks that do not have them
+    first:       [n, b] what all continue; columns are alike, one, or k where `cache` has room for k from the start
+    penalty:     of tokens that occurred (`--repetition-penalty`), from place `counted` on
+    pp:          ranks that share the model, all of which call this and return the same
+
+    Each step goes on with the k best continuations that do not end; those that end among the 2 k best are finished. It is
+    over when no continuation can be better than the worst of k finished ones.
+    """
+    k, n, tokens = search.num_beams, len(first), first
+    scores = torch.full((first.shape[1],), float("-inf"), dtype=torch.float64, device=first.device)
+    scores[0] = 0.0  # all are the same to begin with
+    finished: list[tuple[float, list[int]]] = []
+    of = lambda score, length: score / max(1, length) ** search.length_penalty
+    for step in range(1, steps + 1):
+        logits = next_logits(tokens)
+        best = None if logits is None else _likeliest(logits, tokens[counted:], scores, penalty, 2 * k)
+        best = of_last_stage(best, (3, min(2 * k, len(scores) * vocab_size)), torch.float64, first.device, pp)
+        live: list[tuple[float, int, int]] = []
+        for rank, (score, beam, token) in enumerate(best.t().tolist()):
+            beam, token = int(beam), int(token)
+            if score == float("-inf"):
+                continue
+            if token != end:
+                live.append((score, beam, token))
+            elif rank < k:
+                finished.append((of(score, step), tokens[n:, beam].tolist()))
+        live = live[:k]
+        finished = sorted(finished, key=lambda one: -one[0])[:k]
+        if not live or len(finished) == k and of(live[0][0], step) <= finished[-1][0]:
+            break
+        live += [(float("-inf"), live[0][1], live[0][2])] * (k - len(live))
+        order = torch.tensor([beam for _, beam, _ in live], device=first.device)
+        chosen = torch.tensor([[token for _, _, token in live]], device=first.device)
+        tokens = torch.cat((tokens[:, order], chosen))
+        scores = torch.tensor([score for score, _, _ in live], dtype=torch.float64, device=first.device)
+        if cache is not None:
+            cache.reorder(order)
+    else:
+        finished += [
+            (of(score, steps), tokens[n:, beam].tolist())
+            for beam, score in enumerate(scores.tolist())
+            if score > float("-inf")
+        ]
+    return max(finished, key=lambda one: one[0])[1]
+
+
+def _likeliest(
+    logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, penalty: float, count: int
+) -> torch.Tensor:
+    """The `count` best continuations by one token of texts [t, b], best first: their scores, texts and tokens, [3, count]
+    fp64. logits [b, v]; scores [b] of the texts.
+    """
+    if penalty != 1:
+        logits = penalised(logits, occurred(tokens, logits), penalty)
+    b, v = logits.shape
+    sums = (scores.unsqueeze(1) + logits.double().log_softmax(-1)).flatten()
+    best = sums.topk(min(count, b * v))
+    return torch.stack((best.values, (best.indices // v).double(), (best.indices % v).double()))
