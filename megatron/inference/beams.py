@@ -9,8 +9,8 @@ from typing import Optional
 
 import torch
 
-from megatron.inference.choices import occurred, penalised
-from megatron.inference.sampling import Search
+from megatron.inference.choices import allowed_to_end, occurred, penalised
+from megatron.inference.sampling import Sampling, Search
 from megatron.inference.stages import of_last_stage
 from megatron.model.cache import Cache
 from megatron.mpu.mesh import Axis
@@ -20,12 +20,12 @@ def beam_search(
     next_logits: Callable[[torch.Tensor], Optional[torch.Tensor]],
     first: torch.Tensor,
     search: Search,
+    sampling: Sampling,
     steps: int,
     *,
     vocab_size: int,
     cache: Optional[Cache],
     end: Optional[int],
-    penalty: float = 1.0,
     counted: int = 0,
     pp: Axis,
 ) -> list[int]:
@@ -33,7 +33,7 @@ def beam_search(
 
     next_logits: of tokens [t, b] so far the scores of the next one, [b, v]; None on ranks that do not have them
     first:       [n, b] what all continue; columns are alike, one, or k where `cache` has room for k from the start
-    penalty:     of tokens that occurred (`--repetition-penalty`), from place `counted` on
+    sampling:    its penalty of tokens that occurred, from place `counted` on, and least length; it draws nothing
     pp:          ranks that share the model, all of which call this and return the same
 
     Each step goes on with the k best continuations that do not end; those that end among the 2 k best are finished. It is
@@ -46,7 +46,10 @@ def beam_search(
     of = lambda score, length: score / max(1, length) ** search.length_penalty
     for step in range(1, steps + 1):
         logits = next_logits(tokens)
-        best = None if logits is None else _likeliest(logits, tokens[counted:], scores, penalty, 2 * k)
+        best = None
+        if logits is not None:
+            logits = allowed_to_end(logits, sampling, step - 1, end)
+            best = _likeliest(logits, tokens[counted:], scores, sampling.repetition_penalty, 2 * k)
         best = of_last_stage(best, (3, min(2 * k, len(scores) * vocab_size)), torch.float64, first.device, pp)
         live: list[tuple[float, int, int]] = []
         for rank, (score, beam, token) in enumerate(best.t().tolist()):

@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next token out of a model's scores. Legend: t tokens so far, b texts, v vocabulary."""
 
+from typing import Optional
+
 import torch
+
+from megatron.inference.sampling import Sampling
+
+
+def allowed_to_end(logits: torch.Tensor, sampling: Sampling, made: int, end: Optional[int]) -> torch.Tensor:
+    """Scores [b, v] behind `made` new tokens: none of `end` before there are --min-tokens-to-generate of them."""
+    if end is None or made >= sampling.min_tokens_to_generate:
+        return logits
+    logits = logits.clone()
+    logits[:, end] = float("-inf")
+    return logits
 
 
 def uniform_draws(seed: int, rows: int, steps: int) -> torch.Tensor:

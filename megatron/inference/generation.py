@@ -12,7 +12,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import kept, penalised, sample, uniform_draws
+from megatron.inference.choices import allowed_to_end, kept, penalised, sample, uniform_draws
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
@@ -57,7 +57,9 @@ def generate(
     running = [True] * len(prompts)
     for step in range(steps):
         logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)  # [1, b, v]
-        chosen = None if logits is None else choose_tokens(logits[-1], texts, sampling, draws[:, step])
+        chosen = None
+        if logits is not None:
+            chosen = choose_tokens(allowed_to_end(logits[-1], sampling, step, end), texts, sampling, draws[:, step])
         chosen = of_last_stage(chosen, (len(prompts),), torch.int64, texts.tokens.device, pp)
         for row, token in enumerate(chosen.tolist()):
             running[row] &= token != end and len(prompts[row]) + len(new[row]) < longest
@@ -86,7 +88,7 @@ def _best_of_beams(
         return None if logits is None else logits[-1]
 
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, steps, **sizes, end=end, penalty=sampling.repetition_penalty, pp=pp)
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)
 
 
 class Texts:

@@ -15,6 +15,9 @@ class Sampling:
     tokens_to_generate: int = setting(
         "longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length", "--decode-steps"
     )
+    min_tokens_to_generate: int = setting(
+        "no text ends before it has this many new tokens", 0, "--min-new-tokens", "--min-dec-len"
+    )
     greedy: bool = setting("always the most likely token", False)
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all", 0)
@@ -33,6 +36,7 @@ class Sampling:
             f"--{name.replace('_', '-')} {getattr(self, name)}: has to be {words}"
             for name, good, words in (
                 ("tokens_to_generate", self.tokens_to_generate >= 1, "at least 1"),
+                ("min_tokens_to_generate", self.min_tokens_to_generate >= 0, "0 or more"),
                 ("temperature", self.temperature >= 0, "0 (always the most likely token) or above"),
                 ("top_k", self.top_k >= 0, "0 or more"),
                 ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
@@ -42,6 +46,12 @@ class Sampling:
         ]
         if wrong:
             raise SettingsError("\n  ".join(wrong))
+        if self.min_tokens_to_generate > self.tokens_to_generate:
+            raise SettingsError(
+                f"--min-tokens-to-generate {self.min_tokens_to_generate} is more than --tokens-to-generate "
+                f"{self.tokens_to_generate}",
+                do="lower one, or raise the other",
+            )
 
 
 @dataclass(frozen=True)

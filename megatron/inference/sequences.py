@@ -13,7 +13,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import kept, occurred, penalised, sample, uniform_draws
+from megatron.inference.choices import allowed_to_end, kept, occurred, penalised, sample, uniform_draws
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
@@ -52,7 +52,7 @@ def generate_targets(
     encoded = model.encode(*padded(sources, device))
     if beams.num_beams > 1:
         return [
-            _beam_search(model, _row(encoded, row), beams, steps, sampling.repetition_penalty, start, end, pp)
+            _beam_search(model, _row(encoded, row), beams, sampling, steps, start, end, pp)
             for row in range(len(sources))
         ]
     draws = uniform_draws(sampling.sampling_seed, len(sources), steps)
@@ -60,7 +60,9 @@ def generate_targets(
     tokens = torch.full((1, len(sources)), start, dtype=torch.int64, device=device)
     for step in range(steps):
         logits = model.decode(tokens[-1:], encoded, cache)  # [1, b, v]; None: the last stage has them
-        chosen = None if logits is None else _chosen(logits[-1], tokens, sampling, draws[:, step])
+        chosen = None
+        if logits is not None:
+            chosen = _chosen(allowed_to_end(logits[-1], sampling, step, end), tokens, sampling, draws[:, step])
         chosen = of_last_stage(chosen, (len(sources),), torch.int64, device, pp)
         tokens = torch.cat((tokens, chosen.unsqueeze(0)))
         told = chosen.tolist()
@@ -102,7 +104,14 @@ def _row(encoded: EncodedSource, row: int) -> EncodedSource:
 
 
 def _beam_search(
-    model, encoded: EncodedSource, beams: Search, steps: int, penalty: float, start: int, end: Optional[int], pp: Axis
+    model,
+    encoded: EncodedSource,
+    beams: Search,
+    sampling: Sampling,
+    steps: int,
+    start: int,
+    end: Optional[int],
+    pp: Axis,
 ) -> list[int]:
     """Of one source."""
     k, device = beams.num_beams, encoded.memory.device
@@ -114,4 +123,4 @@ def _beam_search(
 
     first = torch.full((1, k), start, dtype=torch.int64, device=device)
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, steps, **sizes, end=end, penalty=penalty, counted=1, pp=pp)
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)

@@ -158,6 +158,7 @@ def test_generation_and_evaluation_read_their_sections(tmp_path):
     sampling = made["sampling"]
     assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.greedy) == (50, 0.75, 0.5, True)
     assert (sampling.tokens_to_generate, made["generate"].num_samples) == (200, 3)
+    assert sampling.min_tokens_to_generate == 1
     e = parse(given, dict(evaluate=EvaluateOptions))["evaluate"]
     assert (e.valid_data, e.task, e.overlapping_eval) == ("l.jsonl", "LAMBADA", 16)
     assert (e.micro_batch_size, e.seq_length) == (4, 512)

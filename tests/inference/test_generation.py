@@ -3,6 +3,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,20 @@ def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
     assert generate(model, PROMPTS, Sampling(12, repetition_penalty=3.0), Search(3), longest=10) != found
     with pytest.raises(SettingsError, match="--top-k has no place"):
         generate(model, PROMPTS, Sampling(12, top_k=4), Search(3), longest=10)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_no_text_ends_too_early(small_gpt, beams):
+    """What the model likes best is what ends its texts."""
+    model, sampling, search = small_gpt(), Sampling(12, greedy=True), Search(beams, length_penalty=0.0)
+    whole = generate(model, PROMPTS, sampling, search, longest=32)
+    end = whole[0][2]
+    short = generate(model, PROMPTS, sampling, search, longest=32, end=end)
+    later = replace(sampling, min_tokens_to_generate=9)
+    found = generate(model, PROMPTS, later, search, longest=32, end=end)
+    assert len(short[0]) < 9 <= min(map(len, found)) and not any(end in answer for answer in found)
+    with pytest.raises(SettingsError, match="--min-tokens-to-generate 13 is more than --tokens-to-generate 12"):
+        replace(sampling, min_tokens_to_generate=13).check()
 
 
 @pytest.mark.full

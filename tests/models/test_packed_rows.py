@@ -33,6 +33,16 @@ CASES = {
 }
 
 
+def model_of(flags: str) -> torch.nn.Module:
+    config = resolve(parse_any(f"{SHARED} {flags}".split()), 1)
+    model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").train()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
+    return model
+
+
 def arrays_of(model: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     draw = lambda length: torch.randint(1, V, (length, B), generator=generator)
@@ -80,13 +90,7 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
         monkeypatch.setitem(TABLE, "attention", TABLE["attention"][-1:])
     if kernel == "blocks of 48 rows":
         monkeypatch.setattr(unordered, "UNORDERED_ROWS", 48)
-    config = resolve(parse_any(f"{SHARED} {CASES[case]}".split()), 1)
-    model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").train()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
-    arrays = arrays_of(case.split()[0])
+    model, arrays = model_of(CASES[case]), arrays_of(case.split()[0])
     rows = []
     model.blocks["0"].mlp.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:2]))
     loss, found = gradients(model, [batch_of(arrays)])
@@ -108,15 +112,7 @@ def test_compiled_layers_leave_padding_out(case, backend, monkeypatch):
         PackedRows, "pack", lambda self, x, pack=PackedRows.pack: packed.append(len(x)) or pack(self, x)
     )
     torch.compiler.reset()
-    models = []
-    for flags in ("", "--torch-compile"):
-        config = resolve(parse_any(f"{SHARED} {CASES[case]} {flags}".split()), 1)
-        model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").train()
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
-        models.append(model)
+    models = [model_of(f"{CASES[case]} {flags}") for flags in ("", "--torch-compile")]
     arrays = arrays_of(case.split()[0])
     for samples in (slice(0, B), slice(1, B), slice(0, 2)):
         batch = batch_of({name: array[..., samples].contiguous() for name, array in arrays.items()})

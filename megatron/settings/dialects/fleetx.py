@@ -101,6 +101,7 @@ Generation.top_k --top-k
 Generation.top_p --top-p
 Generation.temperature --temperature
 Generation.max_dec_len --tokens-to-generate
+Generation.min_dec_len --min-tokens-to-generate
 Generation.num_return_sequences --num-samples
 Generation.decode_strategy=greedy_search --greedy
 Inference.model_dir --load
