@@ -73,9 +73,11 @@ def test_seeds(small_gpt):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
-def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penalty):
-    """Of all texts of up to three tokens, each scored whole by itself; with a cache and without, and for two prompts."""
+@pytest.mark.parametrize("length_penalty, least", [(1.0, 0), (0.0, 0), (2.0, 0), (0.0, 1), (0.0, 2)])
+def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penalty, least):
+    """Of all texts of `least` to three tokens, each scored whole by itself; while it may not end, the other tokens share the
+    chances of the end. With a cache and without, and for two prompts.
+    """
     v, end, steps = 6, 1, 3
     model, search = small_gpt(vocab_size=v, scale=3.0, **layout), Search(v * v, length_penalty)
     prompts, best = [[3, 1, 4, 1, 5], [0, 2]], []
@@ -83,14 +85,18 @@ def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penal
         scores = {}
         for tokens in itertools.product(range(v), repeat=steps):
             length = tokens.index(end) + 1 if end in tokens else steps
+            if end in tokens[:least]:
+                continue
             text = torch.tensor([*prompt, *tokens[:length]]).unsqueeze(1)
-            chances = model.logits(text)[len(prompt) - 1 : -1, 0].double().log_softmax(-1)
+            logits = model.logits(text)[len(prompt) - 1 : -1, 0].double()
+            logits[:least, end] = float("-inf")
+            chances = logits.log_softmax(-1)
             score = chances.gather(1, text[len(prompt) :]).sum().item() / length**length_penalty
             scores[tokens[: length - (end in tokens)]] = score
         best.append(list(max(scores, key=scores.get)))
     for cached in (True, False):
-        found = generate(model, prompts, Sampling(steps), search, longest=32, end=end, use_cache=cached)
-        assert found == best
+        sampling = Sampling(steps, min_tokens_to_generate=least)
+        assert generate(model, prompts, sampling, search, longest=32, end=end, use_cache=cached) == best
 
 
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
