@@ -75,8 +75,8 @@ def test_seeds(small_gpt):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
 @pytest.mark.parametrize("length_penalty, least", [(1.0, 0), (0.0, 0), (2.0, 0), (0.0, 1), (0.0, 2)])
 def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penalty, least):
-    """Of all texts of `least` to three tokens, each scored whole by itself; while it may not end, the other tokens share the
-    chances of the end. With a cache and without, and for two prompts.
+    """Of all texts of `least` to three tokens, each scored whole by itself; while it may not end, others share the
+    chances of its end. With a cache and without, and for two prompts.
     """
     v, end, steps = 6, 1, 3
     model, search = small_gpt(vocab_size=v, scale=3.0, **layout), Search(v * v, length_penalty)
