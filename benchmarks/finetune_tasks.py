@@ -85,7 +85,7 @@ class BenchmarkOptions:
     chinese: Optional[list[str]] = setting("further Chinese texts for pretraining, JSON lines", None)
     megabytes: float = setting("of --english and --chinese each, at most", 6.0)
     core_seconds: Optional[float] = setting("of each pretraining (default: 600, five minutes of two cores)", None)
-    seeds: int = setting("fine-tunings of each BERT and T5: their mean, and what most of them say", 1)
+    seeds: int = setting("fine-tunings of each BERT and T5: the mean of them, and all together", 1)
     few: int = setting("examples a class for the pattern (PET), and for a head beside it", 32)
     tune: bool = setting("measure on a part of the training texts, not on the test set: to try settings", False)
     quick: bool = setting("one task of each language, 20 core-seconds of each pretraining, one epoch", False)
@@ -225,10 +225,10 @@ class Bench:
 
     def tune(self, name: str, model: str, pretrained: Path, flags: str, what: str = "", seeds: int = 1) -> None:
         """Fine-tune with these flags for a given number of epochs, and measure once, behind the last one. Of several seeds
-        the mean of their accuracies, and the accuracy of what most of them say.
+        the mean of their accuracies, and the accuracy of the mean of their probabilities.
         """
         folder, what = self.folder / name, what or f"{name}, {model}"
-        accuracies, predictions, used, wall = [], [], 0.0, 0.0
+        accuracies, shares, used, wall = [], [], 0.0, 0.0
         for seed in range(self.options.seed, self.options.seed + seeds):
             out = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', what)}-{seed}"
             shutil.rmtree(out, ignore_errors=True)  # of another call
@@ -238,13 +238,11 @@ class Bench:
             cost = run("finetune.py", *words, log=folder / f"{out.name}.log")
             used, wall = used + cost[0] / seeds, wall + cost[1] / seeds
             accuracies.append(evaluations(out)[-1]["accuracy"])
-            lines = (out / "predictions" / "validation-task.tsv").read_text().splitlines()[1:]
-            predictions.append([line.split("\t")[1] for line in lines])
+            shares.append(out / "predictions" / "validation-task.probabilities.tsv")
         figures = dict(accuracy=sum(accuracies) / seeds)
         if seeds > 1:
-            votes = [Counter(said).most_common(1)[0][0] for said in zip(*predictions, strict=True)]
-            right = sum(vote == gold for vote, (_, gold) in zip(votes, self.rows[name][1], strict=True))
-            figures |= dict(least=min(accuracies), most=max(accuracies), votes=right / len(votes))
+            together = right_together(shares, [label for _, label in self.rows[name][1]])
+            figures |= dict(least=min(accuracies), most=max(accuracies), together=together)
         self.tell(what, **figures, **{"core-seconds": used, "seconds": wall})
 
     def few(self, pretrained: Path) -> None:
@@ -414,6 +412,16 @@ def run(*command: object, log: Path) -> tuple[float, float]:
     return used, time.perf_counter() - started
 
 
+def right_together(files: list[Path], gold: list[str]) -> float:
+    """The share that is right of what several models hold for likeliest, whose probabilities are in files."""
+    tables = [[line.split("\t") for line in file.read_text().splitlines()] for file in files]
+    labels, right = tables[0][0][1:], 0
+    for rows, label in zip(zip(*(table[1:] for table in tables), strict=True), gold, strict=True):
+        sums = [sum(map(float, column)) for column in zip(*(row[1:] for row in rows))]
+        right += labels[sums.index(max(sums))] == label
+    return right / len(gold)
+
+
 def evaluations(folder: Path) -> list[dict]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] == "eval"]
@@ -438,14 +446,14 @@ def tables(found: list[dict], options: BenchmarkOptions) -> str:
     where = "of training held out" if options.tune else "of the test set"
     lines += [
         "",
-        f"| task (share {where} right) | texts to train on | majority | tf-idf | BERT | BERTs' votes | T5 | T5s' votes |",
+        f"| task (share {where} right) | trained on | majority | tf-idf | BERT | BERTs together | T5 | T5s together |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in CORPORA:
         if name in of:
             ours = (of.get(f"{name}, {model}", {}) for model in ("BERT", "T5"))
             figures = [of[name]["majority"], of[name]["tf-idf"]]
-            figures += [own.get(key) for own in ours for key in ("accuracy", "votes")]
+            figures += [own.get(key) for own in ours for key in ("accuracy", "together")]
             lines.append(f"| {name} | {of[name]['train']:,} | {' | '.join(map(_share, figures))} |")
     lines += [""] + [
         f"- {record['what']}: {_share(record.get('accuracy', record.get('tf-idf')))}"

@@ -38,11 +38,13 @@ class TaskMeasures(Measures):
     def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
         if not hasattr(dataset, "examples"):
             return {}  # made up
-        return self.judged(predicted_of(self.task, values), dataset.examples, split, final, rank)
+        return self.judged(values, dataset.examples, split, final, rank)
 
-    def judged(self, predicted: np.ndarray, examples: Examples, split: str, final: bool, rank: int) -> dict[str, float]:
-        """The metrics of each set of examples. At the end the first rank writes predictions."""
-        found = {}
+    def judged(self, scores: np.ndarray, examples: Examples, split: str, final: bool, rank: int) -> dict[str, float]:
+        """The metrics of each set of examples, from logits of classes [n, c] or numbers [n, 1]. At the end the first rank writes
+        predictions, and of classes their probabilities.
+        """
+        found, predicted = {}, predicted_of(self.task, scores)
         for name, places in examples.sets.items():
             rows, own = examples.rows[places.start : places.stop], predicted[places.start : places.stop]
             if all(row.label is not None for row in rows):
@@ -54,7 +56,10 @@ class TaskMeasures(Measures):
                         counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png"
                     )
             if final and rank == 0 and self.folder:
-                write_predictions(self.task, own, [row.id for row in rows], self.path(split, name))
+                ids, path = [row.id for row in rows], self.path(split, name)
+                write_predictions(self.task, own, ids, path)
+                if not self.task.regression:
+                    write_probabilities(self.task, scores[places.start : places.stop], ids, path)
         return found
 
     @property
@@ -83,6 +88,20 @@ def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str]
         lines = [json.dumps(dict(id=int(id) if id.isdecimal() else id, label=word)) for id, word in zip(ids, words)]
     else:
         lines = ["index\tprediction", *(f"{id}\t{word}" for id, word in zip(ids, words))]
+    _write_lines(path, lines)
+
+
+def write_probabilities(task: Task, logits: np.ndarray, ids: Sequence[str], path: Path) -> None:
+    """Of each class, beside a file of predictions, to add up those of several models or to choose another threshold: a line
+    of the labels, then the probabilities of each example.
+    """
+    shares = torch.from_numpy(logits).double().softmax(1).tolist()
+    lines = ["\t".join(("index", *task.labels))]
+    lines += ["\t".join((id, *(f"{share:.6f}" for share in row))) for id, row in zip(ids, shares)]
+    _write_lines(path.with_suffix(".probabilities.tsv"), lines)
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -212,5 +212,4 @@ class PetMeasures(TaskMeasures):
     def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
         if not isinstance(dataset, PetRequests):
             return {}  # made up
-        predicted = values.reshape(-1, self.classes).argmax(1)
-        return self.judged(predicted, dataset.examples, split, final, rank)
+        return self.judged(values.reshape(-1, self.classes), dataset.examples, split, final, rank)

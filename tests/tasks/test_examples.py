@@ -325,15 +325,18 @@ def test_figures_and_predictions_of_each_set(tmp_path):
     examples = examples_of(settings("MNLI", write(tmp_path / "MNLI", files)), "valid")
     measures = TaskMeasures.__new__(TaskMeasures)
     measures.task, measures.folder = find_task("MNLI"), str(tmp_path / "out")
-    found = measures.judged(np.array([2, 0]), examples, "validation", final=True, rank=0)  # right, wrong
+    logits = np.log([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]]).astype(np.float32) + 3  # of the right class, and a wrong one
+    found = measures.judged(logits, examples, "validation", final=True, rank=0)
     assert found == {"accuracy matched": 1.0, "accuracy mismatched": 0.0}
     assert (tmp_path / "out" / "validation-MNLI-m.tsv").read_text() == "index\tprediction\n0\tneutral\n"
     assert (tmp_path / "out" / "validation-MNLI-mm.tsv").read_text() == "index\tprediction\n0\tcontradiction\n"
+    said = (tmp_path / "out" / "validation-MNLI-mm.probabilities.tsv").read_text().splitlines()
+    assert said == ["index\tcontradiction\tentailment\tneutral", "0\t0.500000\t0.250000\t0.250000"]
     pictures = {path.name for path in (tmp_path / "out").glob("*.png")}
     drawn = {"confusion-validation-matched.png", "confusion-validation-mismatched.png"}
     assert pictures == (drawn if find_spec("matplotlib") else set())
     unknown = replace(examples, rows=tuple(row._replace(label=None) for row in examples.rows))
-    assert measures.judged(np.array([2, 0]), unknown, "test", final=True, rank=0) == {}
+    assert measures.judged(logits, unknown, "test", final=True, rank=0) == {}
     assert (tmp_path / "out" / "MNLI-m.tsv").exists() and (tmp_path / "out" / "MNLI-mm.tsv").exists()
 
 
