@@ -41,8 +41,8 @@ class TaskMeasures(Measures):
         return self.judged(values, dataset.examples, split, final, rank)
 
     def judged(self, scores: np.ndarray, examples: Examples, split: str, final: bool, rank: int) -> dict[str, float]:
-        """The metrics of each set of examples, from logits of classes [n, c] or numbers [n, 1]. At the end the first rank writes
-        predictions, and of classes their probabilities.
+        """The metrics of each set of examples, from logits of classes [n, c] or numbers [n, 1]. At the end the first rank
+        writes predictions, and of classes their probabilities.
         """
         found, predicted = {}, predicted_of(self.task, scores)
         for name, places in examples.sets.items():
