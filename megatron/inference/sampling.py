@@ -71,6 +71,10 @@ class Search:
         """Raise SettingsError for values that mean nothing."""
         if self.num_beams < 1:
             raise SettingsError(f"--num-beams {self.num_beams}: has to be at least 1")
+        if self.num_beams == 1 and self.length_penalty != 1:
+            raise SettingsError(
+                f"--length-penalty {self.length_penalty:g} is of beam search", do="add --num-beams, or leave it out"
+            )
         drawn = dict(top_k=sampling.top_k, top_p=sampling.top_p, temperature=sampling.temperature not in (0, 1))
         if self.num_beams > 1 and any(drawn.values()):
             given = ", ".join(f"--{name.replace('_', '-')}" for name, so in drawn.items() if so)

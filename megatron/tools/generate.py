@@ -154,6 +154,11 @@ def write(
             f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             "its module has no method logits for the next token, as a GPT has",
         )
+    for flag, value in (("start", search.decoder_start_id), ("end", search.decoder_end_id)):
+        if value is not None and not pairs:
+            raise SettingsError(
+                f"--decoder-{flag}-id {value} is of encoder-decoders, and {settings.load} holds none", do="leave it out"
+            )
     tokenizer = open_tokenizer(loaded, given)
     notes, pp = list(loaded.notices), context.mesh.pp
     if pairs:

@@ -106,12 +106,15 @@ def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
     assert generate(model, PROMPTS, Sampling(12, repetition_penalty=3.0), Search(3), longest=10) != found
     with pytest.raises(SettingsError, match="--top-k has no place"):
         generate(model, PROMPTS, Sampling(12, top_k=4), Search(3), longest=10)
+    with pytest.raises(SettingsError, match="--length-penalty 2 is of beam search"):
+        generate(model, PROMPTS, Sampling(12), Search(length_penalty=2.0), longest=10)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_no_text_ends_too_early(small_gpt, beams):
     """What the model likes best is what ends its texts."""
-    model, sampling, search = small_gpt(), Sampling(12, greedy=True), Search(beams, length_penalty=0.0)
+    model, sampling = small_gpt(), Sampling(12, greedy=True)
+    search = Search(beams, length_penalty=0.0) if beams > 1 else Search()
     whole = generate(model, PROMPTS, sampling, search, longest=32)
     end = whole[0][2]
     short = generate(model, PROMPTS, sampling, search, longest=32, end=end)
@@ -213,6 +216,8 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     assert [record["prompt"] for record in records] == ["the cat", "the cat", "a dog", "a dog"]
     assert all(len(record["tokens"]) == 5 for record in records)
     assert records[0]["tokens"] != records[1]["tokens"]
+    tool.main([*line, "--prompt", "the cat", "--num-beams", "3", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 5
 
 
 def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
@@ -223,6 +228,8 @@ def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
         tool.main([*load, "--prompt", "a", "--prompt-file", "b"])
     with pytest.raises(DataError, match="no such file"):
         tool.main([*load, "--prompt-file", str(tmp_path / "missing")])
+    with pytest.raises(SettingsError, match="--decoder-end-id 1 is of encoder-decoders, and .* holds none"):
+        tool.main([*load, "--prompt", "a", "--decoder-end-id", "1"])
     with pytest.raises(CheckpointError, match="no checkpoint"):
         tool.main(["--load", str(tmp_path), "--prompt", "a"])
     with pytest.raises(CheckpointError, match="iteration 8"):
