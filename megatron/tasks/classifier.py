@@ -16,7 +16,7 @@ from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
-from megatron.tasks.samples import ABOVE, BELOW
+from megatron.tasks.samples import ABOVE, BELOW, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
@@ -120,7 +120,8 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
 
 
 def losses_of(scores: torch.Tensor, batch, outputs: int) -> torch.Tensor:
-    """[b, c] -> [b]: cross-entropy of classes, square error of one number."""
+    """[b, c] -> [b]: cross-entropy of classes, or with probabilities of them; square error of one number."""
     if outputs == 1:
         return (scores.squeeze(-1) - (batch.arrays[ABOVE] - batch.arrays[BELOW])).square()
-    return F.cross_entropy(scores, batch.labels, reduction="none")
+    wanted = batch.arrays[SHARES].T if SHARES in batch.arrays else batch.labels
+    return F.cross_entropy(scores, wanted, reduction="none")

@@ -18,12 +18,15 @@ SPOILT = 0.01  # of the rows that may have another number of columns than the he
 
 
 class TaskExample(NamedTuple):
-    """A text, or two. label: number of its class, or a number; None: not known. id: what predictions name it by."""
+    """A text, or two. label: number of its class, or a number; None: not known. id: what predictions name it by. shares:
+    how likely each class is, where that is learned (soft_labels.py).
+    """
 
     text: str
     pair: Optional[str]
     label: Optional[float]
     id: str
+    shares: Optional[tuple[float, ...]] = None
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,13 @@ TASK_RULES = (
         lambda s: f"--pooling {own(s).pooling} is of a head, and --pet-pattern has none; leave one of the two out",
     ),
     Rule(
+        lambda s: own(s).soft_labels and (own(s).pet_pattern or own(s).examples_per_class),
+        lambda s: (
+            "--soft-labels are probabilities of all training examples, for a head; leave out "
+            + ("--pet-pattern" if own(s).pet_pattern else "--examples-per-class")
+        ),
+    ),
+    Rule(
         lambda s: not 0 <= own(s).word_dropout < 1,
         lambda s: f"--word-dropout {own(s).word_dropout} must be at least 0 and less than 1",
     ),
@@ -187,9 +194,9 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
         return pet_datasets(settings, found, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
     reader = backbone.reader_class().of(config, tokenizer, vocab_size)
-    hidden = reader.hidden_word(tokenizer) if settings.word_dropout > 0 else None
+    hidden, soft = reader.hidden_word(tokenizer) if settings.word_dropout > 0 else None, bool(settings.soft_labels)
     made = [
-        examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train", hidden=hidden)
+        examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train", hidden=hidden, soft=soft)
         for split, examples in found.items()
     ]
     if made[0] and (cut := longest_cut(made[0])):
@@ -217,8 +224,9 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     task = open_task(task_settings(config)).task
     reader = find_backbone(task_settings(config).backbone).reader_class().of(config, None, vocab_size)
     hidden = reader.hidden_word(None) if task_settings(config).word_dropout > 0 else None
+    more = dict(hidden=hidden, soft=bool(task_settings(config).soft_labels))
     return tuple(
-        MockTaskSamples(size, task, reader, *common, split, hidden=hidden) if size else None
+        MockTaskSamples(size, task, reader, *common, split, **more) if size else None
         for split, size in enumerate(sizes)
     )
 
@@ -232,7 +240,7 @@ def arrays(config, vocab_size):
 
     settings = task_settings(config)
     text = find_backbone(settings.backbone).reader_class().arrays(config, vocab_size)
-    return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0)
+    return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, bool(settings.soft_labels))
 
 
 def tell(log, opened, split: str, examples) -> None:

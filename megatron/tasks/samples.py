@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples as samples of training: what the model reads of a text, and what is to be found out of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -12,23 +13,34 @@ from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.texts import HIDDEN, Ids, TextReader
 
 ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
+SHARES = "shares"  # how likely each class is, where that is learned
 
 
-def sample_arrays(task: Task, text: dict[str, SampleArray], hides: bool = False) -> dict[str, SampleArray]:
-    """What a sample of a task consists of. text: what the model reads; hides: whether words of it may be hidden. Its loss
-    mask is one number: 1 where the label is known.
+def sample_arrays(
+    task: Task, text: dict[str, SampleArray], hides: bool = False, soft: bool = False
+) -> dict[str, SampleArray]:
+    """What a sample of a task consists of. text: what the model reads; hides: whether words of it may be hidden; soft:
+    labels are probabilities. Its loss mask is one number: 1 where the label is known.
     """
     if hides:
         text = {**text, HIDDEN: next(iter(text.values()))}
     numbers = {ABOVE: SampleArray(0, mask=True), BELOW: SampleArray(0, mask=True)} if task.regression else {}
-    return {**text, LABELS: SampleArray(0, below=task.outputs), LOSS_MASK: SampleArray(0, mask=True), **numbers}
+    shares = {SHARES: SampleArray(task.outputs, mask=True)} if soft else {}
+    return {
+        **text,
+        LABELS: SampleArray(0, below=task.outputs),
+        LOSS_MASK: SampleArray(0, mask=True),
+        **numbers,
+        **shares,
+    }
 
 
 @dataclass(frozen=True)
 class TaskSamples:
     """Samples of a split, in the order of its files, as dicts of `sample_arrays`; each a pure function of its place.
 
-    whole: an evaluation goes over all of them. hidden: the token that hides words, where some are hidden.
+    whole: an evaluation goes over all of them. hidden: the token that hides words, where some are hidden. soft: labels are
+    probabilities, also those of an evaluation.
     """
 
     examples: Examples
@@ -37,6 +49,7 @@ class TaskSamples:
     reader: TextReader
     whole: bool = False
     hidden: Optional[int] = None
+    soft: bool = False
 
     def __len__(self) -> int:
         return len(self.examples.rows)
@@ -44,12 +57,19 @@ class TaskSamples:
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples.rows[index]
         texts = ids_of(example, self.tokenizer, self.reader)
-        return {**self.reader.read_hidden(*texts, self.hidden), **wanted(self.task, example.label)}
+        return {
+            **self.reader.read_hidden(*texts, self.hidden),
+            **wanted(self.task, example.label, example.shares, self.soft),
+        }
 
 
-def wanted(task: Task, label: Optional[float]) -> dict[str, Any]:
-    """What is to be found out, as arrays of a sample. label: None where nobody knows it."""
-    value, known = label or 0, {LOSS_MASK: float(label is not None)}
+def wanted(
+    task: Task, label: Optional[float], shares: Optional[Sequence[float]] = None, soft: bool = False
+) -> dict[str, Any]:
+    """What is to be found out, as arrays of a sample. label, shares: None where nobody knows it. soft: as probabilities."""
+    value, known = label or 0, {LOSS_MASK: float((label if shares is None else shares) is not None)}
+    if soft:
+        known[SHARES] = np.eye(task.outputs, dtype=np.float32)[int(value)] if shares is None else np.float32(shares)
     if task.regression:
         return {**known, LABELS: 0, ABOVE: max(value, 0.0), BELOW: max(-value, 0.0)}
     return {**known, LABELS: int(value)}
@@ -67,6 +87,7 @@ class MockTaskSamples:
     split: int
     whole: bool = False
     hidden: Optional[int] = None
+    soft: bool = False
 
     def __len__(self) -> int:
         return self.size
@@ -76,7 +97,7 @@ class MockTaskSamples:
         text = draw.integers(self.vocab_size, size=draw.integers(1, self.reader.room(False) + 1)).tolist()
         return {
             **self.reader.read_hidden(text, None, self.hidden),
-            **wanted(self.task, text[0] % max(self.task.outputs, 2)),
+            **wanted(self.task, text[0] % max(self.task.outputs, 2), soft=self.soft),
         }
 
 

@@ -12,6 +12,7 @@ from megatron.settings.schema import Config, setting
 from megatron.tasks.backbones import DEFAULT
 from megatron.tasks.description import Task, find_task, with_labels
 from megatron.tasks.examples import Examples, few, file_of, labels_in, read_examples, refuse_one_class
+from megatron.tasks.soft_labels import labels_of, with_soft_labels
 
 GROUP = "task"  # what a recipe calls the group
 
@@ -52,6 +53,11 @@ class TaskSettings:
         on_resume="another model",
     )
     examples_per_class: Optional[int] = setting("train on the first so many examples of each class", None)
+    soft_labels: Optional[list[str]] = setting(
+        "files of probabilities of the training examples (NAME.probabilities.tsv of other models), whose mean is learned "
+        "instead of labels",
+        None,
+    )
     patience: Optional[int] = setting(
         "training ends when so many evaluations in a row were no better than the best one", None, on_resume="told"
     )
@@ -103,7 +109,16 @@ def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
 
 def _key(settings: TaskSettings) -> str:
     """What the examples depend on: one string, because settings hold lists."""
-    names = ("task", "task_data", "train_data", "valid_data", "test_data", "labels", "examples_per_class")
+    names = (
+        "task",
+        "task_data",
+        "train_data",
+        "valid_data",
+        "test_data",
+        "labels",
+        "examples_per_class",
+        "soft_labels",
+    )
     record = asdict(settings)
     return json.dumps({name: record[name] for name in names})
 
@@ -113,6 +128,8 @@ def _open(key: str) -> OpenTask:
     settings = TaskSettings(**json.loads(key))
     task = find_task(settings.task)
     labels = task.labels if settings.labels is None or task.regression else settings.labels
+    if labels is None and settings.soft_labels and not task.regression:
+        labels = labels_of(settings.soft_labels[0])
     if labels:
         task = with_labels(task, labels)
     files = {split: _files(task, settings, split) for split in ("train", "valid", "test")}
@@ -152,14 +169,17 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
 
 @lru_cache(maxsize=8)
 def _examples(key: str, split: str) -> Optional[Examples]:
-    opened, count = _open(key), json.loads(key)["examples_per_class"]
+    opened, settings = _open(key), TaskSettings(**json.loads(key))
     files = dict(opened.files[split])
     if not files:
         return None
-    found = read_examples(opened.task, files, labelled=split != "test")
+    soft = split == "train" and settings.soft_labels
+    found = read_examples(opened.task, files, labelled=split != "test" and not soft)
     if split != "train":
         return found
-    if count is not None:
-        found = few(found, opened.task, count)
+    if soft:
+        return with_soft_labels(found, soft, opened.task)
+    if settings.examples_per_class is not None:
+        found = few(found, opened.task, settings.examples_per_class)
     notes = refuse_one_class(opened.task, found, next(iter(files.values())))
     return replace(found, notes=(*found.notes, *notes))

@@ -29,6 +29,7 @@ class Toy:
     regression: bool = False
     pooling: str = "last"
     word_dropout: float = 0.0  # the end of a document stands where a word is hidden in training
+    soft: bool = False  # two files say how likely each label of a training text is, and their mean is learned
     sizes: dict = field(default_factory=lambda: dict(train=21, valid=11, test=5))
 
     def __post_init__(self):
@@ -41,6 +42,12 @@ class Toy:
                 words = [" ".join(map(str, text or [])) for text in (first, second)]
                 lines.append("\t".join([f"{split}{number}", *words, "" if split == "test" else self.word(label)]))
             (self.folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+        if self.soft:
+            tables = [[_shares(draw) for _ in self.rows["train"]] for _ in range(2)]
+            self.shares = torch.tensor(tables, dtype=torch.float64).mean(0)
+            for number, table in enumerate(tables):  # the second one names the labels in another order
+                order = range(len(LABELS)) if number == 0 else reversed(range(len(LABELS)))
+                self.write_shares(number, table, list(order))
         description = ["name: toy", "text: first", "label: label", "id: id"]
         description += [f"{split}: {split}.tsv" for split in self.rows]
         description += ["text_pair: second"] if self.pairs else []
@@ -54,6 +61,12 @@ class Toy:
         label = round(draw.uniform(-2, 3), 3) if self.regression else draw.randrange(len(LABELS))
         return first, second, label
 
+    def write_shares(self, number: int, table: list[list[float]], order: list[int]) -> None:
+        lines = ["\t".join(["index", *(LABELS[place] for place in order)])]
+        for row, shares in enumerate(table):
+            lines.append("\t".join([f"train{row}", *(f"{shares[place]:.6f}" for place in order)]))
+        (self.folder / f"soft{number}.tsv").write_text("\n".join(lines) + "\n")
+
     def word(self, label) -> str:
         return str(label) if self.regression else LABELS[label]
 
@@ -66,6 +79,13 @@ class Toy:
                 (second if len(second) >= len(first) else first).pop()
             found.append(first[:LENGTH] if second is None else [*first, EOD, *second])
         return found
+
+
+def _shares(draw: random.Random) -> list[float]:
+    """Probabilities of the labels, in thousandths."""
+    first = draw.randrange(1001)
+    second = draw.randrange(1001 - first)
+    return [first / 1000, second / 1000, (1000 - first - second) / 1000]
 
 
 def outputs(weights, tokens: list[list[int]], pooling: str = "last") -> torch.Tensor:
@@ -120,6 +140,8 @@ def losses(
     labels = [toy.rows[split][place][2] for place in places]
     if toy.regression:
         return (scores[:, 0] - torch.tensor(labels, dtype=torch.float64)).square()
+    if toy.soft and split == "train":
+        return -(toy.shares[list(places)] * scores.log_softmax(-1)).sum(-1)
     return F.cross_entropy(scores, torch.tensor(labels), reduction="none")
 
 

@@ -27,6 +27,7 @@ LAYOUTS = {
         "--tensor-model-parallel-size 3 --sequence-parallel --pooling mean",
     ),
     "pp2 with hidden words": (2, "--pipeline-model-parallel-size 2 --micro-batch-size 4 --word-dropout 0.4"),
+    "pp2 with soft labels": (2, "--pipeline-model-parallel-size 2"),
     "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
 }
 
@@ -53,8 +54,11 @@ SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") e
 @pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
-    toy = Toy(tmp_path / "toy", pairs="tp3" in layout, pooling="mean" if "mean" in layout else "last")
+    pooling = "mean" if "mean" in layout else "last"
+    toy = Toy(tmp_path / "toy", pairs="tp3" in layout, pooling=pooling, soft="soft" in layout)
     toy.word_dropout = 0.4 if "hidden" in layout else 0.0
+    if toy.soft:
+        words += f" --soft-labels {toy.folder / 'soft0.tsv'} {toy.folder / 'soft1.tsv'}"
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {words}"
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
     steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
@@ -115,6 +119,25 @@ def test_numbers_are_learned_by_their_square_error(trunk, tmp_path):
     best = {name: values.double() for name, values in weights_of(tmp_path / "run" / "best").items()}
     wanted = outputs(best, toy.tokens("valid"), toy.pooling)[:, 0].tolist()
     assert [float(line.split("\t")[1]) for line in told] == pytest.approx(wanted, abs=6e-4)
+
+
+def test_what_one_model_predicts_another_learns_without_labels(trunk, tmp_path):
+    """The file of probabilities that an evaluation writes, of texts whose labels nobody knows."""
+    toy = Toy(tmp_path / "toy")
+    tune(0, f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'first'} {TUNE}")
+    written = tmp_path / "first" / "predictions" / "toy.probabilities.tsv"
+    common = f"--data-path {toy.folder} --load {trunk} --train-data test.tsv --soft-labels {written} {TUNE}"
+    tune(0, f"--task {toy.yaml} {common} --save {tmp_path / 'second'}")
+    best = {name: values.double() for name, values in weights_of(tmp_path / "first" / "best").items()}
+    toy.rows["train"], toy.soft = toy.rows["test"], True
+    toy.shares = outputs(best, toy.tokens("test")).softmax(-1)
+    steps, _ = train(weights_of(trunk), toy, 1, 8, 1e-2)
+    found = records(tmp_path / "second", "step")
+    assert found[0]["loss"] == pytest.approx(steps[0]["loss"], rel=2e-5)
+    free = tmp_path / "free.yaml"  # the labels stand in the file of probabilities
+    free.write_text("\n".join(line for line in toy.yaml.read_text().splitlines() if "labels" not in line))
+    tune(0, f"--task {free} {common} --save {tmp_path / 'third'}")
+    assert [step["loss"] for step in records(tmp_path / "third", "step")] == [step["loss"] for step in found]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(trunk, tmp_path):

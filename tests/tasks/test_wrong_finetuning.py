@@ -60,6 +60,23 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --eval-requests x": (3, "does not continue texts"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --seq-length 99": (3, "seq-length 99 is longer"),
 }
+SOFT = "--data-path {toy} --load {trunk} --soft-labels {toy}/"
+WRONG |= {
+    f"--task {{toy}}/toy.yaml {SOFT}none.tsv": (4, "none.tsv: No such file"),
+    f"--task {{toy}}/toy.yaml {SOFT}toy.yaml": (4, "is no table of probabilities"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft-short.tsv": (4, "has 1 examples, and the training file 21"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft-labels.tsv": (4, "has probabilities of red, violet, blue"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft-words.tsv": (4, "line 2: no 3 probabilities"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft-sum.tsv": (4, "add up to 0.9000, not to 1"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft-others.tsv": (4, "line 2: example train1, where training has train0"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --train-data valid.tsv": (4, "21 examples, and the training file 11"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --examples-per-class 3": (3, "leave out --examples-per-class"),
+    f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --pet-pattern {{{{text}}}}{{{{label}}}} --pet-verbalizer w": (
+        3,
+        "leave out --pet-pattern",
+    ),
+    f"--task {{toy}}/numbers.yaml {SOFT}soft0.tsv": (3, "are numbers, not classes"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +85,11 @@ def places(trunk, tmp_path_factory):  # noqa: F811
     (folder / "empty").mkdir()
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(dict(model_type="gpt2")))
-    toy = Toy(folder / "toy")
+    toy = Toy(folder / "toy", soft=True)
+    write_wrong_soft_labels(toy.folder)
+    (toy.folder / "numbers.yaml").write_text(
+        "name: toy\ntext: first\nlabel: number\ntrain: train.tsv\nregression: true\nvalid: valid.tsv"
+    )
     free = "\n".join(line for line in toy.yaml.read_text().splitlines() if not line.startswith("labels"))
     (toy.folder / "free.yaml").write_text(free)
     (toy.folder / "odd.yaml").write_text(f"{free}\nsettings: {{lrr: 1.0e-3}}\n")
@@ -78,6 +99,19 @@ def places(trunk, tmp_path_factory):  # noqa: F811
         "\n".join([lines[0], *(line for line in lines if line.endswith("\tred"))]) + "\n"
     )
     return dict(toy=toy.folder, trunk=trunk, empty=folder / "empty", hf=folder / "hf")
+
+
+def write_wrong_soft_labels(folder) -> None:
+    header, first, *rows = (folder / "soft0.tsv").read_text().splitlines()
+    files = {
+        "short": [header, first],
+        "labels": [header.replace("green", "violet"), first, *rows],
+        "words": [header, "train0\t0.5\thalf\t0", *rows],
+        "sum": [header, "train0\t0.5\t0.2\t0.2", *rows],
+        "others": [header, *rows, first],
+    }
+    for name, lines in files.items():
+        (folder / f"soft-{name}.tsv").write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("line", WRONG)

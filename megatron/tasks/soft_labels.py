@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Soft labels: what other models hold for likely of each training example, which is learned instead of its label.
+
+Those models may be several fine-tunings of one task, whose knowledge one model shall have (distillation,
+arXiv:1503.02531), or have learned few labelled examples with a pattern, and label many for a head (the last step of PET,
+arXiv:2001.07676). The files are those that an evaluation writes beside its predictions (NAME.probabilities.tsv).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.errors import DataError, SettingsError
+from megatron.tasks.description import Task
+from megatron.tasks.examples import Examples
+
+INDEX = "index"  # the first column of a file of predictions: the example's id
+ROUNDED = 1e-3  # by how much probabilities that were written with six digits may miss a sum of 1
+
+
+def with_soft_labels(examples: Examples, paths: Sequence[str], task: Task) -> Examples:
+    """The examples with the mean of what each file says of them, in the order of the task's labels.
+
+    Raises DataError where a file is not of these examples, one by one, or of these labels; SettingsError for numbers.
+    """
+    if task.regression:
+        raise SettingsError(f"--soft-labels: the labels of {task.name} are numbers, not classes")
+    tables = [_read(Path(path), task.labels) for path in paths]
+    for path, (ids, _) in zip(paths, tables, strict=True):
+        if len(ids) != len(examples.rows):
+            raise DataError(
+                f"--soft-labels {path} has {len(ids):,} examples, and the training file {len(examples.rows):,}",
+                do="predict the training file: --test-data FILE writes its probabilities",
+            )
+        for number, (id, row) in enumerate(zip(ids, examples.rows, strict=True)):
+            if id != row.id:
+                raise DataError(f"--soft-labels {path}, line {number + 2}: example {id}, where training has {row.id}")
+    means = zip(*(shares for _, shares in tables), strict=True)
+    rows = [
+        row._replace(shares=tuple(sum(column) / len(paths) for column in zip(*of_row, strict=True)))
+        for row, of_row in zip(examples.rows, means, strict=True)
+    ]
+    return replace(examples, rows=tuple(rows))
+
+
+def labels_of(path: str) -> tuple[str, ...]:
+    """The labels that a file has probabilities of. Raises DataError."""
+    return tuple(_lines(Path(path))[0].split("\t")[1:])
+
+
+def _read(path: Path, labels: Sequence[str]) -> tuple[list[str], list[tuple[float, ...]]]:
+    """(ids, their probabilities in the order of `labels`)."""
+    header, *lines = _lines(path)
+    names = header.split("\t")[1:]
+    if sorted(names) != sorted(labels):
+        raise DataError(
+            f"--soft-labels {path} has probabilities of {', '.join(names[:20])}",
+            f"the task's labels are {', '.join(labels[:20])}",
+        )
+    order = [names.index(label) for label in labels]
+    ids, found = [], []
+    for number, line in enumerate(lines, 2):
+        id, *words = line.split("\t")
+        try:
+            shares = [float(word) for word in words]
+        except ValueError:
+            shares = []
+        if len(shares) != len(names) or not all(0 <= share <= 1 for share in shares):
+            raise DataError(f"--soft-labels {path}, line {number}: no {len(names)} probabilities: {line[:60]!r}")
+        if abs((total := sum(shares)) - 1) > ROUNDED:
+            raise DataError(f"--soft-labels {path}, line {number}: the probabilities add up to {total:.4f}, not to 1")
+        ids.append(id)
+        found.append(tuple(shares[place] / total for place in order))
+    return ids, found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--soft-labels {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not lines or lines[0].split("\t")[0] != INDEX or len(lines[0].split("\t")) < 3:
+        raise DataError(
+            f"--soft-labels {path} is no table of probabilities",
+            f"its first line is {(lines or [''])[0][:60]!r}",
+            f"a line '{INDEX}', then the labels, separated by tabs; then a line of each example: NAME.probabilities.tsv",
+        )
+    return lines
