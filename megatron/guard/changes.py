@@ -17,7 +17,7 @@ from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
 # What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "told")
-MODEL, REFUSED, *_ = ON_RESUME
+MODEL, REFUSED, REFUSED_IN_TRAINING, TOLD, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
 
@@ -46,6 +46,8 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what in meanings(config):
         if what != "irrelevant" and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
+            if what == REFUSED_IN_TRAINING:
+                what = TOLD if config.batch.skip_train else REFUSED
             if _plain(was) != _plain(value):
                 found.append(Change(name, was, value, what))
     return sorted(found, key=lambda change: not change.dangerous)
@@ -66,7 +68,9 @@ def overridden(config: Config) -> set[str]:
     """The names in `--override`. Raises UsageError for one that nothing dangerous has."""
     words = (config.guard.override or "").split(",")
     names = {word.strip().lstrip("-").replace("-", "_") for word in words} - {""}
-    known = {name for _, name, what in meanings(config) if what in DANGEROUS} | {ORDER.replace("-", "_")}
+    known = {name for _, name, what in meanings(config) if what in (*DANGEROUS, REFUSED_IN_TRAINING)} | {
+        ORDER.replace("-", "_")
+    }
     for name in sorted(names - known):
         raise UsageError(
             f"--override {name}: this setting needs none, or there is none of that name{did_you_mean(name, known)}",
@@ -144,7 +148,9 @@ def probe_places(consumed: int, count: int = 8) -> list[int]:
 
 
 def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str]:
-    """Raise SettingsError when samples at these places are not those of the earlier run, or tell if it is wanted so."""
+    """Raise SettingsError when samples at these places are not those of the earlier run; or tell, if it is wanted so, or if
+    nothing is trained on them.
+    """
     if not wrong:
         return []
     what = (
@@ -152,6 +158,8 @@ def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str
     )
     if ORDER.replace("-", "_") in overridden(config):
         return [f"{what} (--override)"]
+    if config.batch.skip_train:
+        return [f"{what} (--skip-train: none is trained on)"]
     raise SettingsError(
         what,
         "same settings, and other data files; or a length of training that changes the number of epochs",

@@ -23,8 +23,9 @@ from typing import Any, ClassVar, Literal, Optional
 
 # What happens when a run goes on from a checkpoint that had another value: it is another model, whose weights do not fit
 # (refused with --finetune, too); refused unless --override names it, because the run would go on as a different one
-# without a word; told; or irrelevant to the result.
-ON_RESUME = ("another model", "refused", "told", "irrelevant")
+# without a word; the same where the run trains, and told where it evaluates alone (--skip-train); told; or irrelevant to
+# the result.
+ON_RESUME = ("another model", "refused", "refused in training", "told", "irrelevant")
 
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):

@@ -46,13 +46,16 @@ class TaskSettings:
         "share of the tokens of a training text that are hidden, drawn anew each time: in their place is a mask (BERT), "
         "a sentinel (T5) or an end of document",
         0.0,
+        on_resume="refused in training",
     )
     labels: Optional[list[str]] = setting(
         "the task's labels, in order (default: as the task says, or those of the training file, sorted)",
         None,
         on_resume="another model",
     )
-    examples_per_class: Optional[int] = setting("train on the first so many examples of each class", None)
+    examples_per_class: Optional[int] = setting(
+        "train on the first so many examples of each class", None, on_resume="refused in training"
+    )
     soft_labels: Optional[list[str]] = setting(
         "files of probabilities of the training examples (NAME.probabilities.tsv of other models), whose mean is learned "
         "instead of labels",

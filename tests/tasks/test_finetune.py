@@ -8,6 +8,7 @@ import torch
 
 import finetune
 import pretrain_gpt
+from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.training.test_plain_loop import records
@@ -153,6 +154,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(trunk, tmp_path):
     assert [[record["accuracy"] for record in found if "accuracy" in record] for found in evals][0] == [
         record["accuracy"] for record in evals[1] if "accuracy" in record
     ]
+
+
+def test_an_evaluation_alone_does_not_ask_how_training_hid_words(trunk, tmp_path, capsys):
+    toy = Toy(tmp_path / "toy")
+    common = f"--task {toy.yaml} --data-path {toy.folder} {TUNE}"
+    tune(0, f"{common} --load {trunk} --save {tmp_path / 'run'} --word-dropout 0.4")
+    capsys.readouterr()
+    with pytest.raises(SettingsError, match="word-dropout"):
+        tune(0, f"{common} --load {tmp_path / 'run'}")
+    tune(0, f"{common} --load {tmp_path / 'run' / 'best'} --skip-train --predictions {tmp_path / 'again'}")
+    assert "--word-dropout was 0.4 in the checkpoint, is 0.0 now" in capsys.readouterr().out
+    first, again = (folder / "validation-toy.tsv" for folder in (tmp_path / "run" / "predictions", tmp_path / "again"))
+    assert first.read_text() == again.read_text()
 
 
 def test_patience_and_a_loss_that_is_reached_end_training(trunk, tmp_path, capsys):

