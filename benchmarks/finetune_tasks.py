@@ -7,9 +7,10 @@
 
 1. A BERT and a T5 of each language are pretrained on the training texts of the tasks without their labels, on further
    texts out of packages (labelled_corpora.py), and on --english and --chinese; each for --core-seconds of a core, which is
-   what counts on a machine with others on it: 600 are five minutes of two cores. A quarter of what the English BERT reads
-   are passages of reviews of films, whose ratings it is to find (--task-mixture). Their loss on texts that were held out
+   what counts on a machine with others on it: 600 are five minutes of two cores. Their loss on texts that were held out
    stands beside that of untrained weights, and that of a unigram: the frequency of each token among what is to be found.
+   The English BERT spends a quarter of its time on a task of its own, whether passages of other reviews of films are
+   favourable, and is fine-tuned on Rotten Tomatoes from there.
 2. Each is fine-tuned on each task of its language. Settings were chosen with --tune, which trains on seven eighths of the
    training texts and measures on the others; without it all training texts are trained on, as tf-idf is, which chooses its
    own settings by cross-validation on them, and the test set is looked at once.
@@ -30,6 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log
 from pathlib import Path
 from statistics import mean
@@ -62,10 +64,11 @@ VOCABULARY = 16_000  # tokens of each language
 ENGLISH_WORDS = "--kind word-piece"
 CHINESE_WORDS = "--kind unigram --max-piece-length 4 --spaces-apart"  # pieces that are words, as n-grams are
 HELD_OUT = 400  # texts of each source that pretraining does not read
+BATCH = 32  # samples of a step of pretraining
 PROBED = (10, 60)  # steps of two short runs, which tell what a step costs
 CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
     "finance": "\u8d22\u7ecf",
-    "realty": "\u623f\u4ea7",
+    "realty": "\u697c\u5e02",
     "stocks": "\u80a1\u7968",
     "education": "\u6559\u80b2",
     "science": "\u79d1\u6280",
@@ -76,6 +79,8 @@ CLASS_WORDS = {  # what stands for each class of THUCNews in Chinese
     "entertainment": "\u5a31\u4e50",
 }
 RATINGS = {"0": "rotten", "1": "fresh"}  # what the rotten corpus calls those of the Internet Movie Database
+RATED = 0.25  # share of the English BERT's time that goes to them
+LEARN_RATINGS = "--pooling mean --seq-length 64 --lr 5e-4 --word-dropout 0.1 --hidden-dropout 0.1"
 PATTERNS = (
     "{label}\u65b0\u95fb\uff1a{text}",  # LABEL news: TITLE
     "{text}\u3002\u8fd9\u662f{label}\u65b0\u95fb",  # TITLE. This is LABEL news
@@ -132,7 +137,8 @@ SMALL = {
 WIDTH = "--hidden-size 256 --num-attention-heads 4"
 PRETRAINING = (
     "--lr 1.5e-3 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-fraction 0.05 --weight-decay 0.05 --adam-beta2 0.98 "
-    "--hidden-dropout 0.05 --attention-dropout 0 --micro-batch-size 32 --eval-iters 30 --log-interval 50"
+    "--hidden-dropout 0.05 --attention-dropout 0 --eval-iters 30 --log-interval 50 "
+    f"--micro-batch-size {BATCH}"
 )
 TUNING = (
     "--lr-decay-style linear --min-lr 0 --lr-warmup-fraction 0.1 --weight-decay 0.05 --adam-eps 1e-6 --adam-beta2 0.98 "
@@ -164,14 +170,16 @@ def main(argv: list[str]) -> None:
         bench.baselines(name)
     for chinese in sorted({CORPORA[name].chinese for name in tasks}):
         bench.write_texts(chinese, further_texts(chinese, bench.packages))
-        if not chinese:
-            write_rows(bench.ratings, ratings(bench.packages, options.seed))
         names = [name for name in tasks if CORPORA[name].chinese == chinese]
         for model in SMALL:
             few = model == "BERT" and "PET" in models and "thucnews" in names
-            pretrained = bench.pretrain(model, chinese) if model in models or few else None
+            if not (model in models or few):
+                continue
+            rated = model == "BERT" and "rotten" in names
+            pretrained = bench.pretrain(model, chinese, (1 - RATED if rated else 1) * options.core_seconds)
+            begins = {"rotten": bench.learn_ratings(pretrained, RATED * options.core_seconds)} if rated else {}
             for name in names if model in models else ():
-                bench.tune(name, model, pretrained)
+                bench.tune(name, model, begins.get(name, pretrained))
             if few:
                 bench.few(pretrained)
     print(tables(bench.found, options))
@@ -205,10 +213,10 @@ class Bench:
     def packages(self) -> Path:
         return self.folder / "packages"
 
-    @property
-    def ratings(self) -> Path:
-        """The second task of the English BERT's pretraining."""
-        return self.folder / _language(False) / "ratings.jsonl"
+    @cached_property
+    def rated(self) -> Rows:
+        """Passages and their ratings, which the English BERT learns before those of the rotten corpus."""
+        return ratings(self.packages, self.options.seed)
 
     # ---- tasks ---------------------------------------------------------------------------------------------------
 
@@ -216,13 +224,8 @@ class Bench:
         """Its files: train, and test, which with --tune is a part of the training texts."""
         train, valid, test = split(rows, self.options.seed)
         train, test = (train, valid) if self.options.tune else (train + valid, test)
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
         self.rows[name] = train, test
-        for part, some in dict(train=train, test=test).items():
-            write_rows(folder / f"{part}.jsonl", some)
-        text = "name: task\ntrain: train.jsonl\nvalid: test.jsonl\ntext: text\nlabel: label\n"
-        (folder / "task.yaml").write_text(text)
+        write_rows_of_task(self.folder / name, train=train, test=test)
 
     def baselines(self, name: str) -> None:
         train, test = self.rows[name]
@@ -230,9 +233,9 @@ class Bench:
         figures = {"tf-idf": self.tf_idf(name, train), "majority": majority(train, test)}
         seconds = time.process_time() - started
         self.tell(name, train=len(train), test=len(test), **figures, **{"core-seconds": seconds})
-        if name == "rotten":  # whether the ratings that the English BERT is pretrained with would have helped this, too
-            rated = [(text, RATINGS[rating]) for text, rating in ratings(self.packages, self.options.seed)]
-            self.tell(f"{name}, tf-idf of the rated passages too", accuracy=self.tf_idf(name, train + rated, USUAL))
+        if name == "rotten":  # whether the ratings that the English BERT learns before would have helped this, too
+            rated = [(text, RATINGS[rating]) for text, rating in self.rated]
+            self.tell(f"{name}, tf-idf of the rated passages too", accuracy=self.tf_idf(name, train + rated))
 
     def tf_idf(self, name: str, train: Rows, choices: dict = CHOICES) -> float:
         choices = USUAL if self.options.quick else choices
@@ -256,12 +259,15 @@ class Bench:
     def finetune(self, name: str, pretrained: Path, flags: str, out: Path, seed: int) -> tuple[float, float, float]:
         """One fine-tuning: (accuracy, core-seconds, seconds)."""
         shutil.rmtree(out, ignore_errors=True)  # of another call
-        folder = self.folder / name
-        begin = ["--task", folder / "task.yaml", "--data-path", folder, "--pretrained-checkpoint", pretrained]
-        words = [*begin, "--save", out, "--no-best-checkpoint", "--eval-epoch", 1000, *self.common(seed)]
-        words += [*TUNING.split(), *flags.split(), *(["--train-epochs", 1] if self.options.quick else [])]
+        words = [*self.finetuning(self.folder / name, pretrained, seed), "--eval-epoch", 1000, "--save", out]
+        words += [*flags.split(), *(["--train-epochs", 1] if self.options.quick else [])]
         cost = run("finetune.py", *words, log=out.with_suffix(".log"))
         return evaluations(out)[-1]["accuracy"], *cost
+
+    def finetuning(self, folder: Path, pretrained: Path, seed: int) -> list:
+        """The flags that all fine-tunings share. folder: of the task."""
+        begin = ["--task", folder / "task.yaml", "--data-path", folder, "--pretrained-checkpoint", pretrained]
+        return [*begin, "--no-best-checkpoint", *self.common(seed), *TUNING.split()]
 
     @property
     def seeds(self) -> range:
@@ -333,30 +339,44 @@ class Bench:
             files = ["--input", folder / f"{part}.jsonl", "--output-prefix", folder / part, *words_of(folder)]
             run("preprocess_data.py", *files, log=folder / f"{part}.log")
 
-    def pretrain(self, model: str, chinese: bool) -> Path:
-        """The folder of a checkpoint. What a step costs is measured first, and with it what untrained weights lose."""
+    def pretrain(self, model: str, chinese: bool, seconds: float) -> Path:
+        """The folder of a checkpoint of so many core-seconds."""
         folder, small = self.folder / _language(chinese), SMALL[model]
         data = ["--train-data-path", folder / "train_text_document"]
         data += ["--valid-data-path", folder / "held_out_text_document"]
         words = f"{small.shape} {small.pretraining} {WIDTH} {PRETRAINING} --seq-length {LENGTH}".split()
         command = [small.script, *data, *words_of(folder), *words, *self.common(self.options.seed)]
-        if model == "BERT" and not chinese:
-            command += ["--task-mixture", "masked=3", f"ratings=1:{self.ratings}"]
-        costs = []
-        for steps in PROBED:
-            out = folder / f"{model}-probe"
-            shutil.rmtree(out, ignore_errors=True)
-            still = ["--lr", 1e-12, "--min-lr", 0, "--train-iters", steps, "--save", out]
-            costs.append(run(*command, *still, log=folder / f"{model}-probe.log")[0])
-        step = (costs[1] - costs[0]) / (PROBED[1] - PROBED[0])
-        steps, done = max(20, int(self.options.core_seconds / step)), folder / model
-        shutil.rmtree(done, ignore_errors=True)
-        used, wall = run(*command, "--train-iters", steps, "--save", done, log=folder / f"{model}.log")
-        losses = dict(untrained=evaluations(out)[-1]["lm loss"], trained=evaluations(done)[-1]["lm loss"])
+        done, untrained = folder / model, folder / f"{model}-probe"
+        steps, cost = self.run_for(seconds, command, done, untrained)
+        losses = dict(untrained=evaluations(untrained)[-1]["lm loss"], trained=evaluations(done)[-1]["lm loss"])
         losses["unigram"] = self.unigram(model, folder, data)
         name = f"{model} of {_language(chinese)}"
-        self.tell(name, **losses, steps=steps, tokens=steps * 32 * LENGTH, **{"core-seconds": used, "seconds": wall})
+        self.tell(name, **losses, steps=steps, tokens=steps * BATCH * LENGTH, **cost)
         return done
+
+    def learn_ratings(self, pretrained: Path, seconds: float) -> Path:
+        """The folder of a checkpoint that has learned for so many core-seconds whether passages are favourable."""
+        folder, out = self.folder / "ratings", pretrained.parent / f"{pretrained.name}-ratings"
+        write_rows_of_task(folder, train=self.rated[:-HELD_OUT], test=self.rated[-HELD_OUT:])
+        words = [*self.finetuning(folder, pretrained, self.options.seed), *LEARN_RATINGS.split()]
+        steps, cost = self.run_for(seconds, ["finetune.py", *words], out, folder / "probe")
+        self.tell("ratings, BERT", accuracy=evaluations(out)[-1]["accuracy"], steps=steps, **cost)
+        return out
+
+    def run_for(self, seconds: float, command: list, out: Path, probe: Path) -> tuple[int, dict[str, float]]:
+        """(the steps that a core does in so many seconds, what they cost) of a training, which is kept in `out`. What a
+        step costs is measured first, by two short runs that leave the weights as they are; the second is in `probe`.
+        """
+        costs = []
+        for steps in PROBED:
+            shutil.rmtree(probe, ignore_errors=True)
+            still = ["--lr", 1e-12, "--min-lr", 0, "--train-iters", steps, "--save", probe]
+            costs.append(run(*command, *still, log=probe.with_suffix(".log"))[0])
+        step = (costs[1] - costs[0]) / (PROBED[1] - PROBED[0])
+        steps = max(20, int(seconds / step))
+        shutil.rmtree(out, ignore_errors=True)
+        used, wall = run(*command, "--train-iters", steps, "--save", out, log=out.with_suffix(".log"))
+        return steps, {"core-seconds": used, "seconds": wall}
 
     def unigram(self, model: str, folder: Path, data: list) -> float:
         """Cross-entropy of what is to be found in the texts held out, by the frequency of tokens among what is to be found
@@ -409,6 +429,15 @@ def packed(texts: list[str], chinese: bool, draw: random.Random) -> list[str]:
                 kept = []
             kept += [*([" "] if kept else []), *piece]
     return [*samples, "".join(kept).strip()] if kept else samples
+
+
+def write_rows_of_task(folder: Path, **parts: Rows) -> None:
+    """The files of a task: its parts train and test, and what says so."""
+    folder.mkdir(exist_ok=True)
+    for part, rows in parts.items():
+        write_rows(folder / f"{part}.jsonl", rows)
+    text = "name: task\ntrain: train.jsonl\nvalid: test.jsonl\ntext: text\nlabel: label\n"
+    (folder / "task.yaml").write_text(text)
 
 
 def write_rows(path: Path, rows: Rows) -> None:

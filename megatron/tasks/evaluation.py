@@ -14,6 +14,7 @@ from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 from megatron.tasks.metrics import confusion, figures
 from megatron.tasks.settings import open_task, task_settings
+from megatron.tasks.soft_labels import INDEX
 from megatron.training.measures import Measures
 
 
@@ -96,7 +97,7 @@ def write_probabilities(task: Task, logits: np.ndarray, ids: Sequence[str], path
     of the labels, then the probabilities of each example.
     """
     shares = torch.from_numpy(logits).double().softmax(1).tolist()
-    lines = ["\t".join(("index", *task.labels))]
+    lines = ["\t".join((INDEX, *task.labels))]
     lines += ["\t".join((id, *(f"{share:.6f}" for share in row))) for id, row in zip(ids, shares)]
     _write_lines(path.with_suffix(".probabilities.tsv"), lines)
 

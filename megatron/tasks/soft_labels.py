@@ -14,7 +14,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 
-INDEX = "index"  # the first column of a file of predictions: the example's id
+INDEX = "index"  # the first column of a file of probabilities: the example's id
 ROUNDED = 1e-3  # by how much probabilities that were written with six digits may miss a sum of 1
 
 
