@@ -215,9 +215,9 @@ class Facts:
         """Tokens of a micro-batch that the output layer and the loss see, as many as a rank has of them."""
         return self._tokens(share)
 
-    def pooled_bytes(self, share: RankSetup) -> Optional[int]:
-        """Of a model whose head looks at one token of each sample: bytes of these tokens' hidden states. None: its output
-        layer looks at all tokens, and is divided by vocabulary among tensor parallel ranks.
+    def score_sums(self, share: RankSetup) -> Optional[tuple[int, ...]]:
+        """Of a model that gives each sample a few scores: bytes of each sum over tensor parallel ranks that a micro-batch's
+        need, forward and backward. None: its output layer looks at all tokens, and is divided by vocabulary among them.
         """
         return None
 

@@ -244,7 +244,14 @@ class LanguageModel(nn.Module):
         gather: False where the output layer gathers its input and reduces the gradient by itself.
         """
         x, sums = self.trunk(x, batch)
-        return (self.gather_input(x, self.tp) if self.last and gather else x), sums
+        if not self.last:
+            return x, sums
+        x = self.word_states(x)
+        return (self.gather_input(x, self.tp) if gather else x), sums
+
+    def word_states(self, x: torch.Tensor) -> torch.Tensor:
+        """What the output layer multiplies, of the last stage's hidden states."""
+        return x
 
     def trunk(self, x: Optional[torch.Tensor], batch) -> tuple[torch.Tensor, Sums]:
         """The micro-batch through embedding, layers and final norm: what goes on to the next stage, or on the last stage

@@ -58,14 +58,14 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         layout.pipeline(job.facts.num_layers),
         layout.rank_setup(job),
     )
-    facts, n, pooled = job.facts, job.facts.loss_tokens(share), job.facts.pooled_bytes(share)
+    facts, n, scores = job.facts, job.facts.loss_tokens(share), job.facts.score_sums(share)
     row = facts.settings.hidden_size * job.element
     reduces, gathers, scatters = Counter(), Counter(), Counter()  # tokens of a call -> calls
     for stage in pipeline.stages_of(rank):
         layers = pipeline.layers[stage]
         twice = recomputed(job, layout, layers)
         ends = Counter({facts.embedded_tokens(share): stage == 0})
-        ends.update({n: stage == len(pipeline.stages) - 1 and pooled is None})
+        ends.update({n: stage == len(pipeline.stages) - 1 and scores is None})
         reduces.update(ends), gathers.update(ends), scatters.update(ends)
         reduces.update(twice[1]), gathers.update(twice[0]), scatters.update(twice[1])
         for branch in (branch for layer in layers for branch in facts.branches(share, facts.layer_kind(layer))):
@@ -82,9 +82,9 @@ def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     for op, sizes in asked:
         whole, calls = sum(tokens * count for tokens, count in sizes.items()), sum(sizes.values())
         found.append(Transfer("activations", op, "tp", num_microbatches * whole * row, num_microbatches * calls))
-    if pipeline.stages[-1][0] == rank and pooled is not None:
-        size = pooled if layout.sp else 0  # the rank that has the token tells the others
-        return [*found, Transfer("pooled tokens", "all_reduce", "tp", num_microbatches * size, num_microbatches)]
+    if pipeline.stages[-1][0] == rank and scores is not None:
+        calls = num_microbatches * len(scores)
+        return [*found, Transfer("scores", "all_reduce", "tp", num_microbatches * sum(scores), calls)]
     if pipeline.stages[-1][0] == rank:
         chunks = num_microbatches * job.facts.loss_chunks(share)
         found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * num_microbatches, chunks))

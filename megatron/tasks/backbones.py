@@ -236,20 +236,71 @@ def pattern_facts(name: str, config, vocab_size: int) -> Facts:
 def classifier_facts(name: str, config, vocab_size: int, outputs: int) -> Facts:
     """The facts of that model with a head of so many outputs in the place of the output layer."""
     facts = trunk_facts(name, config, vocab_size)
-    own = {field.name: getattr(facts, field.name) for field in fields(facts)}
-    return _with_head(type(facts), find_backbone(name).replaced)(**own, num_outputs=outputs)
+    return _with_head(type(facts), find_backbone(name).replaced)(**_own(facts), num_outputs=outputs)
+
+
+def chooser_facts(name: str, config, vocab_size: int, outputs: int, tokens: int) -> Facts:
+    """The facts of the model that chooses among so many labels, each of at most so many tokens."""
+    facts = pattern_facts(name, config, vocab_size)
+    return _choosing(type(facts))(**_own(facts), num_outputs=outputs, label_tokens=tokens)
+
+
+def _own(facts: Facts) -> dict[str, Any]:
+    return {field.name: getattr(facts, field.name) for field in fields(facts)}
 
 
 @cache
-def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> Callable[..., Facts]:
+def _scoring(trunk: type[Facts]) -> type[Facts]:
     @dataclass(frozen=True)
-    class ClassifierFacts(trunk):
-        """num_outputs: of the head."""
+    class ScoringFacts(trunk):
+        """num_outputs: scores of a sample, or one number."""
 
         num_outputs: int = 2
 
-        word_head = False
         output_flops = 0.0  # of a few numbers for each sample
+
+        def state_bytes(self, share: RankSetup) -> int:
+            """Of a token of each sample of a micro-batch."""
+            return share.micro_batch_size * self.settings.hidden_size * share.element
+
+        # Of the loss: scores of samples, a few numbers.
+
+        def loss_chunks(self, share: RankSetup) -> int:
+            return 1
+
+        def loss_saved_bytes(self, share: RankSetup) -> int:
+            return 4 * share.micro_batch_size * (self.settings.hidden_size + self.num_outputs)
+
+        def loss_deferred(self, share: RankSetup) -> int:
+            return 0
+
+        def loss_workspace(self, share: RankSetup) -> int:
+            return 8 * share.micro_batch_size * self.num_outputs
+
+    return ScoringFacts
+
+
+@cache
+def _choosing(trunk: type[Facts]) -> type[Facts]:
+    @dataclass(frozen=True)
+    class ChooserFacts(_scoring(trunk)):
+        """label_tokens: places that are looked at."""
+
+        label_tokens: int = 1
+
+        def score_sums(self, share: RankSetup) -> tuple[int, ...]:
+            states = self.label_tokens * self.state_bytes(share)
+            logits = 4 * self.label_tokens * share.micro_batch_size * self.num_outputs
+            return (states, logits, *([states] if share.sp else []))
+
+    return ChooserFacts
+
+
+@cache
+def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
+    @dataclass(frozen=True)
+    class ClassifierFacts(_scoring(trunk)):
+        word_head = False
 
         @property
         def name(self) -> str:
@@ -267,21 +318,7 @@ def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> Callable[..., F
             weight = Placement((self.num_outputs, m.hidden_size), Normal(m.init_method_std))
             return found + ([Unit(HEAD, {"weight": weight}, ends=("last",))] if last else [])
 
-        def pooled_bytes(self, share: RankSetup) -> int:
-            return share.micro_batch_size * self.settings.hidden_size * share.element
-
-        # Of the loss: scores of samples, a few numbers.
-
-        def loss_chunks(self, share: RankSetup) -> int:
-            return 1
-
-        def loss_saved_bytes(self, share: RankSetup) -> int:
-            return 4 * share.micro_batch_size * (self.settings.hidden_size + self.num_outputs)
-
-        def loss_deferred(self, share: RankSetup) -> int:
-            return 0
-
-        def loss_workspace(self, share: RankSetup) -> int:
-            return 8 * share.micro_batch_size * self.num_outputs
+        def score_sums(self, share: RankSetup) -> tuple[int, ...]:
+            return (self.state_bytes(share),) if share.sp else ()  # the rank that has the token tells the others
 
     return ClassifierFacts

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head on a language model's trunk: scores of classes, or a number, from the pooled token of each sample.
+"""Scores of classes, or a number, for each sample: of a head on a language model's trunk, from a pooled token; or of the
+model's own output layer, from what it says of the tokens of each label in a pattern (pet.py).
 
-Legend: s sequence, b micro-batch, h hidden, c outputs of the head, tp ranks that divide each matrix.
+Legend: s sequence, b micro-batch, h hidden, c classes or outputs of the head, w tokens of a label, v vocabulary, tp ranks
+that divide each matrix.
 """
 
 from functools import cache
@@ -16,6 +18,7 @@ from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
+from megatron.tasks.cloze import CHOICES, GAP
 from megatron.tasks.samples import ABOVE, BELOW, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
@@ -34,7 +37,8 @@ class Head(nn.Module):
 
 
 def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
-    """[s, b, h], and of each sample a row [b] -> [b, h], the same on all ranks of tp, whose gradients are the same too.
+    """[s, b, h], and of each sample a row [b] -> [b, h], or several [w, b] -> [w, b, h]: the same on all ranks of tp, whose
+    gradients are the same too.
 
     cut: x is a rank's [s/tp, b, h] (sequence parallelism): the row is taken where it is, and the others add zero.
     """
@@ -76,13 +80,46 @@ def with_hidden_words(batch, dropout: Dropout):
 
 
 @cache
+def scoring(trunk: type) -> type:
+    """The class of a trunk's models that give each sample scores of classes, or a number. A subclass says `scores`."""
+
+    class Scoring(trunk):
+        """See `scoring`."""
+
+        def forward(self, x, batch):
+            """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
+            label}).
+            """
+            with self.region():
+                x, sums = self.trunk(x, batch)
+                if not self.last:
+                    return (x, sums) if sums else x
+                scores = self.scores(x, batch)
+            if self.collect is not None and not self.training:
+                self.collect(batch, scores)
+            losses = losses_of(scores, batch)
+            return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
+
+        def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
+            """[b, c] fp32 of the last stage's states [s, b, h], or [s/tp, b, h]."""
+            raise NotImplementedError
+
+        @property
+        def cut(self) -> bool:
+            """Whether a rank has a part of the sequence (`pooled`)."""
+            return self.sequence_parallel and self.tp.size > 1
+
+    return Scoring
+
+
+@cache
 def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
     """The class of a trunk's models with a head in the place of the output layer. pooling: what the head sees, the state of
     the "first" token, of the "last" one of the text, or the "mean" of all its tokens. word_dropout: share of the words of a
     text that are hidden in training.
     """
 
-    class Classifier(trunk):
+    class Classifier(scoring(trunk)):
         """See `classifier_of`. facts: `backbones.classifier_facts`."""
 
         def __init__(self, *model, **keywords):
@@ -93,35 +130,54 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
                 self.head = Head(weights, **self.factory_kwargs)
 
         def forward(self, x, batch):
-            """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
-            label}).
-            """
-            batch = with_hidden_words(batch, self.word_dropout)
-            with self.region():
-                x, sums = self.trunk(x, batch)
-                if not self.last:
-                    return (x, sums) if sums else x
-                scores = self.head(self._pooled_state(x, batch))  # [b, c]
-            if self.collect is not None and not self.training:
-                self.collect(batch, scores)
-            losses = losses_of(scores, batch, self.facts.num_outputs)
-            return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
+            return super().forward(x, with_hidden_words(batch, self.word_dropout))
 
-        def _pooled_state(self, x: torch.Tensor, batch) -> torch.Tensor:
-            """[b, h] of the last stage's [s, b, h]."""
-            cut = self.sequence_parallel and self.tp.size > 1
+        def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
             if pooling == "mean":
-                return averaged(x, text_mask(batch), self.tp, cut)
+                return self.head(averaged(x, text_mask(batch), self.tp, self.cut))
             first = pooling == "first"
             rows = torch.zeros_like(batch.labels) if first else text_mask(batch).sum(0).long() - 1
-            return pooled(x, rows, self.tp, cut)
+            return self.head(pooled(x, rows, self.tp, self.cut))
 
     return Classifier
 
 
-def losses_of(scores: torch.Tensor, batch, outputs: int) -> torch.Tensor:
+@cache
+def label_chooser_of(trunk: type, tokens: int) -> type:
+    """The class of a trunk's models that score a label by the sum of its tokens' logits, each in its place. As all labels
+    have as many tokens, softmax of the scores is that of their log-probabilities. tokens: the most that a label may have.
+    """
+
+    class LabelChooser(scoring(trunk)):
+        """See `label_chooser_of`. facts: `backbones.chooser_facts`."""
+
+        def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
+            chosen = batch.arrays[CHOICES][:, 0].view(-1, tokens) - 1  # [c, w], the same of all samples; -1: no token
+            last = len(x) * (self.tp.size if self.cut else 1) - 1
+            places = torch.arange(tokens, device=x.device).unsqueeze(1) + batch.arrays[GAP]  # [w, b]
+            states = pooled(self.word_states(x), places.clamp(max=last), self.tp, self.cut)  # [w, b, h]
+            logits = self._logits(states, chosen)  # [b, c, w]
+            if self.softcap is not None:
+                logits = (logits / self.softcap).tanh() * self.softcap
+            return logits.sum(-1)
+
+        def _logits(self, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            """[w, b, h], and tokens of labels [c, w] -> [b, c, w], 0 for -1. A rank has those of its part of the vocabulary."""
+            size = len(self.output_weight)
+            rows = chosen - self.tp.rank * size
+            own, rows = (rows >= 0) & (rows < size), rows.clamp(0, size - 1)
+            states = mappings.copy_to_tensor_model_parallel_region(states, self.tp)
+            logits = torch.einsum("wbh,cwh->bcw", states.float(), self.output_weight[rows].float())
+            if self.output_bias is not None:
+                logits = logits + self.output_bias[rows].float()
+            return mappings.reduce_from_tensor_model_parallel_region(logits.masked_fill(~own, 0.0), self.tp)
+
+    return LabelChooser
+
+
+def losses_of(scores: torch.Tensor, batch) -> torch.Tensor:
     """[b, c] -> [b]: cross-entropy of classes, or with probabilities of them; square error of one number."""
-    if outputs == 1:
+    if scores.shape[1] == 1:
         return (scores.squeeze(-1) - (batch.arrays[ABOVE] - batch.arrays[BELOW])).square()
     wanted = batch.arrays[SHARES].T if SHARES in batch.arrays else batch.labels
     return F.cross_entropy(scores, wanted, reduction="none")

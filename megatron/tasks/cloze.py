@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each kind of model reads a pattern (pet.py) with words in the place of the label: the arrays of its samples, in which
-`loss_mask` is 1 where a word of the label is to be found.
+`loss_mask` is 1 where a word of the label is to be found. Where labels are compared with each other alone (--pet-loss
+labels), a sample is the same for all of them, and says where the first token is to be found, and what tokens all have.
 
 - A model that looks back alone reads the sentence and finds tokens behind those before them: the label, or all from it on.
 - A BERT reads [CLS] sentence [SEP] with a [MASK] for each token of the label, and finds them all at once.
@@ -25,7 +26,12 @@ from megatron.model.recipe import named_recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.settings.schema import Config
+from megatron.tasks.description import Task
+from megatron.tasks.samples import sample_arrays
 from megatron.tasks.texts import TOKENS, SampleReader
+
+GAP = "gap"  # of a sample: the place at which the first token of a label is to be found
+CHOICES = "choices"  # of a sample: the tokens of all labels, each as its number + 1; 0: a label has no further one
 
 Parts = Sequence[tuple[str, list[int]]]  # ("text", ids), ("label", ids), ("", ids of words between them) ...
 Arrays = dict[str, Any]
@@ -33,7 +39,21 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cloze(SampleReader):
-    """Sentences with words in the place of the label."""
+    """Sentences with words in the place of the label. label_tokens: of a label, that are found without one another;
+    gap: the texts on both sides of the label are read before it is found.
+    """
+
+    label_tokens = 1
+    gap = True
+
+    @classmethod
+    def choice_arrays(cls, config: Config, vocab_size: int, task: Task, soft: bool) -> dict[str, SampleArray]:
+        """What a sample of which a label is chosen consists of. soft: labels are probabilities."""
+        text = cls.arrays(config, vocab_size)
+        del text[LABELS]
+        places = text.pop(LOSS_MASK).length
+        choices = SampleArray(len(task.labels) * cls.label_tokens, below=vocab_size + 1)
+        return sample_arrays(task, {**text, GAP: SampleArray(0, below=places), CHOICES: choices}, soft=soft)
 
     def read(self, pattern, example, label: str, encode, reserve: int) -> Arrays:
         """The sample of a sentence with a label. pattern: `pet.Pattern`; reserve: tokens that any label may have."""
@@ -52,6 +72,8 @@ class CausalCloze(Cloze):
     """end: of a document, before the sentence."""
 
     end: Optional[int] = None
+
+    gap = False
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "CausalCloze":
@@ -81,6 +103,8 @@ class BertCloze(Cloze):
     cls: int
     sep: int
     mask: int
+
+    label_tokens = 8
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "BertCloze":
@@ -166,6 +190,13 @@ class T5Cloze(Cloze):
             "enc_mask": padded(np.ones_like(read), self.length),
             "dec_mask": padded(np.ones_like(before), self.target),
         }
+
+
+def choice_of(arrays: Arrays, choices: np.ndarray) -> Arrays:
+    """A sample with some label as one of which a label is chosen: what `Cloze.choice_arrays` says, but for the label."""
+    place = int(np.argmax(arrays[LOSS_MASK]))
+    text = {name: array for name, array in arrays.items() if name not in (LABELS, LOSS_MASK)}
+    return {**text, GAP: place, CHOICES: choices}
 
 
 def random_parts(draw: np.random.Generator, vocab_size: int, most: int, label: int = 2) -> Parts:

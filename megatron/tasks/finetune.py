@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.recipe import Recipe
+from megatron.settings.effects import Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
 from megatron.settings.parse import given
 from megatron.settings.rules import Rule
@@ -20,6 +21,7 @@ from megatron.tasks.backbones import (
     BACKBONES,
     DEFAULT,
     HEAD,
+    chooser_facts,
     classifier_facts,
     find_backbone,
     pattern_facts,
@@ -33,7 +35,7 @@ from megatron.tasks.description import find_task
 from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
 
 MODEL_TYPE = "finetune"
-LOSS, LM_LOSS = "loss", "lm loss"  # with a head, and of a pattern
+LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
 
 
 def recipe() -> Recipe:
@@ -47,7 +49,7 @@ def recipe() -> Recipe:
         groups=groups(),
         defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
         rules=(*trunk_rules(backbone_of), *TASK_RULES),
-        idle=trunk_idle(backbone_of),
+        idle={**trunk_idle(backbone_of), "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern)},
         sums=sums,
         perplexities=(LM_LOSS,),
         arrays=arrays,
@@ -83,10 +85,10 @@ TASK_RULES = (
         lambda s: f"--pooling {own(s).pooling} is of a head, and --pet-pattern has none; leave one of the two out",
     ),
     Rule(
-        lambda s: own(s).soft_labels and (own(s).pet_pattern or own(s).examples_per_class),
+        lambda s: own(s).soft_labels and (finds_words(own(s)) or own(s).examples_per_class),
         lambda s: (
-            "--soft-labels are probabilities of all training examples, for a head; leave out "
-            + ("--pet-pattern" if own(s).pet_pattern else "--examples-per-class")
+            "--soft-labels are probabilities of all training examples; leave out "
+            + ("--pet-loss words" if finds_words(own(s)) else "--examples-per-class")
         ),
     ),
     Rule(
@@ -139,28 +141,39 @@ def not_above(s, name: str, least: int) -> bool:
     return value is not None and value <= least
 
 
+def finds_words(settings: TaskSettings) -> bool:
+    """Whether the words of labels are learned and scored as in pretraining."""
+    return settings.pet_pattern is not None and settings.pet_loss == "words"
+
+
 def facts(config, vocab_size: int):
     """What the model says of itself."""
     settings = task_settings(config)
-    if settings.pet_pattern is not None:
+    if finds_words(settings):
         return pattern_facts(settings.backbone, config, vocab_size)
-    return classifier_facts(settings.backbone, config, vocab_size, open_task(settings).task.outputs)
+    outputs = open_task(settings).task.outputs
+    if settings.pet_pattern is None:
+        return classifier_facts(settings.backbone, config, vocab_size, outputs)
+    tokens = find_backbone(settings.backbone).cloze_class().label_tokens
+    return chooser_facts(settings.backbone, config, vocab_size, outputs, tokens)
 
 
 def build_model(config, mesh, vocab_size, **stage):
     """The trunk with a head, or what a rank of the mesh holds of it; with a pattern the trunk as it was pretrained."""
-    from megatron.tasks.classifier import classifier_of
+    from megatron.tasks.classifier import classifier_of, label_chooser_of
 
-    backbone = find_backbone(task_settings(config).backbone)
+    settings = task_settings(config)
+    backbone = find_backbone(settings.backbone)
     kind = backbone.module_class()
-    if task_settings(config).pet_pattern is None:
-        settings = task_settings(config)
+    if settings.pet_pattern is None:
         kind = classifier_of(kind, settings.pooling or backbone.pooled, settings.word_dropout)
+    elif not finds_words(settings):
+        kind = label_chooser_of(kind, backbone.cloze_class().label_tokens)
     return kind.of(config, mesh, facts(config, vocab_size), **stage)
 
 
 def sums(config) -> dict[str, float]:
-    return {LOSS if task_settings(config).pet_pattern is None else LM_LOSS: 1.0}
+    return {LM_LOSS if finds_words(task_settings(config)) else LOSS: 1.0}
 
 
 def epoch_samples(config) -> int:
@@ -213,18 +226,20 @@ def cloze_of(config, tokenizer, vocab_size):
 
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Samples that are made up, of the same form."""
-    common = vocab_size, config.logging.seed
-    if task_settings(config).pet_pattern is not None:
+    settings, common = task_settings(config), (vocab_size, config.logging.seed)
+    task, soft = open_task(settings).task, bool(settings.soft_labels)
+    if settings.pet_pattern is not None:
         from megatron.tasks.pet import MockPatterns
 
-        cloze = cloze_of(config, None, vocab_size)
-        return tuple(MockPatterns(size, cloze, *common, split) if size else None for split, size in enumerate(sizes))
+        cloze, more = cloze_of(config, None, vocab_size), dict(task=None if finds_words(settings) else task, soft=soft)
+        return tuple(
+            MockPatterns(size, cloze, *common, split, **more) if size else None for split, size in enumerate(sizes)
+        )
     from megatron.tasks.samples import MockTaskSamples
 
-    task = open_task(task_settings(config)).task
-    reader = find_backbone(task_settings(config).backbone).reader_class().of(config, None, vocab_size)
-    hidden = reader.hidden_word(None) if task_settings(config).word_dropout > 0 else None
-    more = dict(hidden=hidden, soft=bool(task_settings(config).soft_labels))
+    reader = find_backbone(settings.backbone).reader_class().of(config, None, vocab_size)
+    hidden = reader.hidden_word(None) if settings.word_dropout > 0 else None
+    more = dict(hidden=hidden, soft=soft)
     return tuple(
         MockTaskSamples(size, task, reader, *common, split, **more) if size else None
         for split, size in enumerate(sizes)
@@ -233,14 +248,17 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
 
 def arrays(config, vocab_size):
     """What a sample consists of."""
-    if task_settings(config).pet_pattern is not None:
-        backbone = find_backbone(task_settings(config).backbone)
-        return backbone.cloze_class().arrays(backbone.divisible(config), vocab_size)
+    settings = task_settings(config)
+    backbone, soft = find_backbone(settings.backbone), bool(settings.soft_labels)
+    if settings.pet_pattern is not None:
+        cloze, own = backbone.cloze_class(), backbone.divisible(config)
+        if finds_words(settings):
+            return cloze.arrays(own, vocab_size)
+        return cloze.choice_arrays(own, vocab_size, open_task(settings).task, soft)
     from megatron.tasks.samples import sample_arrays
 
-    settings = task_settings(config)
-    text = find_backbone(settings.backbone).reader_class().arrays(config, vocab_size)
-    return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, bool(settings.soft_labels))
+    text = backbone.reader_class().arrays(config, vocab_size)
+    return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, soft)
 
 
 def tell(log, opened, split: str, examples) -> None:
@@ -255,7 +273,7 @@ def tell(log, opened, split: str, examples) -> None:
 
 def measures(config):
     """What evaluations find out: the task's metrics."""
-    if task_settings(config).pet_pattern is not None:
+    if finds_words(task_settings(config)):
         from megatron.tasks.pet import PetMeasures
 
         return PetMeasures(config)

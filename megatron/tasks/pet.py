@@ -5,6 +5,10 @@ verbaliser says which words stand there for each label, and the label whose word
 A model that looks back alone scores the words of the label where the text stands before them. Where some of the text
 comes behind, all from the label on is scored: how likely the text is behind each label. A model that looks both ways finds
 the words in a gap (cloze.py). Words of several tokens count by the sum of their log-probabilities.
+
+What is learned (--pet-loss) is either which of the labels it is, the cross-entropy of softmax over their scores, as in the
+paper: then each example is read once, with a gap for labels of equally many tokens; or the words of the right label, among
+all words there are: then labels may have any number of tokens, and an evaluation reads an example with each of them.
 """
 
 import json
@@ -20,11 +24,11 @@ import torch
 
 from megatron.data.requests import Scored
 from megatron.errors import DataError, UsageError, did_you_mean
-from megatron.tasks.cloze import Cloze
+from megatron.tasks.cloze import Cloze, choice_of
 from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.samples import cut
+from megatron.tasks.samples import cut, wanted
 from megatron.tasks.settings import open_task
 from megatron.training.measures import RequestMeasures
 
@@ -111,6 +115,13 @@ class Pattern:
         start = sum(len(piece) for _, piece in ids[: [name for name, _ in ids].index("label")])
         return Scored([one for _, piece in ids for one in piece], start)
 
+    def label_ids(self, label: str, encode) -> list[int]:
+        """The tokens of a label in its place."""
+        [ids] = [
+            ids for name, ids in self.parts(TaskExample("", "", None, ""), label, encode, 1 << 20) if name == "label"
+        ]
+        return ids
+
 
 def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
     """What stands for each label of the task, in order. Raises DataError where labels are missing, unknown or alike."""
@@ -169,20 +180,59 @@ class PetRequests(PetSamples):
 
 
 @dataclass(frozen=True)
+class ChoiceSamples:
+    """Samples of which a label is chosen. choices: the tokens of all labels (`cloze.CHOICES`); soft: labels are
+    probabilities; whole: an evaluation goes over all of them.
+    """
+
+    examples: Examples
+    task: Task
+    pattern: Pattern
+    word: str  # of some label: all make the same sample
+    encode: Callable[[str], Sequence[int]]
+    cloze: Cloze
+    choices: np.ndarray
+    reserve: int
+    soft: bool = False
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return len(self.examples.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        example = self.examples.rows[index]
+        filled = self.cloze.read(self.pattern, example, self.word, self.encode, self.reserve)
+        return {**choice_of(filled, self.choices), **wanted(self.task, example.label, example.shares, self.soft)}
+
+
+@dataclass(frozen=True)
 class MockPatterns:
-    """Samples that are made up (--mock-data)."""
+    """Samples that are made up (--mock-data). task: labels are chosen; None: their words are found."""
 
     size: int
     cloze: Cloze
     vocab_size: int
     seed: int
     split: int
+    task: Optional[Task] = None
+    soft: bool = False
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.cloze.made_up(np.random.default_rng((self.seed, self.split, index)), self.vocab_size)
+        draw = np.random.default_rng((self.seed, self.split, index))
+        filled = self.cloze.made_up(draw, self.vocab_size)
+        if self.task is None:
+            return filled
+        labels = len(self.task.labels)
+        choices = chosen([[label % self.vocab_size] for label in range(labels)], self.cloze.label_tokens)
+        return {**choice_of(filled, choices), **wanted(self.task, draw.integers(labels), soft=self.soft)}
+
+
+def chosen(labels: Sequence[Sequence[int]], most: int) -> np.ndarray:
+    """The tokens of labels as `cloze.CHOICES`: [labels x most]."""
+    return np.array([one for ids in labels for one in [*(id + 1 for id in ids), *[0] * (most - len(ids))]], np.int64)
 
 
 def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, cloze: Cloze, log) -> tuple:
@@ -191,16 +241,56 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
     if task.regression:
         raise UsageError(f"--pet-pattern: {task.name} has numbers for labels, which no words stand for")
     pattern = Pattern.of(settings.pet_pattern, task.text_pair is not None)
-    words = read_verbalizer(settings.pet_verbalizer, task)
-    encode = tokenizer.encode
-    reserve = max(len(encode(f" {label}")) for label in words)
+    words, encode = read_verbalizer(settings.pet_verbalizer, task), tokenizer.encode
+    labels = {word: pattern.label_ids(word, encode) for word in words}
+    refuse_same_tokens(labels, settings.pet_verbalizer)
+    reserve = max(map(len, labels.values()))
     cloze.check(reserve)
     if found["train"] is not None:
         first = pattern.filled(found["train"].rows[0], words[0], encode, None, cloze.length + 1)
         log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
-    more = dict(pattern=pattern, words=words, encode=encode, cloze=cloze, reserve=reserve)
-    kinds = dict(train=PetSamples, valid=PetRequests, test=PetRequests)
-    return tuple(found[split] and kind(found[split], **more) for split, kind in kinds.items())
+    more = dict(pattern=pattern, encode=encode, cloze=cloze, reserve=reserve)
+    if settings.pet_loss == "labels":
+        refuse_unequal(pattern, labels, cloze)
+        more |= dict(task=task, word=words[0], choices=chosen(list(labels.values()), cloze.label_tokens))
+        more |= dict(soft=bool(settings.soft_labels))
+        make = lambda split: ChoiceSamples(found[split], **more, whole=split != "train")
+    else:
+        make = lambda split: (PetSamples if split == "train" else PetRequests)(found[split], **more, words=words)
+    return tuple(found[split] and make(split) for split in ("train", "valid", "test"))
+
+
+def refuse_same_tokens(labels: Mapping[str, Sequence[int]], path: str) -> None:
+    """Raise DataError where the words of two labels are the same tokens: unknown ones, or their first ones."""
+    seen: dict[tuple[int, ...], str] = {}
+    for word, ids in labels.items():
+        if (other := seen.setdefault(tuple(ids), word)) != word:
+            raise DataError(
+                f"--pet-verbalizer {path}: {other!r} and {word!r} are the same tokens {[*ids]}",
+                do="take words that the vocabulary has",
+            )
+
+
+def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze: Cloze) -> None:
+    """Raise DataError where labels cannot be compared in one reading of an example."""
+    other = "--pet-loss words, which compares sentences with each label"
+    if pattern.text_behind and not cloze.gap:
+        raise DataError(
+            "--pet-loss labels: {label} stands before a text, which a model that looks back alone does not see there",
+            do=f"put {{label}} behind all texts, or give {other}",
+        )
+    (first, one), *others = labels.items()
+    if unequal := next((word for word, ids in others if len(ids) != len(one)), None):
+        raise DataError(
+            f"--pet-loss labels: {first!r} has {len(one)} tokens and {unequal!r} {len(labels[unequal])}",
+            "the number of gaps would give the label away",
+            f"take words of equally many tokens, or give {other}",
+        )
+    if len(one) > cloze.label_tokens:
+        raise DataError(
+            f"--pet-loss labels: {first!r} has {len(one)} tokens, and this model finds {cloze.label_tokens} at once",
+            do=f"take words of fewer tokens, or give {other}",
+        )
 
 
 class PetMeasures(TaskMeasures):

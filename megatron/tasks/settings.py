@@ -86,6 +86,12 @@ class TaskSettings:
     pet_verbalizer: Optional[str] = setting(
         "JSON file of what stands for each label in --pet-pattern: {label: words}", None
     )
+    pet_loss: Literal["labels", "words"] = setting(
+        "what --pet-pattern learns: which of the labels it is, all of equally many tokens; or the words of the right one "
+        "among all words",
+        "labels",
+        on_resume="refused in training",
+    )
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,18 @@ def model_of(kind: str):
             max_position_embeddings=LENGTH,
         )
         whole = transformers.BertForPreTraining(config)
+    elif kind == "GPT":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=LENGTH,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        whole = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.T5Config(
             vocab_size=VOCABULARY,
@@ -191,13 +203,16 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
 SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4
     --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --micro-batch-size 2
     --save none {WORDS}"""
-PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp")]
+PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp"), ("BERT pattern", "tp2sp")]
 MORE = [("BERT", "pp2"), ("BERT", "dp2-zero3"), ("T5", "pp2"), ("T5", "tp2"), ("GPT", "tp2"), ("GPT", "tp2sp")]
+MORE += [("BERT pattern", "tp2"), ("T5 pattern", "tp2sp"), ("GPT pattern", "tp2"), ("BERT pattern", "pp2")]
 PLANNED += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
 
 
 def settings_of(kind: str, layout: str):
     shared = "--tensor-model-parallel-size 2 --sequence-parallel" if "sp" in layout else ""
+    kind, *pattern = kind.split()
+    shared += " --pet-pattern {text}{label} --pet-verbalizer none.json" if pattern else ""
     argv, recipe = recipe_for(f"{SMALL} --backbone {kind} {shared}".split())
     argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
     defaults = {"model_type": recipe.model_type, **recipe.defaults}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns on BERT and T5 against Hugging Face's models, each sentence by itself and without padding."""
+"""Patterns against Hugging Face's models, each sentence by itself and without padding: with each of the labels, or (BERT,
+T5, GPT) with a gap for them all.
+"""
 
 import json
 import re
@@ -13,37 +15,54 @@ from megatron.errors import Failure
 from tests.tasks.classification import LABELS, Toy
 from tests.tasks.test_backbones import BOS, CLS, EOS, LAYOUTS, MASK, SEP, WORDS, given, model_of  # noqa: F401
 from tests.tasks.test_finetune import STEPS, TUNE, tune
-from tests.training.plain_loop import LENGTH
+from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
 SENTINEL = EOS + 1
 SPOKEN = {"red": [11, 17], "green": [12, 13], "blue": [14, 15, 16]}
-PATTERN = "7 8 {label} 9 {text} 10"
-QUICK = {"BERT": ("tp2 with sequence parallelism",), "T5": ()}
+EQUAL = {  # labels of equally many tokens, on all ranks; one token where it is found behind those before it
+    "BERT": {"red": [11, 90], "green": [92, 13], "blue": [90, 11]},
+    "T5": {"red": [11], "green": [92], "blue": [14]},
+    "GPT": {"red": [11], "green": [92], "blue": [14]},
+}
+PATTERN, PATTERN_OF_GPT = "7 8 {label} 9 {text} 10", "7 {text} 9 8 {label} 10"
+QUICK = {
+    "BERT words": ("tp2 with sequence parallelism",),
+    "T5 words": (),
+    "BERT labels": ("tp2 with sequence parallelism", "pp2"),
+    "T5 labels": ("tp2",),
+    "GPT labels": ("tp2 with sequence parallelism",),
+    "BERT soft": ("one process",),
+}
 CASES = [
-    pytest.param(kind, layout, marks=() if layout in quick else pytest.mark.full)
-    for kind, quick in QUICK.items()
+    pytest.param(*case.split(), layout, marks=() if layout in quick else pytest.mark.full)
+    for case, quick in QUICK.items()
     for layout in LAYOUTS
 ]
 
 
-def loss_of(model, kind: str, text: list[int], words: list[int]) -> torch.Tensor:
-    """The negative log-probability of a label's words in the sentence. The text leaves room for three of them."""
+def loss_of(model, kind: str, text: list[int], words: list[int], longest: int = 3) -> torch.Tensor:
+    """The negative log-probability of a label's words in the sentence. The text leaves room for the longest label."""
     front, ids = [7, 8], lambda row: torch.tensor([row])
+    if kind == "GPT":
+        sentence = [EOD, 7, *text[: LENGTH + 1 - 4 - longest], 9, 8]
+        return F.cross_entropy(model(ids(sentence)).logits[0, -1:], torch.tensor(words), reduction="sum")
     if kind == "BERT":
-        back = [9, *text[: LENGTH - 2 - 4 - 3], 10]
+        back = [9, *text[: LENGTH - 2 - 4 - longest], 10]
         logits = model(ids([CLS, *front, *[MASK] * len(words), *back, SEP])).prediction_logits[0]
         return F.cross_entropy(logits[3 : 3 + len(words)], torch.tensor(words), reduction="sum")
-    back = [9, *text[: LENGTH - 4 - 3], 10]
+    back = [9, *text[: LENGTH - 4 - longest], 10]
     written = [SENTINEL, *words]
     found = model(input_ids=ids([*front, SENTINEL, *back]), decoder_input_ids=ids([BOS, *written[:-1]])).logits[0]
     return F.cross_entropy(found[1:], torch.tensor(words), reduction="sum")
 
 
 @cache
-def theirs(kind: str, folder):
-    """([{loss, grad_norm} of each step], labels found in the validation set, a token's mean loss there) of a plain loop."""
-    model, toy = model_of(kind), Toy(folder)
+def theirs(kind: str, learned: str, folder):
+    """([{loss, grad_norm} of each step], labels found in the validation set, the mean loss there) of a plain loop. learned:
+    which of the "labels" it is, how likely each is ("soft"), or the "words" of the right one.
+    """
+    model, toy = model_of(kind), Toy(folder, soft=True)
     if kind == "BERT":
         model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
     unused = ("cls.seq_relationship", "bert.pooler")
@@ -53,26 +72,42 @@ def theirs(kind: str, folder):
         for decays in (True, False)
     ]
     adam, steps, rows = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), [], toy.rows["train"]
+    spoken = SPOKEN if learned == "words" else EQUAL[kind]
+    longest = max(map(len, spoken.values()))
+    scores_of = lambda row: torch.stack([-loss_of(model, kind, row[0], spoken[label], longest) for label in LABELS])
+
+    def loss_of_rows(rows, shares):
+        scores = [scores_of(row) for row in rows]
+        gold = torch.tensor([row[2] for row in rows])
+        if learned != "words":
+            return F.cross_entropy(torch.stack(scores), shares if learned == "soft" else gold)
+        right = torch.stack(scores).gather(1, gold.unsqueeze(1))
+        return -right.sum() / sum(len(spoken[LABELS[row[2]]]) for row in rows)
+
     orders = [torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
     for step in range(STEPS):
         places = [orders[n // len(rows)][n % len(rows)] for n in range(step * 8, step * 8 + 8)]
-        spoken = [SPOKEN[LABELS[rows[place][2]]] for place in places]
-        losses = [loss_of(model, kind, rows[place][0], words) for place, words in zip(places, spoken, strict=True)]
-        loss = torch.stack(losses).sum() / sum(map(len, spoken))
+        loss = loss_of_rows([rows[place] for place in places], toy.shares[places])
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([p for p in used.values() if p.grad is not None], 1.0).item()
         adam.step()
-        steps.append({"lm loss": loss.item(), "grad_norm": norm})
+        steps.append({"loss": loss.item(), "grad_norm": norm})
     with torch.no_grad():
-        scores = [[-loss_of(model, kind, row[0], SPOKEN[label]) for label in LABELS] for row in toy.rows["valid"]]
-    mean = -sum(score.item() for row in scores for score in row) / (len(scores) * sum(map(len, SPOKEN.values())))
-    return steps, [LABELS[max(range(len(LABELS)), key=row.__getitem__)] for row in scores], mean
+        scores = torch.stack([scores_of(row) for row in toy.rows["valid"]])
+        if learned != "words":
+            mean = F.cross_entropy(scores, torch.tensor([row[2] for row in toy.rows["valid"]])).item()
+        else:  # of all sentences
+            mean = -scores.sum().item() / (len(scores) * sum(map(len, spoken.values())))
+    return steps, [LABELS[one] for one in scores.argmax(1).tolist()], mean
 
 
-def spoken_file(folder):
-    (folder / "words.json").write_text(json.dumps({label: " ".join(map(str, ids)) for label, ids in SPOKEN.items()}))
-    return ["--pet-pattern", PATTERN, "--pet-verbalizer", str(folder / "words.json")]
+def spoken_file(folder, kind: str = "BERT", learned: str = "words"):
+    spoken, pattern = SPOKEN if learned == "words" else EQUAL[kind], PATTERN_OF_GPT if kind == "GPT" else PATTERN
+    (folder / "words.json").write_text(json.dumps({label: " ".join(map(str, ids)) for label, ids in spoken.items()}))
+    return ["--pet-pattern", pattern, "--pet-verbalizer", str(folder / "words.json")] + (
+        ["--pet-loss", "words"] if learned == "words" else []
+    )
 
 
 def run(rank: int, line: list[str]) -> None:
@@ -81,51 +116,78 @@ def run(rank: int, line: list[str]) -> None:
     finetune.main(line)
 
 
-@pytest.mark.parametrize("kind, layout", CASES)
-def test_words_in_a_gap_are_hugging_faces(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
+@pytest.mark.parametrize("kind, learned, layout", CASES)
+def test_words_in_a_gap_are_hugging_faces(kind, learned, layout, given, tmp_path, run_ranks):  # noqa: F811
     (world, words), trunk = LAYOUTS[layout], given(kind)
-    toy = Toy(trunk.parent / "patterns")
+    toy = Toy(trunk.parent / "patterns", soft=True)
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
-    line = [*f"{line} --seq-length {LENGTH} --no-best-checkpoint".split(), *spoken_file(tmp_path)]
+    if learned == "soft":
+        line += f" --soft-labels {toy.folder / 'soft0.tsv'} {toy.folder / 'soft1.tsv'}"
+    line += " --make-vocab-size-divisible-by 8"  # both ranks have words of labels
+    line = [*f"{line} --seq-length {LENGTH} --no-best-checkpoint".split(), *spoken_file(tmp_path, kind, learned)]
     run_ranks(world, run, line)
-    steps, labels, mean = theirs(kind, toy.folder)
+    steps, labels, mean = theirs(kind, learned, toy.folder)
+    name = "lm loss" if learned == "words" else "loss"
     found = records(tmp_path / "run", "step")
-    assert [{name: step[name] for name in ("lm loss", "grad_norm")} for step in found] == [
+    assert [{"loss": step[name], "grad_norm": step["grad_norm"]} for step in found] == [
         pytest.approx(step, rel=5e-5) for step in steps
     ]
     final = next(one for one in records(tmp_path / "run", "eval") if one["final"] and one["split"] == "validation")
-    assert final["lm loss"] == pytest.approx(mean, rel=5e-5)
+    assert final[name] == pytest.approx(mean, rel=5e-5)
     told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
     assert [row.split("\t")[1] for row in told] == labels
 
 
 WRONG = {
-    ("T5", "--decoder-seq-length 3"): "words of 3 tokens, and the decoder finds 2 (.*)--decoder-seq-length 4",
-    ("BERT", "--seq-length 8"): "the words around the text are 7 tokens, and a sample has room for 6",
-    ("T5", "--tokenizer-type NullTokenizer --vocab-size 107 --vocab-extra-ids 0"): "has no \\[BOS\\], no sentinels",
+    ("T5", "--decoder-seq-length 3", "words"): "words of 3 tokens, and the decoder finds 2 (.*)--decoder-seq-length 4",
+    ("BERT", "--seq-length 8", "words"): "the words around the text are 7 tokens, and a sample has room for 6",
+    ("T5", "--tokenizer-type NullTokenizer --vocab-size 107 --vocab-extra-ids 0", "words"): (
+        "has no \\[BOS\\], no sentinels"
+    ),
 }
+UNEQUAL = {  # kind, pattern, words of the labels -> what the message says
+    ("BERT", PATTERN, ("11", "12 13", "14")): "'11' has 1 tokens and '12 13' 2\n.*give the label away",
+    ("BERT", PATTERN, ("1 " * 9, "2 " * 9, "3 " * 9)): "has 9 tokens, and this model finds 8 at once",
+    ("T5", PATTERN, ("11 12", "12 13", "14 15")): "'11 12' has 2 tokens, and this model finds 1 at once",
+    ("GPT", PATTERN, ("11", "12", "13")): "{label} stands before a text",
+    ("GPT", PATTERN_OF_GPT, ("11", "12", "012")): "'12' and '012' are the same tokens \\[12\\]",
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL, ids=str)
+def test_labels_that_cannot_be_compared_are_told(case, given, tmp_path):  # noqa: F811
+    kind, pattern, spoken = case
+    toy = Toy(tmp_path / "toy")
+    (tmp_path / "words.json").write_text(json.dumps(dict(zip(LABELS, spoken, strict=True))))
+    line = (
+        f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} {TUNE} {WORDS} --seq-length {LENGTH}".split()
+    )
+    with pytest.raises(Failure) as problem:
+        run(0, [*line, "--pet-pattern", pattern, "--pet-verbalizer", str(tmp_path / "words.json")])
+    assert re.search(UNEQUAL[case], str(problem.value), re.DOTALL)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", WRONG, ids=" ".join)
 def test_what_has_no_room_is_told(case, given, tmp_path):  # noqa: F811
-    kind, words = case
+    kind, words, learned = case
     toy = Toy(tmp_path / "toy")
     own = "" if "Tokenizer" in words else WORDS
     length = "" if "--seq-length" in words.split() else f"--seq-length {LENGTH}"
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} {TUNE} {own} {length} {words}".split()
     with pytest.raises(Failure) as problem:
-        run(0, [*line, *spoken_file(tmp_path)])
+        run(0, [*line, *spoken_file(tmp_path, kind, learned)])
     assert re.search(WRONG[case], str(problem.value), re.DOTALL)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["BERT", "T5"])
-def test_made_up_sentences_train(kind, given, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("learned", ["labels", "words"])
+@pytest.mark.parametrize("kind", ["BERT", "T5", "GPT"])
+def test_made_up_sentences_train(kind, learned, given, tmp_path):  # noqa: F811
     tune(
         0,
         f"--task SST2 --mock-data --load {given(kind)} {TUNE} {WORDS} --seq-length {LENGTH} --train-iters 1".replace(
             "--train-epochs 2", ""
         )
-        + " --pet-pattern {text}{label} --pet-verbalizer none.json --eval-iters 1",
+        + f" --pet-pattern {{text}}{{label}} --pet-verbalizer none.json --pet-loss {learned} --eval-iters 1",
     )

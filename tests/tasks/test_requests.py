@@ -182,7 +182,7 @@ def test_pet_is_the_sum_of_log_probabilities(pattern, trunk, tmp_path, run_ranks
     words = {"red": "11", "green": "12 13", "blue": "14 15 16"}
     (tmp_path / "words.json").write_text(json.dumps(words))
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}".split()
-    line += ["--pet-pattern", pattern, "--pet-verbalizer", str(tmp_path / "words.json")]
+    line += ["--pet-pattern", pattern, "--pet-verbalizer", str(tmp_path / "words.json"), "--pet-loss", "words"]
     if pattern == TEXT_PATTERN[0]:
         finetune.main(line)
     else:

@@ -71,10 +71,8 @@ WRONG |= {
     f"--task {{toy}}/toy.yaml {SOFT}soft-others.tsv": (4, "line 2: example train1, where training has train0"),
     f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --train-data valid.tsv": (4, "21 examples, and the training file 11"),
     f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --examples-per-class 3": (3, "leave out --examples-per-class"),
-    f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --pet-pattern {{{{text}}}}{{{{label}}}} --pet-verbalizer w": (
-        3,
-        "leave out --pet-pattern",
-    ),
+    f"--task {{toy}}/toy.yaml {SOFT}soft0.tsv --pet-pattern {{{{text}}}}{{{{label}}}} --pet-verbalizer w "
+    "--pet-loss words": (3, "leave out --pet-loss words"),
     f"--task {{toy}}/numbers.yaml {SOFT}soft0.tsv": (3, "are numbers, not classes"),
 }
 

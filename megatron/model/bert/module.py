@@ -205,8 +205,11 @@ class Bert(LanguageModel):
         sums = {**sums, **self.head_sums(x, batch)}
         if self.finds_places:
             return x, sums  # the head comes behind `counted`
-        x = self.head(x)
+        x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
+
+    def word_states(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
 
     @property
     def packs(self) -> bool:

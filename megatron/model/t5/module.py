@@ -289,14 +289,8 @@ class T5(LanguageModel):
             return self._packed(halves, tables), {}
         return self.final_norm(halves.target), {}
 
-    def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
-        x, sums = self.trunk(x, batch)
-        return (self._scaled(x, gather) if self.last else x), sums
-
-    def _scaled(self, x: torch.Tensor, gather: bool = True) -> torch.Tensor:
-        """What the output layer multiplies, [t, b, h], out of normed hidden states."""
-        x = x if self.output_scale == 1.0 else x * self.output_scale
-        return self.gather_input(x, self.tp) if gather else x
+    def word_states(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.output_scale == 1.0 else x * self.output_scale
 
     def shared(self, batch, tables: Optional[torch.Tensor]) -> T5Context:
         """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
@@ -432,7 +426,7 @@ class T5(LanguageModel):
                     x = self.blocks[str(n)](x, encoded.memory, context)
             if not self.last:
                 return x.to(self.dtype)
-            x = self._scaled(self.final_norm(x[-1:] if last_only else x))
+            x = self.gather_input(self.word_states(self.final_norm(x[-1:] if last_only else x)), self.tp)
             scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)
             scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
