@@ -162,7 +162,7 @@ def label_chooser_of(trunk: type, tokens: int) -> type:
             return logits.sum(-1)
 
         def _logits(self, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-            """[w, b, h], and tokens of labels [c, w] -> [b, c, w], 0 for -1. A rank has those of its part of the vocabulary."""
+            """[w, b, h], and tokens [c, w] -> [b, c, w], 0 for -1. A rank has those of its part of the vocabulary."""
             size = len(self.output_weight)
             rows = chosen - self.tp.rank * size
             own, rows = (rows >= 0) & (rows < size), rows.clamp(0, size - 1)
