@@ -282,7 +282,7 @@ def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze:
     (first, one), *others = labels.items()
     if unequal := next((word for word, ids in others if len(ids) != len(one)), None):
         raise DataError(
-            f"--pet-loss labels: {first!r} has {len(one)} tokens and {unequal!r} {len(labels[unequal])}",
+            f"--pet-loss labels: {first!r} and {unequal!r} have {len(one)} and {len(labels[unequal])} tokens",
             "the number of gaps would give the label away",
             f"take words of equally many tokens, or give {other}",
         )
