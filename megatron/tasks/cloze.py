@@ -192,8 +192,8 @@ class T5Cloze(Cloze):
         }
 
 
-def choice_of(arrays: Arrays, choices: np.ndarray) -> Arrays:
-    """A sample with some label as one of which a label is chosen: what `Cloze.choice_arrays` says, but for the label."""
+def with_gap(arrays: Arrays, choices: np.ndarray) -> Arrays:
+    """A sample with some label as one of which a label is chosen: `Cloze.choice_arrays`, but for what is to be found."""
     place = int(np.argmax(arrays[LOSS_MASK]))
     text = {name: array for name, array in arrays.items() if name not in (LABELS, LOSS_MASK)}
     return {**text, GAP: place, CHOICES: choices}

@@ -24,7 +24,7 @@ import torch
 
 from megatron.data.requests import Scored
 from megatron.errors import DataError, UsageError, did_you_mean
-from megatron.tasks.cloze import Cloze, choice_of
+from megatron.tasks.cloze import Cloze, with_gap
 from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
@@ -117,10 +117,7 @@ class Pattern:
 
     def label_ids(self, label: str, encode) -> list[int]:
         """The tokens of a label in its place."""
-        [ids] = [
-            ids for name, ids in self.parts(TaskExample("", "", None, ""), label, encode, 1 << 20) if name == "label"
-        ]
-        return ids
+        return dict(self.parts(TaskExample("", "", None, ""), label, encode, 1 << 20))["label"]
 
 
 def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
@@ -202,7 +199,7 @@ class ChoiceSamples:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         example = self.examples.rows[index]
         filled = self.cloze.read(self.pattern, example, self.word, self.encode, self.reserve)
-        return {**choice_of(filled, self.choices), **wanted(self.task, example.label, example.shares, self.soft)}
+        return {**with_gap(filled, self.choices), **wanted(self.task, example.label, example.shares, self.soft)}
 
 
 @dataclass(frozen=True)
@@ -226,11 +223,11 @@ class MockPatterns:
         if self.task is None:
             return filled
         labels = len(self.task.labels)
-        choices = chosen([[label % self.vocab_size] for label in range(labels)], self.cloze.label_tokens)
-        return {**choice_of(filled, choices), **wanted(self.task, draw.integers(labels), soft=self.soft)}
+        choices = choices_of([[label % self.vocab_size] for label in range(labels)], self.cloze.label_tokens)
+        return {**with_gap(filled, choices), **wanted(self.task, draw.integers(labels), soft=self.soft)}
 
 
-def chosen(labels: Sequence[Sequence[int]], most: int) -> np.ndarray:
+def choices_of(labels: Sequence[Sequence[int]], most: int) -> np.ndarray:
     """The tokens of labels as `cloze.CHOICES`: [labels x most]."""
     return np.array([one for ids in labels for one in [*(id + 1 for id in ids), *[0] * (most - len(ids))]], np.int64)
 
@@ -252,7 +249,7 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
     more = dict(pattern=pattern, encode=encode, cloze=cloze, reserve=reserve)
     if settings.pet_loss == "labels":
         refuse_unequal(pattern, labels, cloze)
-        more |= dict(task=task, word=words[0], choices=chosen(list(labels.values()), cloze.label_tokens))
+        more |= dict(task=task, word=words[0], choices=choices_of(list(labels.values()), cloze.label_tokens))
         more |= dict(soft=bool(settings.soft_labels))
         make = lambda split: ChoiceSamples(found[split], **more, whole=split != "train")
     else:
@@ -283,7 +280,7 @@ def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze:
     if unequal := next((word for word, ids in others if len(ids) != len(one)), None):
         raise DataError(
             f"--pet-loss labels: {first!r} and {unequal!r} have {len(one)} and {len(labels[unequal])} tokens",
-            "the number of gaps would give the label away",
+            "an example is read once, with a gap for each token of a label",
             f"take words of equally many tokens, or give {other}",
         )
     if len(one) > cloze.label_tokens:
