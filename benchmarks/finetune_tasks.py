@@ -16,7 +16,8 @@
    own settings by cross-validation on them. With --second a BERT that was pretrained on titles, the newspaper and the
    dictionary alone, and has a vocabulary of its own, is fine-tuned on THUCNews, too, and both are asked together.
 3. The Chinese BERT is fine-tuned on --few titles a class: with a head; with three patterns (PET); and, as PET does, with a
-   head that learns what those three predict of all titles (--soft-labels), beside one that learns what three heads do.
+   head that learns what those three predict of all titles (--soft-labels), beside others that learn what three heads do, or
+   all six.
 
 The tables are printed, and results.json is written, in --output. Without network this ends with a message.
 """
@@ -308,17 +309,19 @@ class Bench:
             found["tf-idf"].append(self.tf_idf("thucnews", some))
             verbalizer = f"--pet-verbalizer {folder / 'words.json'}"
             patterns = [f"{FEW_PATTERN} --pet-pattern {pattern} {verbalizer}" for pattern in PATTERNS]
+            predicted: dict[str, list[Path]] = {}  # of probabilities of all titles
             for kind, ways in {"head": [FEW_HEAD] * len(PATTERNS), "pattern": patterns}.items():
                 outs = [folder / f"few-{kind}-{seed}-{number}" for number in range(len(ways))]
                 for number, (out, flags) in enumerate(zip(outs, ways, strict=True)):
                     flags += f" --seq-length 32 --train-data few.jsonl --test-data {folder / 'train.jsonl'}"
                     found[f"a {kind}"].append(self.finetune("thucnews", pretrained, flags, out, seed + number)[0])
-                predicted = " ".join(str(out / "predictions" / "task.probabilities.tsv") for out in outs)
-                flags = f"{MANY_SOFT} --seq-length 32 --soft-labels {predicted}"
-                out = folder / f"few-{kind}s-{seed}"
-                found[f"a head that learns what {len(ways)} {kind}s predict of all titles"].append(
-                    self.finetune("thucnews", pretrained, flags, out, seed)[0]
-                )
+                predicted[f"{len(ways)} {kind}s"] = [out / "predictions" / "task.probabilities.tsv" for out in outs]
+            predicted["all of these"] = sum(predicted.values(), [])
+            for teachers, files in predicted.items():
+                flags = f"{MANY_SOFT} --seq-length 32 --soft-labels {' '.join(map(str, files))}"
+                out = folder / f"few-of-{teachers.replace(' ', '-')}-{seed}"
+                accuracy = self.finetune("thucnews", pretrained, flags, out, seed)[0]
+                found[f"a head that learns what {teachers} predict of all titles"].append(accuracy)
         for what, accuracies in found.items():
             figures = dict(accuracy=mean(accuracies), least=min(accuracies), most=max(accuracies))
             self.tell(f"{self.options.few} titles a class, {what}", **figures)
