@@ -52,6 +52,7 @@ class Recipe:
                     the best of them is kept
     heads:          beginnings of names of weights that begin anew in a run that takes weights alone (--finetune), of
                     whatever model that shares the others
+    of_heads:       the recipe's own settings that say how such heads are: those of the earlier ones do not bind
     starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
     hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
                     named places of the loop, those of --hooks behind them
@@ -86,6 +87,7 @@ class Recipe:
     epoch_samples: Optional[Callable[[Config], int]] = None
     measures: Optional[Callable[[Config], Any]] = None
     heads: tuple[str, ...] = ()
+    of_heads: tuple[str, ...] = ()
     starts_from: tuple[str, ...] = ()
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None

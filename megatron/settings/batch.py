@@ -75,6 +75,15 @@ def total_samples(batch: Batch, dp: int) -> int:
     return max(batch.train_samples or 0, _totals(batch, dp)[1])
 
 
+def samples_left_out(batch: Batch, dp: int, consumed: int) -> int:
+    """Samples of `--train-samples` that fill no batch behind so many that are consumed.
+
+    >>> samples_left_out(Batch(global_batch_size=8, train_samples=30), 1, 8)
+    6
+    """
+    return max(0, batch.train_samples - _totals(batch, dp, consumed)[1])
+
+
 def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
     """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did. The
     settings have `--train-epochs`.
@@ -145,7 +154,14 @@ def problems(batch: Batch, dp: int) -> list[str]:
     ):
         if asserted and asserted * unit != full:
             found.append(f"{flag} {asserted} is not {full} samples / ({each}) = {full / unit:g}; leave it out")
-    return found + _rampup_problems(batch, dp, step)
+    found += _rampup_problems(batch, dp, step)
+    if not (found or batch.skip_train) and batch.train_samples is not None and not total_iterations(batch, dp):
+        of = f" (of --train-epochs {batch.train_epochs})" if batch.train_epochs else ""
+        found.append(
+            f"{batch.train_samples} samples of training{of} do not fill a batch of --global-batch-size {full}: no step "
+            "would be made; lower it, or train on more"
+        )
+    return found
 
 
 def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:

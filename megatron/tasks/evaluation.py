@@ -28,7 +28,8 @@ class TaskMeasures(Measures):
         self.patience, self.stop_at_loss = settings.patience, settings.stop_at_loss
         self.smaller_is_better = self.task.smaller_is_better
         sets = open_task(settings).files["valid"]
-        if settings.best_checkpoint and sets:
+        self.keeps_best = settings.best_checkpoint
+        if sets and not config.data.mock_data:
             self.best_by = self.task.judged_by if len(sets) == 1 else f"{self.task.judged_by} {sets[0][0]}"
         save = config.checkpoint.save
         self.folder = settings.predictions or (f"{save}/predictions" if save and "://" not in save else None)
@@ -51,17 +52,20 @@ class TaskMeasures(Measures):
             if all(row.label is not None for row in rows):
                 of_set = figures(self.task.metrics, own, [row.label for row in rows], self.classes)
                 found |= {f"{figure} {name}".strip(): value for figure, value in of_set.items()}
-                if final and rank == 0 and self.folder and not self.task.regression:
-                    counts = confusion(own, [row.label for row in rows], self.classes)
-                    draw_confusion(
-                        counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png"
-                    )
             if final and rank == 0 and self.folder:
-                ids, path = [row.id for row in rows], self.path(split, name)
-                write_predictions(self.task, own, ids, path)
-                if not self.task.regression:
-                    write_probabilities(self.task, scores[places.start : places.stop], ids, path)
+                self._write(rows, scores[places.start : places.stop], own, split, name)
         return found
+
+    def _write(self, rows: Sequence, scores: np.ndarray, predicted: np.ndarray, split: str, name: str) -> None:
+        """Predictions for a set of examples, and of classes their probabilities and the confusion matrix."""
+        ids, path = [row.id for row in rows], self.path(split, name)
+        write_predictions(self.task, predicted, ids, path)
+        if self.task.regression:
+            return
+        write_probabilities(self.task, scores, ids, path)
+        if all(row.label is not None for row in rows):
+            counts = confusion(predicted, [row.label for row in rows], self.classes)
+            draw_confusion(counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png")
 
     @property
     def classes(self) -> int:
@@ -84,7 +88,7 @@ def predicted_of(task: Task, values: np.ndarray) -> np.ndarray:
 
 def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str], path: Path) -> None:
     """As GLUE takes them, "index<TAB>prediction" lines, or CLUE, {"id": 0, "label": "1"} lines; by the file's ending."""
-    words = [f"{value:.3f}" if task.regression else task.labels[int(value)] for value in predicted]
+    words = [f"{value:.6g}" if task.regression else task.labels[int(value)] for value in predicted]
     if path.suffix == ".json":
         lines = [json.dumps(dict(id=int(id) if id.isdecimal() else id, label=word)) for id, word in zip(ids, words)]
     else:
@@ -123,8 +127,9 @@ def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Opt
     axes = figure.add_subplot()
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     axes.imshow(share, cmap="Blues", vmin=0.0, vmax=1.0)
-    axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 4 else 0)
-    axes.set_yticks(range(len(labels)), labels)
+    # Labels are no formulas, whatever dollars are in them.
+    axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 4 else 0, parse_math=False)
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
     axes.set_xlabel("predicted")
     axes.set_ylabel("gold")
     if len(labels) <= 20:
@@ -132,6 +137,5 @@ def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Opt
             color = "white" if share[row, column] > 0.5 else "black"
             axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=color, fontsize=8)
     axes.set_title(f"{counts.trace()} of {counts.sum()} right")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     return path

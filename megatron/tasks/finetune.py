@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -12,9 +12,10 @@ from megatron.errors import CheckpointError, DataError, SettingsError, StorageEr
 from megatron.model.recipe import Recipe
 from megatron.settings.effects import Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
-from megatron.settings.parse import given
+from megatron.settings.parse import THEN, given
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
+from megatron.settings.spelling import BadValue, settings_of
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
 from megatron.tasks.backbones import (
@@ -32,10 +33,9 @@ from megatron.tasks.backbones import (
     trunk_rules,
 )
 from megatron.tasks.description import find_task
-from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
+from megatron.tasks.settings import GROUP, LM_LOSS, LOSS, TaskSettings, examples_of, open_task, task_settings
 
 MODEL_TYPE = "finetune"
-LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
 
 
 def recipe() -> Recipe:
@@ -49,13 +49,14 @@ def recipe() -> Recipe:
         groups=groups(),
         defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
         rules=(*trunk_rules(backbone_of), *TASK_RULES),
-        idle={**trunk_idle(backbone_of), "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern)},
+        idle={**trunk_idle(backbone_of), **TASK_IDLE},
         sums=sums,
         perplexities=(LM_LOSS,),
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
         heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
+        of_heads=("labels", "pooling"),
         starts_from=tuple(BACKBONES),
         settled=settled_trunk,
     )
@@ -114,10 +115,25 @@ TASK_RULES = (
         ),
     ),
     Rule(
+        lambda s: not s.full_validation,
+        lambda s: "--no-full-validation: metrics are over all examples of a validation file; leave it out",
+    ),
+    Rule(
         lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens stand beside the text",
     ),
 )
+VALIDATED = Needs("a validation file", lambda s: open_task(own(s)).files["valid"])
+JUDGED = Needs(
+    "a validation file, and evaluations ahead of the end (--eval-epoch, --eval-interval)",
+    lambda s: VALIDATED.met(s) and (s.eval_epoch or s.eval_interval < (s.train_iters or s.eval_interval + 1)),
+)
+TASK_IDLE = {
+    "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern),
+    "patience": JUDGED,
+    "stop_at_loss": JUDGED,
+    "labels": Needs("a task that has classes", lambda s: not open_task(own(s)).task.regression),
+}
 
 
 def own(s) -> TaskSettings:
@@ -131,8 +147,12 @@ def backbone_of(s) -> str:
 
 
 def settled_trunk(config):
-    """`Recipe.settled`; of a trunk that nobody knows the rules tell."""
-    name = task_settings(config).backbone
+    """`Recipe.settled`; of a trunk that nobody knows the rules tell. A --data-path out of a file is the task's, too."""
+    settings, data = task_settings(config), config.data
+    if data.data_path:
+        settings = replace(settings, task_data=settings.task_data or " ".join(data.data_path))
+        config = replace(config, data=replace(data, data_path=None), extra={**config.extra, GROUP: settings})
+    name = settings.backbone
     return settled(name, config, task_settings(config).pet_pattern is not None) if name in BACKBONES else config
 
 
@@ -304,9 +324,9 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     record, more = _beginning(said)
     defaults |= more
     if "load" in more and said("load") is not None:  # a folder with nothing yet to go on with
-        argv = without(argv, "--load")
+        argv = [*argv, THEN, "--load", more["load"]]
     if record is not None:
-        argv = [word for word in argv if word.replace("_", "-") != "--use-checkpoint-args"]  # they are taken anyway
+        argv = [*argv, THEN, "--use-checkpoint-args", "false"]  # they are taken anyway
         defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
     kind = defaults.get("backbone") or said("backbone")
     if kind in BACKBONES:
@@ -320,12 +340,15 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
 
 def _settings_of(name: str) -> dict[str, Any]:
     """The settings that a task gives. Raises DataError for one that there is not."""
-    found = find_task(name).settings
-    known = {field.name for group in {**GROUPS, **groups()}.values() for field in fields(group)}
-    for setting in found:
+    known, found = {one.name: one for one in settings_of({**GROUPS, **groups()})}, {}
+    for setting, value in find_task(name).settings.items():
         if setting not in known:
             raise DataError(f"--task {name}: settings: there is no setting {setting}{did_you_mean(setting, known)}")
-    return dict(found)
+        try:
+            found[setting] = known[setting].value([str(one) for one in (value if isinstance(value, list) else [value])])
+        except BadValue as bad:
+            raise DataError(f"--task {name}: settings: {setting} {bad}") from None
+    return found
 
 
 def _said(argv: list[str], name: str) -> Any:
@@ -378,21 +401,6 @@ def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
 def _own_name(word: str) -> str:
     name, equals, value = word.partition("=")
     return f"--task-data{equals}{value}" if name.replace("_", "-") == "--data-path" else word
-
-
-def without(argv: Sequence[str], flag: str) -> list[str]:
-    """The command line without a flag and its value."""
-    kept, skip = [], False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") == flag:
-            skip = not equals
-        elif skip and not word.startswith("--"):
-            skip = False
-        else:
-            skip = False
-            kept.append(word)
-    return kept
 
 
 def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:

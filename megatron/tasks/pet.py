@@ -29,8 +29,7 @@ from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.samples import cut, wanted
-from megatron.tasks.settings import open_task
-from megatron.training.measures import RequestMeasures
+from megatron.tasks.settings import LM_LOSS, open_task
 
 FIELDS = ("text", "pair", "label")
 
@@ -291,12 +290,24 @@ def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze:
 
 
 class PetMeasures(TaskMeasures):
-    """The metrics of a task with a pattern; values are log-probabilities of an example with a label [b, 1]."""
+    """The metrics of a task with a pattern, and the loss of the right labels' words; values are of an example with a label:
+    the log-probability of the words, and how many tokens they are [b, 2].
+    """
+
+    of_choices = True
 
     def values(self, batch, found: torch.Tensor) -> torch.Tensor:
-        return RequestMeasures.values(self, batch, found)
+        losses = (found * batch.loss_mask).sum(0, dtype=torch.float64)
+        return torch.stack((-losses, batch.loss_mask.sum(0, dtype=torch.float64)), 1)
 
     def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
         if not isinstance(dataset, PetRequests):
             return {}  # made up
-        return self.judged(values.reshape(-1, self.classes), dataset.examples, split, final, rank)
+        values = values.reshape(-1, self.classes, 2)
+        rows = dataset.examples.rows
+        known = [(place, int(row.label)) for place, row in enumerate(rows) if row.label is not None]
+        found = {}
+        if known:
+            scores, tokens = values[tuple(np.array(known).T)].sum(0)
+            found[LM_LOSS] = -scores / tokens
+        return found | self.judged(values[..., 0], dataset.examples, split, final, rank)

@@ -15,6 +15,7 @@ from megatron.tasks.examples import Examples, few, file_of, labels_in, read_exam
 from megatron.tasks.soft_labels import labels_of, with_soft_labels
 
 GROUP = "task"  # what a recipe calls the group
+LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from megatron.training.datasets import (
 )
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import drift_told, end_of_document, nothing_left, resumed, summary, tell
+from megatron.training.start_log import drift_told, end_of_document, left_out, nothing_left, resumed, summary, tell
 from megatron.training.state import Run, State
 
 
@@ -103,7 +103,11 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
         log(resumed(config, record, state, lengths, context.mesh.sizes))
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
-    notices += fused_kernels.told(context.device.type, dtype) + told_of_kernel(config, facts, context.device.type)
+    notices += (
+        left_out(config.batch, state, context.mesh.dp.size)
+        + fused_kernels.told(context.device.type, dtype)
+        + told_of_kernel(config, facts, context.device.type)
+    )
     notices += end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
     tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])

@@ -100,10 +100,17 @@ def load(
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
-    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own."""
-    shape = saved.get("model", {})
-    if shape.get("model_type") in recipe_of(config).starts_from:
+    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own, and
+    heads that begin anew may be others.
+    """
+    shape, recipe = saved.get("model", {}), recipe_of(config)
+    if shape.get("model_type") in recipe.starts_from:
         saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
+    extra = {
+        group: {name: value for name, value in settings.items() if name not in recipe.of_heads}
+        for group, settings in saved.get("extra", {}).items()
+    }
+    saved = {**saved, "extra": extra}
     changes.refuse_another_model(config, saved)
 
 

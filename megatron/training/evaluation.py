@@ -22,14 +22,15 @@ REQUESTS = "requests"  # what the split is called
 
 
 def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> bool:
-    """Evaluate where --eval-interval asks for it, or --eval-epoch behind a step that has ended this epoch (0: none). Behind
-    the last step the run is saved before: an evaluation that fails must not cost it. Returns whether it was.
+    """Evaluate where --eval-interval asks for it, or --eval-epoch behind a step that has ended this epoch (0: none); and
+    the last weights wherever the best ones are kept. Behind the last step the run is saved before: an evaluation that fails
+    must not cost it. Returns whether there is nothing new to save.
     """
-    batch = run.config.batch
+    batch, last = run.config.batch, run.state.iteration >= run.train_iters
     wanted = due(batch.eval_interval, run.state.iteration) or (epoch and due(batch.eval_epoch, epoch))
+    wanted = wanted or (last and run.best_manager is not None)
     if not ((run.valid_loader or run.request_loader) and wanted):
         return False
-    last = run.state.iteration >= run.train_iters
     saves = last and run.checkpoint_manager is not None
     if saves:
         with run.metrics.paused("saving"):
@@ -42,7 +43,7 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
             judge(run, evaluate(run, run.valid_loader, "validation", final=final))
         evaluate_requests(run, final=last)
         garbage.collect()
-    return saves
+    return saves and run.measures is None  # what is judged is part of the state
 
 
 def save_ahead(run: Run) -> None:
@@ -90,8 +91,7 @@ def evaluate(
     if measures:
         measures.end(run.stages)
         values = measures.collected.whole(run.context, len(batches.dataset))
-        # There is no loss of samples whose labels nobody knows, and none of all possible continuations.
-        means = means if tokens and split != REQUESTS else {}
+        means = means if tokens and not measures.of_choices else {}  # there is none of labels that nobody knows
         means |= measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
     run.metrics.record_eval(
         run.state.iteration,

@@ -6,17 +6,20 @@ what they found of each sample; all ranks then have all of it, in the order of t
 log, metrics.jsonl, trackers and hooks have these beside the losses.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Optional
 
 import numpy as np
 import torch
 
+from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.requests import request_figures
 from megatron.errors import Failure
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
+from megatron.storage.urls import location
 from megatron.training.checkpointing import load
 
 BEST = "best"  # the folder of the best checkpoint, below --save
@@ -54,11 +57,15 @@ class Collected:
 class Measures:
     """What a recipe finds out. A subclass says `values` and `figures`.
 
-    best_by: name of the figure that the best checkpoint has most of; None: none is kept
+    best_by: name of the figure that the best evaluation has most of; None: they are not compared
+    keeps_best: whether the weights of the best one are kept
+    of_choices: whether samples are possible continuations, of which a mean loss says nothing; `figures` may have one
     patience, stop_at_loss: evaluations in a row without a better one, and the loss, at which training ends
     """
 
     best_by: Optional[str] = None
+    keeps_best = True
+    of_choices = False
     smaller_is_better = False
     patience: Optional[int] = None
     stop_at_loss: Optional[float] = None
@@ -91,6 +98,8 @@ class Measures:
 class RequestMeasures(Measures):
     """How often a model's likeliest continuation is the right one; values are log-likelihoods of samples [b, 1]."""
 
+    of_choices = True
+
     def values(self, batch, found: torch.Tensor) -> torch.Tensor:
         return -(found * batch.loss_mask).sum(0, dtype=torch.float64).unsqueeze(-1)
 
@@ -101,7 +110,7 @@ class RequestMeasures(Measures):
 def best_manager(config: schema.Config, measures: Optional[Measures], context: RankContext, log):
     """What writes the best checkpoint; None where none is kept."""
     settings = config.checkpoint
-    if measures is None or measures.best_by is None or settings.save is None:
+    if measures is None or measures.best_by is None or not measures.keeps_best or settings.save is None:
         return None
     own = dict(save=best_folder(config), keep_last=1, save_retain_interval=None, save_mirror=None, save_copy=None)
     return CheckpointManager(
@@ -117,7 +126,10 @@ def best_folder(config: schema.Config) -> str:
 
 
 def judge(run, means: dict[str, float]) -> None:
-    """Note how good a validation was, and keep the weights of the best one. run: `training.state.Run`."""
+    """Note how good a validation was, and keep the weights of the best one. A figure that is no number is not good.
+
+    run: `training.state.Run`.
+    """
     measures, state = run.measures, run.state
     if measures is None:
         return
@@ -126,7 +138,7 @@ def judge(run, means: dict[str, float]) -> None:
         return
     value = means[measures.best_by]
     better = state.best is None or (value < state.best if measures.smaller_is_better else value > state.best)
-    if not better:
+    if not (better and math.isfinite(value)):
         run.state = replace(state, evaluations_since_best=state.evaluations_since_best + 1)
         return
     run.state = replace(state, best=value, best_iteration=state.iteration, evaluations_since_best=0)
@@ -143,6 +155,8 @@ def enough(run) -> Optional[str]:
     if measures.stop_at_loss is not None and state.valid_loss is not None and state.valid_loss <= measures.stop_at_loss:
         return f"--stop-at-loss {measures.stop_at_loss:g}: the last evaluation had {state.valid_loss:.6g}"
     if measures.patience is not None and state.evaluations_since_best >= measures.patience:
+        if state.best is None:
+            return f"--patience {measures.patience}: no evaluation had a {measures.best_by} that is a number"
         return (
             f"--patience {measures.patience}: no evaluation behind iteration {state.best_iteration} was better than its "
             f"{measures.best_by} of {state.best:.6g}"
@@ -155,16 +169,31 @@ def restore_best(run) -> None:
     manager, state = run.best_manager, run.state
     if manager is None or run.config.batch.skip_train or state.best_iteration in (0, state.iteration):
         return
-    folder = best_folder(run.config)
-    checkpoint = replace(
-        run.config.checkpoint, load=folder, ckpt_step=state.best_iteration, finetune=False, no_load_optim=True
-    )
+    step = state.best_iteration
+    folder = run.context.all_gather_object(folder_with(step, run.config))[0]
+    if folder is None:
+        run.metrics.log(
+            f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose {run.measures.best_by} "
+            "was best: the last ones are evaluated"
+        )
+        return
+    checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
     config = replace(run.config, checkpoint=replace(checkpoint, save_mirror=None, save_copy=None))
     try:
         load(config, run.context, run.optimizer, state)
     except Failure as problem:
         raise type(problem)(f"the best checkpoint cannot be read: {problem.what}", problem.why, problem.do) from problem
-    run.metrics.log(f" > the weights of iteration {state.best_iteration}, whose {run.measures.best_by} was best")
+    run.metrics.log(f" > the weights of iteration {step}, whose {run.measures.best_by} was best")
+
+
+def folder_with(iteration: int, config: schema.Config) -> Optional[str]:
+    """Where the weights of the best evaluation are. Those that were best ahead of this run's beginning lie with the
+    checkpoints that it went on from.
+    """
+    folders, settings = [best_folder(config)], config.checkpoint
+    if settings.load is not None and not settings.finetune:
+        folders += [f"{settings.load.rstrip('/')}/{BEST}", settings.load]
+    return next((folder for folder in folders if iteration in checkpoints(location(folder))), None)
 
 
 def measures_of(recipe, config: schema.Config) -> Optional[Measures]:

@@ -13,7 +13,7 @@ from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.resumed_schedule import drift, sentence
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema
-from megatron.settings.batch import batch_size
+from megatron.settings.batch import batch_size, samples_left_out
 from megatron.training.state import State
 
 
@@ -124,3 +124,11 @@ def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
     end = state.train_iters(batch, dp)
     done = state.iteration >= end and not batch.skip_train
     return [f"training ends at iteration {end}: nothing is left to train"] if done else []
+
+
+def left_out(batch: schema.Batch, state: State, dp: int) -> list[str]:
+    """What to say of the last samples of --train-epochs, which fill no batch."""
+    if batch.train_epochs is None or batch.skip_train:
+        return []
+    rest = samples_left_out(batch, dp, state.consumed_samples)
+    return [f"the last {rest} of {batch.train_samples:,} samples fill no batch, and are left out"] * (rest > 0)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError
 from megatron.tasks.description import CLUE, GLUE, find_task
-from megatron.tasks.evaluation import TaskMeasures, write_predictions
+from megatron.tasks.evaluation import TaskMeasures, draw_confusion, write_predictions
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
 
 MNLI = (
@@ -346,5 +346,11 @@ def test_predictions_as_clue_takes_them(tmp_path):
         dict(id=0, label="102"),
         dict(id=1, label="116"),
     ]
-    write_predictions(find_task("STSB"), [2.5, 0.1234], ["0", "1"], tmp_path / "STS-B.tsv")
-    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.500\n1\t0.123\n"
+    write_predictions(find_task("STSB"), [2.5, -0.00012345678], ["0", "1"], tmp_path / "STS-B.tsv")
+    assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.5\n1\t-0.000123457\n"
+
+
+def test_labels_are_no_formulas(tmp_path):
+    """Matplotlib takes what is between dollars for one, and fails where it is none."""
+    drawn = draw_confusion(np.eye(2, dtype=int), ["$a_$", "$b^{$"], tmp_path / "confusion.png")
+    assert drawn == (tmp_path / "confusion.png" if find_spec("matplotlib") else None)

@@ -198,3 +198,20 @@ def test_a_head_is_new_whatever_task_the_weights_are_of(trunk, tmp_path, capsys)
         1e-2,
     )
     assert records(tmp_path / "second", "step")[0]["loss"] == pytest.approx(steps[0]["loss"], rel=2e-5)
+
+
+def test_settings_may_stand_in_a_file(trunk, tmp_path):
+    """Those that decide where a run begins, too; and a task's rate may be written as YAML has no numbers."""
+    toy = Toy(tmp_path / "toy")
+    toy.yaml.write_text(toy.yaml.read_text() + "settings: {lr: 1e-2}\n")
+    words, found = TUNE.replace("--lr 1e-2", ""), []
+    places = dict(pretrained_checkpoint=trunk, task=toy.yaml, data_path=toy.folder)
+    for name in ("flags", "file"):
+        here = {**places, "load": tmp_path / name, "save": tmp_path / name}
+        if name == "flags":
+            tune(0, " ".join(f"--{key.replace('_', '-')} {value}" for key, value in here.items()) + f" {words}")
+        else:
+            (tmp_path / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in here.items()))
+            tune(0, f"--config {tmp_path / 'run.yaml'} --use-checkpoint-args {words}")
+        found.append([(record["loss"], record["learning_rate"]) for record in records(tmp_path / name, "step")])
+    assert found[0] == found[1] and found[0][0][1] == 1e-2

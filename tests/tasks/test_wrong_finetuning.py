@@ -27,6 +27,16 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
         "is a file, not a folder",
     ),
     "--task {toy}/odd.yaml --data-path {toy} --load {trunk}": (4, "there is no setting lrr; did you mean lr"),
+    "--task {toy}/rate.yaml --data-path {toy} --load {trunk}": (4, "rate.yaml: settings: lr 'high' is not a number"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --examples-per-class 1": (
+        3,
+        "6 samples of training (.*)--train-epochs 2(.*) do not fill a batch of --global-batch-size 8",
+    ),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --no-full-validation": (3, "metrics are over all examples"),
+    "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --predictions {toy}/toy.yaml/below": (
+        6,
+        "predictions cannot be written(.*)\\n(.*)--predictions",
+    ),
     "--task {toy}/free.yaml --data-path {toy} --load {trunk} --train-data {toy}/head.tsv": (4, "no labelled examples"),
     "--task {toy}/free.yaml --data-path {toy} --load {trunk} --train-data {toy}/one.tsv": (4, "have the label 'red'"),
     "--task {toy}/toy.yaml --data-path {toy} --pretrained-checkpoint {empty}": (5, "holds no checkpoint"),
@@ -90,6 +100,7 @@ def places(trunk, tmp_path_factory):  # noqa: F811
     )
     free = "\n".join(line for line in toy.yaml.read_text().splitlines() if not line.startswith("labels"))
     (toy.folder / "free.yaml").write_text(free)
+    (toy.folder / "rate.yaml").write_text(f"{free}\nsettings: {{lr: high}}\n")
     (toy.folder / "odd.yaml").write_text(f"{free}\nsettings: {{lrr: 1.0e-3}}\n")
     lines = (toy.folder / "train.tsv").read_text().splitlines()
     (toy.folder / "head.tsv").write_text(lines[0] + "\n")

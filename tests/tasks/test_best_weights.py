@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights of a fine-tuning are the best ones; and that they stay so when a run is called again, goes on, or moves."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.errors import SettingsError
+from megatron.settings.from_checkpoint import saved_record
+from megatron.training.measures import enough, judge
+from tests.tasks.classification import Toy
+from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
+from tests.training.test_plain_loop import records
+
+
+def validations(folder) -> list[tuple[int, float, bool]]:
+    return [
+        (record["iteration"], record["accuracy"], record["final"])
+        for record in records(folder, "eval")
+        if record["split"] == "validation"
+    ]
+
+
+def kept(folder) -> list[str]:
+    return [path.name for path in (folder / "best").glob("iter_*")]
+
+
+@pytest.fixture
+def line(trunk, tmp_path):  # noqa: F811
+    toy, run = Toy(tmp_path / "toy"), tmp_path / "run"
+    return (
+        f"--task {toy.yaml} --data-path {toy.folder} --pretrained-checkpoint {trunk} --load {run} --save {run} {TUNE}"
+    )
+
+
+def test_the_last_checkpoint_knows_the_best_weights(line, tmp_path, capsys):
+    """The last step's evaluation is the best one: the same command again, and a longer run, have its weights."""
+    run = tmp_path / "run"
+    tune(0, line)
+    (_, first, _), (_, best, _), (_, final, _) = validations(run)
+    assert best == final > first and kept(run) == ["iter_0000005"]
+    assert saved_record(str(run))[1]["state"]["best_iteration"] == 5
+    predictions = (run / "predictions" / "validation-toy.tsv").read_text()
+    tune(0, line)
+    assert (run / "predictions" / "validation-toy.tsv").read_text() == predictions
+    tune(0, f"{line} --train-epochs 4 --lr 1")  # such steps spoil it
+    assert validations(run)[-1] == (10, best, True) and kept(run) == ["iter_0000005"]
+
+
+def test_a_run_that_goes_on_elsewhere_finds_the_best_weights_where_it_came_from(line, tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    tune(0, line)
+    best = validations(run)[-1][1]
+    tune(0, f"{line} --save {other} --train-epochs 4 --lr 1")
+    assert validations(other)[-1] == (10, best, True) and not kept(other)
+    for path in (run / "best").iterdir():
+        path.rename(tmp_path / path.name)
+    for path in run.glob("iter_*5"):
+        path.rename(tmp_path / f"{path.name}-of-the-run")
+    tune(0, f"{line} --save {other} --load {other} --train-epochs 5 --lr 1")
+    assert "has lost the weights of iteration 5, whose accuracy was best" in capsys.readouterr().out
+
+
+def test_a_run_that_went_back_has_the_best_weights_that_it_knows(line, tmp_path, capsys):
+    """Those in the folder of the best have given way to better ones of steps that do not count any more."""
+    run = tmp_path / "run"
+    tune(0, f"{line} --save-interval 3 --eval-interval 3")
+    assert kept(run) == ["iter_0000005"]
+    (run / "iter_0000005").rename(tmp_path / "iter_0000005")
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    capsys.readouterr()
+    tune(0, f"{line} --lr 1e-12")  # so it stays with what it was
+    assert " > the weights of iteration 3, whose accuracy was best" in capsys.readouterr().out
+    assert validations(run)[-1][1] == validations(run)[0][1]
+
+
+@pytest.mark.parametrize("words", ["--train-iters 6 --eval-interval 4", "--train-epochs 3 --eval-epoch 2"])
+def test_the_last_weights_compete_with_the_others(words, line, tmp_path):
+    tune(0, f"{line.replace('--train-epochs 2', '')} {words}")
+    (_, first, _), (last, second, _), (_, final, _) = validations(tmp_path / "run")
+    assert last in (6, 7) and final == max(first, second)
+
+
+def test_patience_needs_no_checkpoint_of_the_best_weights(line, tmp_path, capsys):
+    tune(0, f"{line} --train-epochs 9 --lr 1e-12 --patience 2 --no-best-checkpoint")
+    assert "training ends at iteration 8 of 23: --patience 2" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "best").exists()
+
+
+def test_what_patience_has_nothing_to_judge_by_is_told(line, capsys):
+    tune(0, f"{line.replace('--train-epochs 2', '--train-iters 2')} --patience 1 --stop-at-loss 9")
+    told = capsys.readouterr().out
+    assert "--patience 1 has no effect without a validation file, and evaluations ahead of the end" in told
+    assert "--stop-at-loss 9.0 has no effect" in told
+
+
+def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
+    measures = SimpleNamespace(best_by="mse", smaller_is_better=True, patience=2, stop_at_loss=None)
+    from megatron.optimizer.scaler import LossScaler
+    from megatron.training.state import State
+
+    run = SimpleNamespace(measures=measures, state=State(LossScaler(1.0)), best_manager=None)
+    since = []
+    for value in (math.nan, math.nan):
+        judge(run, {"mse": value})
+        since.append(run.state.evaluations_since_best)
+    assert since == [1, 2] and run.state.best is None
+    assert enough(run) == "--patience 2: no evaluation had a mse that is a number"
+    judge(run, {"mse": 0.5})
+    judge(run, {"mse": math.nan})
+    judge(run, {"mse": 0.4})
+    assert run.state.best == 0.4 and enough(run) is None
+
+
+def test_a_new_head_may_look_at_other_tokens_and_have_other_labels(trunk, tmp_path, capsys):  # noqa: F811
+    toy = Toy(tmp_path / "toy")
+    common = f"--task {toy.yaml} --data-path {toy.folder} {TUNE}"
+    first, second = tmp_path / "first", tmp_path / "second"
+    tune(0, f"{common} --load {trunk} --save {first} --pooling mean --labels red green blue")
+    with pytest.raises(SettingsError, match="another model"):
+        tune(0, f"{common} --load {first} --save {second} --pooling last --labels red green blue")
+    tune(0, f"{common} --load {first} --finetune --save {second} --labels blue green red")
+    assert records(second, "eval")[-1]["iteration"] in (3, 5)
