@@ -148,7 +148,7 @@ def _open(key: str) -> OpenTask:
                 f"--task {settings.task} does not say its labels, and there is no training file to take them from",
                 do="labels: [...] in the YAML file, or --train-data FILE",
             )
-        task = replace(task, labels=labels_in(task, files["train"][0][1]))
+        task = replace(task, labels=labels_in(task, [file for _, file in files["train"]]))
     return OpenTask(task, files)
 
 
@@ -190,5 +190,5 @@ def _examples(key: str, split: str) -> Optional[Examples]:
         return with_soft_labels(found, soft, opened.task)
     if settings.examples_per_class is not None:
         found = few(found, opened.task, settings.examples_per_class)
-    notes = refuse_one_class(opened.task, found, next(iter(files.values())))
+    notes = refuse_one_class(opened.task, found, ", ".join(map(str, files.values())))
     return replace(found, notes=(*found.notes, *notes))
