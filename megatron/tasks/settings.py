@@ -2,6 +2,8 @@
 """Settings of fine-tuning, and what they say: the task, its files, its examples. Needs no torch."""
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -156,14 +158,11 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
     """(set, file) of a split, in order."""
     given, sets = getattr(settings, f"{split}_data"), getattr(task, split)
     if given:
-        names = (
-            list(sets) if len(sets) == len(given) else [""] if len(given) == 1 else [Path(file).stem for file in given]
-        )
         if split == "train" and len(given) > 1:
             raise SettingsError(f"--train-data: {len(given)} files, and training takes one", do="join them")
-        return tuple(
-            (name, file_of(task, settings.task_data, (), file)) for name, file in zip(names, given, strict=True)
-        )
+        found = [file_of(task, settings.task_data, (), file) for file in given]
+        names = list(sets) if len(sets) == len(given) else _names(found, split) if len(given) > 1 else [""]
+        return tuple(zip(names, found, strict=True))
     found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
     missing = [" or ".join(sets[name]) for name, file in found if file is None]
     # Test sets are there or not; without data at all a checkpoint is looked at.
@@ -174,6 +173,20 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
             f"or say where they are: --{split}-data FILE",
         )
     return tuple((name, file) for name, file in found if file is not None)
+
+
+def _names(files: Sequence[Path], split: str) -> list[str]:
+    """A name for each of several files: its own, with as many of the folders above it as make them differ."""
+    parts = [Path(os.path.abspath(file)).with_suffix("").parts for file in files]
+    for count in range(1, max(map(len, parts))):
+        names = ["-".join(of_file[-count:]) for of_file in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise SettingsError(
+        f"--{split}-data names one file twice, or files that differ by their ending alone: {', '.join(map(str, files))}",
+        "figures and predictions are told by the name of a file",
+        "give each file once, or rename one",
+    )
 
 
 @lru_cache(maxsize=8)

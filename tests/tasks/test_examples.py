@@ -350,6 +350,23 @@ def test_what_stands_for_the_labels_of_a_test_set_may_be_anything(more, known, t
     assert [row.label for row in rows] == known
 
 
+def test_files_of_one_name_are_sets_of_their_own(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y]\n")
+    for name in ("a", "b", "a/c"):
+        write(tmp_path / name, {"dev.tsv": ["text\tlabel", f"{name}\tx"], "other.tsv": ROWS})
+    write(tmp_path, {"train.tsv": ROWS})
+    write(tmp_path / "a", {"dev.jsonl": ['{"text": "t", "label": "x"}']})
+    own = lambda *files, **more: settings(str(tmp_path / "task.yaml"), tmp_path, valid_data=list(files), **more)
+    sets = lambda *files: examples_of(own(*files), "valid").sets
+    found = examples_of(own("a/dev.tsv", "b/dev.tsv"), "valid")
+    assert [row.text for row in found.rows] == ["a", "b"] and list(found.sets) == ["a-dev", "b-dev"]
+    assert list(sets("a/dev.tsv", "a/c/dev.tsv", "b/other.tsv")) == ["a-dev", "c-dev", "b-other"]
+    assert list(sets("a/dev.tsv", "b/other.tsv")) == ["dev", "other"] and list(sets("a/dev.tsv")) == [""]
+    for again in ("a/dev.tsv", "a/c/../dev.tsv", "a/dev.jsonl"):
+        with pytest.raises(SettingsError, match="names one file twice, or files that differ by their ending"):
+            sets("a/dev.tsv", again)
+
+
 def test_labels_are_those_of_all_training_files(tmp_path):
     (tmp_path / "task.yaml").write_text(YAML.replace("train.tsv", "{a: a.tsv, b: b.tsv}"))
     own = settings(
