@@ -123,6 +123,7 @@ def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, stric
         raise DataError(
             f"{where}: the label {label!r} is none of the task's{did_you_mean(label, numbers)}",
             f"{task.name} has {', '.join(list(numbers)[:20])}{', ...' * (len(numbers) > 20)}",
+            "labels are those of --labels, or of the task, or of the checkpoint that goes on, or of the training files",
         )
     return numbers[label]
 

@@ -32,7 +32,15 @@ from megatron.tasks.backbones import (
     trunk_rules,
 )
 from megatron.tasks.description import find_task
-from megatron.tasks.settings import GROUP, TaskSettings, examples_of, open_task, task_settings
+from megatron.tasks.settings import (
+    GROUP,
+    TaskSettings,
+    examples_of,
+    learned_labels,
+    open_task,
+    task_settings,
+    with_labels_said,
+)
 
 MODEL_TYPE = "finetune"
 LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
@@ -133,7 +141,9 @@ def backbone_of(s) -> str:
 def settled_trunk(config):
     """`Recipe.settled`; of a trunk that nobody knows the rules tell."""
     name = task_settings(config).backbone
-    return settled(name, config, task_settings(config).pet_pattern is not None) if name in BACKBONES else config
+    if name not in BACKBONES:
+        return config
+    return settled(name, with_labels_said(config), task_settings(config).pet_pattern is not None)
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -180,6 +190,8 @@ def epoch_samples(config) -> int:
     """Training examples."""
     settings = task_settings(config)
     examples = examples_of(settings, "train")
+    if examples is None and config.batch.skip_train:
+        return 1  # of which nothing is trained
     if examples is None:
         raise DataError(
             f"--task {settings.task}: there is no training file", do="--data-path DIR, or --train-data FILE"
@@ -308,6 +320,8 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     if record is not None:
         argv = [word for word in argv if word.replace("_", "-") != "--use-checkpoint-args"]  # they are taken anyway
         defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
+        if not (said("finetune") or defaults.get("finetune")):
+            defaults |= learned_labels(record, said("task"))
     kind = defaults.get("backbone") or said("backbone")
     if kind in BACKBONES:
         defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}

@@ -3,11 +3,11 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, setting
@@ -51,9 +51,10 @@ class TaskSettings:
         on_resume="refused in training",
     )
     labels: Optional[list[str]] = setting(
-        "the task's labels, in order (default: as the task says, or those of the training file, sorted)",
+        "the task's labels, in order (default: as the task says, or the checkpoint of the run that goes on, or those of "
+        "the training files, sorted)",
         None,
-        on_resume="another model",
+        on_resume="refused",  # with --finetune the head is new
     )
     examples_per_class: Optional[int] = setting(
         "train on the first so many examples of each class", None, on_resume="refused in training"
@@ -118,6 +119,19 @@ def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
     return _examples(_key(settings), split)
 
 
+def with_labels_said(config: Config) -> Config:
+    """The settings with the labels that they lead to: checkpoints keep them, since a head's outputs are theirs in order."""
+    settings = task_settings(config)
+    labels = open_task(settings).task.labels
+    return replace(config, extra={**config.extra, GROUP: replace(settings, labels=list(labels) if labels else None)})
+
+
+def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, list[str]]:
+    """The labels that a run of fine-tuning has learned, as a default of one that goes on, where the task says none."""
+    labels = record["config"].get("extra", {}).get(GROUP, {}).get("labels")
+    return dict(labels=labels) if labels and task and find_task(task).labels is None else {}
+
+
 def _key(settings: TaskSettings) -> str:
     """What the examples depend on: one string, because settings hold lists."""
     names = (
@@ -138,7 +152,9 @@ def _key(settings: TaskSettings) -> str:
 def _open(key: str) -> OpenTask:
     settings = TaskSettings(**json.loads(key))
     task = find_task(settings.task)
-    labels = task.labels if settings.labels is None or task.regression else settings.labels
+    if settings.labels and task.regression:
+        raise SettingsError(f"--labels: those of {task.name} are numbers, not classes", do="leave it out")
+    labels = task.labels if settings.labels is None else settings.labels
     if labels is None and settings.soft_labels and not task.regression:
         labels = labels_of(settings.soft_labels[0])
     if labels:
@@ -148,7 +164,7 @@ def _open(key: str) -> OpenTask:
         if not files["train"]:
             raise SettingsError(
                 f"--task {settings.task} does not say its labels, and there is no training file to take them from",
-                do="labels: [...] in the YAML file, or --train-data FILE",
+                do="labels: [...] in the YAML file, --labels, --train-data FILE, or --load of a run that learned them",
             )
         task = replace(task, labels=labels_in(task, [file for _, file in files["train"]]))
     return OpenTask(task, files)
