@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of labelled texts: .jsonl with an object a line, .tsv or .csv with a head line.
+"""Labelled texts: their files, .jsonl with an object a line, .tsv or .csv with a head line; and what of a long pair stays.
 
 {"text": "A fine film.", "label": "positive"}
 {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1}
@@ -75,3 +75,18 @@ def _labelled(row: Row, where: str) -> Labelled:
     if not (word := label_in(label, where)):
         raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
     return Labelled(text_in(first, where), None if second is None else text_in(second, where), word)
+
+
+def pair_lengths(first: int, second: int, length: int) -> tuple[int, int]:
+    """How many tokens of each text stay, of `length` together: the longer one is cut, the second where both are alike, as
+    Megatron-LM cuts its pairs of sentences.
+
+    >>> pair_lengths(10, 3, 8), pair_lengths(10, 9, 8), pair_lengths(2, 3, 8), pair_lengths(5, 5, 7)
+    ((5, 3), (4, 4), (2, 3), (4, 3))
+    """
+    half = length // 2
+    if first + second <= length:
+        return first, second
+    if second <= half:
+        return length - second, second
+    return (first, length - first) if first <= length - half else (length - half, half)
