@@ -29,7 +29,8 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
     Raises DataError for what cannot be read, naming the line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        # A lone "\r" is part of a text: as the end of a line it would leave half of one.
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8", str(error), "iconv -f ENCODING -t UTF-8 writes it so") from None
     except OSError as error:
@@ -81,7 +82,7 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     """As `_plain`, of text with quotes, where a cell may have several lines."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # Python's own limit is 131,072 characters
     # Strict: otherwise a quotation mark that nobody closes takes all that follows into one cell.
-    reader, begin = csv.reader(io.StringIO(text, newline=""), strict=True), 1
+    reader, begin = csv.reader(io.StringIO(text, newline="\n"), strict=True), 1
     try:
         for cells in reader:
             if cells:
@@ -91,7 +92,7 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise DataError(
             f"{path}, line {begin}: {error} (line {reader.line_num})",
             "a cell that begins with a quotation mark ends with the next one, maybe many lines below",
-            f'close the cell of line {begin}, and write "" for a quotation mark inside',
+            f'close the cell of line {begin}; write "" for a quotation mark inside one, and quote one with line breaks',
         ) from None
 
 

@@ -85,7 +85,8 @@ def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> It
         pair = task.text_pair and text_in(
             _column(row, task.text_pair, where, "text_pair"), f"{where}, {task.text_pair}"
         )
-        word = label_in(_column(row, task.label, where, "label") if labelled else row.get(task.label), where)
+        cell = _column(row, task.label, where, "label") if labelled else row.get(task.label)
+        word = "" if not labelled and isinstance(cell, (list, dict)) else label_in(cell, where)
         if word in task.skip:
             continue
         if labelled and not word:

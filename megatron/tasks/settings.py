@@ -129,7 +129,7 @@ def with_labels_said(config: Config) -> Config:
 def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, list[str]]:
     """The labels that a run of fine-tuning has learned, as a default of one that goes on, where the task says none."""
     labels = record["config"].get("extra", {}).get(GROUP, {}).get("labels")
-    return dict(labels=labels) if labels and task and find_task(task).labels is None else {}
+    return dict(labels=labels) if labels and task and find_task(str(task)).labels is None else {}
 
 
 def _key(settings: TaskSettings) -> str:

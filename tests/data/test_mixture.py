@@ -172,6 +172,7 @@ def test_files_of_labelled_texts(folder, tmp_path):
         ("list.jsonl", "[1, 2]\n", "line 1: list, no object"),
         ("empty.tsv", "text\tlabel\na\t \nb\t0\n", "line 2: the label is empty"),
         ("more.csv", "text,label\n" + "A fine, film.,good\n" * 9, "line 2: 3 columns, where the header names 2"),
+        ("break.csv", "text,label\na\rb,1\nc,0\n", "break.csv, line 2: new-line character seen in unquoted field"),
         ("quote.csv", 'text,label\na,1\n"b,1\n' + "c,0\n" * 300, "quote.csv, line 3: unexpected end of data"),
     ):
         (tmp_path / name).write_text(text)
@@ -189,11 +190,13 @@ def test_files_of_labelled_texts(folder, tmp_path):
             [("a", "true"), ("b", "false")],
         ),
         ("long.tsv", f"text\tlabel\n{'a' * 140_000}\t1\nb\t0\n", [("a" * 140_000, "1"), ("b", "0")]),
+        ("cr.tsv", "text\tlabel\r\na\rb\t1\r\nb\t0\r\n", [("a\rb", "1"), ("b", "0")]),
+        ("cr.csv", 'text,label\r\n"a\rb",1\r\nb,0\r\n', [("a\rb", "1"), ("b", "0")]),
         ("long.csv", f"text,label\n{'a' * 140_000},1\nb,0\n", [("a" * 140_000, "1"), ("b", "0")]),
     ],
 )
 def test_labelled_texts_are_read_as_those_of_a_task(name, text, rows, tmp_path):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode())
     assert read_labelled(str(tmp_path / name)).rows == tuple(Labelled(first, None, label) for first, label in rows)
     assert tasks_of(["masked=1", f"a=1:{tmp_path / name}"])[1].labels == tuple(sorted(label for _, label in rows))
 

@@ -348,6 +348,9 @@ def test_what_stands_for_the_labels_of_a_test_set_may_be_anything(more, known, t
     write(tmp_path, {"test.tsv": ["text\tlabel", "a\tx", "b\t?", "c\t2.5"]})
     rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.tsv")]), "test").rows
     assert [row.label for row in rows] == known
+    write(tmp_path, {"test.jsonl": ['{"text": "a", "label": ["x"]}', '{"text": "b"}', '{"text": "c", "label": null}']})
+    rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.jsonl")]), "test").rows
+    assert [row.label for row in rows] == [None, None, None]
 
 
 def test_files_of_one_name_are_sets_of_their_own(tmp_path):
