@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.labelled import pair_lengths
 from megatron.data.masked_dataset import (
     MaskedSamples,
     build_masked_datasets,
@@ -160,14 +161,10 @@ def join_pair(first: np.ndarray, second: np.ndarray, cls: int, sep: int) -> tupl
 
 
 def fitted(first: np.ndarray, second: Optional[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two texts of at most `most` tokens together: the longer one loses its end first. No second is one without tokens."""
+    """Two texts of at most `most` tokens together, which lose their ends. No second is one without tokens."""
     second = first[:0] if second is None else second
-    over = max(0, len(first) + len(second) - most)
-    longer, shorter = max(len(first), len(second)), min(len(first), len(second))
-    alone = min(over, longer - shorter)
-    cut, rest = alone + (over - alone + 1) // 2, (over - alone) // 2
-    of_first, of_second = (cut, rest) if len(first) >= len(second) else (rest, cut)
-    return first[: len(first) - of_first], second[: len(second) - of_second]
+    of_first, of_second = pair_lengths(len(first), len(second), most)
+    return first[:of_first], second[:of_second]
 
 
 def padded(array: np.ndarray, length: int) -> np.ndarray:

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of labelled texts: .jsonl with an object a line, .tsv or .csv with a head line.
+"""Labelled texts: their files, .jsonl with an object a line, .tsv or .csv with a head line; and what of a long pair stays.
 
 {"text": "A fine film.", "label": "positive"}
 {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1}
 """
 
-import csv
-import json
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from megatron.data.tables import ENDINGS, Row, label_in, read_table, text_in
 from megatron.errors import DataError
 
-ENDINGS = (".jsonl", ".json", ".tsv", ".csv")
 # Names of columns, of GLUE's and CLUE's files and others: the text, one that belongs to it, and the label.
 FIRST = ("text", "sentence", "sentence1", "text_a", "premise", "question1", "question")
 SECOND = ("sentence2", "text_b", "hypothesis", "question2", "text_pair")
@@ -29,22 +26,32 @@ class Labelled(NamedTuple):
     label: str
 
 
+class LabelledFile(NamedTuple):
+    """notes: what the user should hear of rows that are left out."""
+
+    rows: tuple[Labelled, ...]
+    notes: tuple[str, ...]
+
+
+def is_labelled(path: str) -> bool:
+    """Whether the name of a file is one of labelled texts."""
+    return path.lower().endswith(ENDINGS)
+
+
 @lru_cache(maxsize=16)
-def read_labelled(path: str) -> tuple[Labelled, ...]:
-    """All rows of a file. Raises DataError that names the line of what is none, or for a file without two labels."""
+def read_labelled(path: str) -> LabelledFile:
+    """The rows of a file. Raises DataError that names the line of what is none, or for a file without two labels."""
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file", do=f"labelled texts are in files {', '.join(ENDINGS)}")
-    try:
-        rows = tuple(_row(fields, path, number) for number, fields in _records(path))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8", str(error)) from None
+    table, notes = read_table(Path(path))
+    rows = tuple(_labelled(row, f"{path}, line {row.line}") for row in table)
     if not rows:
         raise DataError(f"{path} has no rows", do="give labelled texts, or leave the task out")
     if len(labels := labels_of(rows)) < 2:
         raise DataError(
             f"{path}: all {len(rows):,} rows have the label {labels[0]!r}", do="give texts of two labels or more"
         )
-    return rows
+    return LabelledFile(rows, tuple(notes))
 
 
 def labels_of(rows: tuple[Labelled, ...]) -> list[str]:
@@ -52,39 +59,34 @@ def labels_of(rows: tuple[Labelled, ...]) -> list[str]:
     return sorted({row.label for row in rows})
 
 
-def _records(path: str) -> Iterator[tuple[int, dict]]:
-    """(line, columns) of each row."""
-    with open(path, encoding="utf-8", newline="") as file:
-        if path.endswith((".tsv", ".csv")):
-            plain = dict(delimiter="\t", quoting=csv.QUOTE_NONE) if path.endswith(".tsv") else {}
-            reader = csv.DictReader(file, **plain)
-            for row in reader:
-                yield reader.line_num, row
-            return
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON", str(error), "give one object a line") from None
-            yield number, row if isinstance(row, dict) else {}
-
-
-def _row(columns: dict, path: str, number: int) -> Labelled:
-    found = [next((columns[name] for name in names if columns.get(name) is not None), None) for names in COLUMNS]
-    first, second, label = found
+def _labelled(row: Row, where: str) -> Labelled:
+    columns = row.columns
+    first, second, label = (
+        next((columns[name] for name in names if columns.get(name) is not None), None)
+        for names in (FIRST, SECOND, LABEL)
+    )
     if first is None or label is None:
         wanted = f"a text ({', '.join(FIRST)}) and a label" if first is None else "a label"
-        known = [name for name in columns if name is not None]
         raise DataError(
-            f"{path}, line {number} lacks {wanted}",
-            f"it has {', '.join(known) or 'no columns'}",
+            f"{where} lacks {wanted}",
+            f"it has {', '.join(columns) or 'no columns'}",
             "name the columns so; a second text of a pair is one of " + ", ".join(SECOND),
         )
-    if isinstance(label, (list, dict)) or not isinstance(first, str):
-        raise DataError(f"{path}, line {number}: a text is a string and a label one word or number", f"{columns}"[:100])
-    return Labelled(first, None if second is None else str(second), str(label))
+    if not (word := label_in(label, where)):
+        raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
+    return Labelled(text_in(first, where), None if second is None else text_in(second, where), word)
 
 
-COLUMNS = (FIRST, SECOND, LABEL)
+def pair_lengths(first: int, second: int, length: int) -> tuple[int, int]:
+    """How many tokens of each text stay, of `length` together: the longer one is cut, the second where both are alike, as
+    Megatron-LM cuts its pairs of sentences.
+
+    >>> pair_lengths(10, 3, 8), pair_lengths(10, 9, 8), pair_lengths(2, 3, 8), pair_lengths(5, 5, 7)
+    ((5, 3), (4, 4), (2, 3), (4, 3))
+    """
+    half = length // 2
+    if first + second <= length:
+        return first, second
+    if second <= half:
+        return length - second, second
+    return (first, length - first) if first <= length - half else (length - half, half)

@@ -10,7 +10,7 @@ it is the same after a resume and in every layout.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Optional
@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from megatron.data.index_maps import parse_split, sequences_of
-from megatron.data.labelled import ENDINGS, Labelled, labels_of, read_labelled
+from megatron.data.labelled import Labelled, is_labelled, labels_of, read_labelled
 from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
 from megatron.data.task_words import parsed_tasks, whole_weights
 from megatron.data.vocabulary import refuse_other_vocabulary
@@ -52,7 +52,7 @@ def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
 
 
 def _labels(path: Optional[str]) -> tuple[str, ...]:
-    return tuple(labels_of(read_labelled(path))) if path and path.endswith(ENDINGS) else ()
+    return tuple(labels_of(read_labelled(path).rows)) if path and is_labelled(path) else ()
 
 
 class MixtureOrder:
@@ -189,7 +189,7 @@ def _build_labelled(
     config: Config, task: MixtureTask, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples
 ) -> list:
     """The datasets of a task of labelled texts, None where nothing is wanted or there is none: --split divides its rows."""
-    rows, built = read_labelled(task.path), []
+    (rows, notes), built = read_labelled(task.path), []
 
     @lru_cache(maxsize=1 << 16)
     def encoded(text: str) -> np.ndarray:
@@ -200,6 +200,8 @@ def _build_labelled(
         return {**samples.labelled(encoded(row.first), second, encoded(row.label)), CLASS_LABEL: np.array(number)}
 
     log(f" > {task.name}: {len(rows):,} labelled texts, {len(task.labels)} classes")
+    for note in notes:
+        log(f"note: {note}")
     for split, (share, count) in enumerate(zip(parse_split(config.data.split), wanted)):
         part = sequences_of(share, len(rows)) if share else range(0)
         if not (count and len(part)):
@@ -207,7 +209,19 @@ def _build_labelled(
             continue
         mine = rows[part.start : part.stop]
         built.append(LabelledDataset(task, mine, make, config.logging.seed, shuffled=split == 0))
+    if built[0] and built[1]:
+        for told in _one_sided(built[0].rows, built[1].rows):
+            log(f"note: {task.path}: {told}; --split divides the rows as they stand, so shuffle those of a sorted file")
     return built
+
+
+def _one_sided(train: Sequence[Labelled], valid: Sequence[Labelled]) -> Iterator[str]:
+    """What to say of labels that only one side has, as in a file that is sorted by them."""
+    learned, asked = set(labels_of(train)), set(labels_of(valid))
+    for labels, side in ((learned - asked, "training"), (asked - learned, "validation")):
+        if labels:
+            named = ", ".join(sorted(labels)[:10]) + ", ..." * (len(labels) > 10)
+            yield f"of {len(learned | asked)} labels {len(labels)} are in the part for {side} alone: {named}"
 
 
 def _mixed(tasks, datasets, order: MixtureOrder, size: int, counts: Sequence[int], split: str, log):

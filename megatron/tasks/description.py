@@ -9,7 +9,7 @@ The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the sa
     text: review                    # a column, or a key of JSON lines
     text_pair: title                # of tasks on pairs
     label: stars
-    labels: ["1", "2", "3"]         # default: those of the training file, sorted; [] or regression: true for numbers
+    labels: ["1", "2", "3"]         # default: those of the training files, sorted; [] or regression: true for numbers
     metrics: [accuracy, macro_f1]
 """
 
@@ -31,9 +31,9 @@ class Task:
     """train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
                 is read
     columns:    of files whose first line is no header
-    labels:     None: those of the training file; (): numbers (a regression)
+    labels:     None: those of the training files; (): numbers (a regression)
     skip:       labels of rows that are left out ("-": annotators did not agree)
-    id:         column of a row's number in a file of predictions (default: its place from 0)
+    id:         column of a row's number in a file of predictions (default: its place in the file, from 0)
     folder:     where its files may be below --data-path
     prepare:    a row as it is read -> with the columns of text and label that the task names
     answers:    form of predictions: name of a set -> file, whose ending says which
@@ -263,12 +263,14 @@ def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
 
 
 def _sets(value: Any, key: str, path: Path) -> dict[str, tuple[str, ...]]:
-    """A file, several that are one set, or {name: file}."""
-    if isinstance(value, dict):
-        return {str(name): (str(file),) for name, file in value.items()}
-    if isinstance(value, str):
-        return one(value)
-    raise DataError(f"--task {path}: {key} is neither a file nor names of sets with their files")
+    """A file, or {name of a set: its file}."""
+    sets = value if isinstance(value, dict) else {"": value}
+    if not all(isinstance(file, str) for file in sets.values()):
+        raise DataError(
+            f"--task {path}: {key} is neither a file nor names of sets with a file each",
+            do=f"{key}: FILE, or {key}: {{one: FILE, two: FILE}}",
+        )
+    return {str(name): (file,) for name, file in sets.items()}
 
 
 def refuse_metrics(task: Task, where: str) -> None:

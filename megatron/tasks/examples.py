@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of a task out of its files: TSV as GLUE has it (no quotes), quoted CSV, JSON lines. Needs no torch."""
+"""The examples of a task out of its files. Needs no torch."""
 
-import csv
-import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from megatron.data.tables import Row, label_in, read_table, text_in
 from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.tasks.description import Task, with_labels
-
-SPOILT = 0.01  # of the rows that may have another number of columns than the header
 
 
 class TaskExample(NamedTuple):
@@ -57,59 +53,6 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
     return next((place / name for place in places for name in names if (place / name).is_file()), None)
 
 
-def rows_of(
-    path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the rows of a file by column, notes).
-
-    columns: of a file whose first line does not name `wanted`, and is a row then.
-    Raises DataError for what cannot be read, naming the line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from None
-    if path.suffix in (".json", ".jsonl"):
-        return list(_json_rows(path, text)), []
-    if path.suffix == ".csv":
-        table = [
-            (reader.line_num, row) for reader in [csv.reader(io.StringIO(text, newline=""))] for row in reader if row
-        ]
-    else:  # no quotes: in GLUE a quotation mark is text
-        table = [(n, line.rstrip("\r").split("\t")) for n, line in enumerate(text.split("\n"), 1) if line.strip("\r")]
-    if not table:
-        raise DataError(f"{path} is empty")
-    header = [name.strip() for name in table[0][1]]
-    if columns and not set(wanted) <= set(header):
-        header = list(columns)
-    else:
-        table = table[1:]
-    good = [dict(zip(header, row)) for _, row in table if len(row) == len(header)]
-    bad = [(number, len(row)) for number, row in table if len(row) != len(header)]
-    if len(bad) > SPOILT * len(table) + 1:
-        number, count = bad[0]
-        raise DataError(
-            f"{path}, line {number}: {count} columns, where the header names {len(header)}",
-            f"so it is with {len(bad)} of {len(table)} lines",
-            "is it separated by tabs? A file with quotes is read as .csv",
-        )
-    told = f"{path}: {len(bad)} lines with another number of columns than the header are left out (first: line "
-    return good, [f"{told}{bad[0][0]})"] if bad else []
-
-
-def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: {error}", do="one JSON object a line") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: {type(row).__name__}, no object", do="one JSON object a line")
-        yield row
-
-
 def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = True) -> Examples:
     """The examples of a split. labelled: False for test data, whose labels are taken where they are there.
 
@@ -118,7 +61,7 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
     rows, sets, notes = [], {}, []
     for name, path in files.items():
         start = len(rows)
-        found, told = rows_of(path, task.columns, (task.text,))
+        found, told = read_table(path, task.columns, (task.text,))
         rows += _examples(task, path, found, labelled)
         if len(rows) == start:
             raise DataError(f"{path} holds no examples")
@@ -129,71 +72,75 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
     return Examples(tuple(rows), sets, tuple(notes))
 
 
-def _examples(task: Task, path: Path, rows: Sequence[Mapping[str, Any]], labelled: bool) -> Iterator[TaskExample]:
+def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> Iterator[TaskExample]:
     numbers = {label: number for number, label in enumerate(task.labels or ())}
-    for place, row in enumerate(rows):
-        where = f"{path}, example {place + 1}"
+    for place, line, row in rows:
+        where = f"{path}, line {line}"
         if task.prepare is not None:
             try:
                 row = task.prepare(row)
             except (LookupError, TypeError) as error:
                 raise DataError(f"{where} is not as {task.name} has them: {error!r}") from None
-        text = _column(row, task.text, where, "text")
-        pair = None if task.text_pair is None else _column(row, task.text_pair, where, "text_pair")
-        label = _word(row[task.label]) if row.get(task.label) not in (None, "") else None
-        if label in task.skip and label is not None:
+        text = text_in(_column(row, task.text, where, "text"), f"{where}, {task.text}")
+        pair = task.text_pair and text_in(
+            _column(row, task.text_pair, where, "text_pair"), f"{where}, {task.text_pair}"
+        )
+        cell = _column(row, task.label, where, "label") if labelled else row.get(task.label)
+        word = "" if not labelled and isinstance(cell, (list, dict)) else label_in(cell, where)
+        if word in task.skip:
             continue
-        if label is None and labelled:
-            _column(row, task.label, where, "label")
-            raise DataError(f"{where}: the label is empty")
-        if label is not None:
-            label = _label(task, label, numbers, where, strict=labelled)
+        if labelled and not word:
+            raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
+        label = _label(task, word, numbers, where, strict=labelled) if word else None
         id = row.get(task.id) if task.id else None
         yield TaskExample(text, pair, label, str(place if id is None else id))
 
 
-def _word(value: Any) -> str:
-    """A label as a word: JSON has true and 1 where others have "true" and "1"."""
-    return str(value).lower() if isinstance(value, bool) else str(value).strip()
-
-
-def _column(row: Mapping[str, Any], name: str, where: str, what: str) -> str:
+def _column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
     if name not in row:
         raise DataError(
             f"{where} has no column {name!r}{did_you_mean(name, map(str, row))}",
             f"it has {', '.join(map(str, row))}",
             f"the task takes its {what} from there",
         )
-    return str(row[name])
+    return row[name]
 
 
 def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, strict: bool) -> Optional[float]:
+    """The number of a label; None for what is none, where test files hold anything in its place (not strict)."""
     if task.regression:
         try:
             value = float(label)
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
+            if not strict:
+                return None
             raise DataError(f"{where}: the label {label!r} is no number", do="labels: [...] if these are classes")
         return value
     if label not in numbers:
-        if not strict:  # test files hold anything in the place of labels
+        if not strict:
             return None
         raise DataError(
             f"{where}: the label {label!r} is none of the task's{did_you_mean(label, numbers)}",
             f"{task.name} has {', '.join(list(numbers)[:20])}{', ...' * (len(numbers) > 20)}",
+            "labels are those of --labels, or of the task, or of the checkpoint that goes on, or of the training files",
         )
     return numbers[label]
 
 
-def labels_in(task: Task, path: Path) -> tuple[str, ...]:
-    """The labels of a file, sorted: numbers by value. Raises DataError, SettingsError where there are no two."""
-    rows, _ = rows_of(path, task.columns, (task.text,))
-    found = {_word(_column(row, task.label, str(path), "label")) for row in rows} - set(task.skip) - {""}
+def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
+    """The labels of files, sorted: numbers by value. Raises DataError, SettingsError where there are no two."""
+    words = []
+    for path in paths:
+        for row in read_table(path, task.columns, (task.text,))[0]:
+            where = f"{path}, line {row.line}"
+            words.append(label_in(_column(row.columns, task.label, where, "label"), where))
+    found = set(words) - set(task.skip) - {""}
     plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
     if len(plain) < 2:
-        told = f"all {len(rows):,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
-        raise DataError(f"{path}: {told}", do="give examples of two classes or more")
+        told = f"all {len(words):,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
+        raise DataError(f"{', '.join(map(str, paths))}: {told}", do="give examples of two classes or more")
     return with_labels(task, plain).labels
 
 

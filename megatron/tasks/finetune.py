@@ -33,7 +33,17 @@ from megatron.tasks.backbones import (
     trunk_rules,
 )
 from megatron.tasks.description import find_task
-from megatron.tasks.settings import GROUP, LM_LOSS, LOSS, TaskSettings, examples_of, open_task, task_settings
+from megatron.tasks.settings import (
+    GROUP,
+    LM_LOSS,
+    LOSS,
+    TaskSettings,
+    examples_of,
+    learned_labels,
+    open_task,
+    task_settings,
+    with_labels_said,
+)
 
 MODEL_TYPE = "finetune"
 
@@ -56,7 +66,7 @@ def recipe() -> Recipe:
         epoch_samples=epoch_samples,
         measures=measures,
         heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
-        of_heads=("labels", "pooling"),
+        of_heads=("pooling",),
         starts_from=tuple(BACKBONES),
         settled=settled_trunk,
     )
@@ -132,7 +142,6 @@ TASK_IDLE = {
     "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern),
     "patience": JUDGED,
     "stop_at_loss": JUDGED,
-    "labels": Needs("a task that has classes", lambda s: not open_task(own(s)).task.regression),
 }
 
 
@@ -153,7 +162,9 @@ def settled_trunk(config):
         settings = replace(settings, task_data=settings.task_data or " ".join(data.data_path))
         config = replace(config, data=replace(data, data_path=None), extra={**config.extra, GROUP: settings})
     name = settings.backbone
-    return settled(name, config, task_settings(config).pet_pattern is not None) if name in BACKBONES else config
+    if name not in BACKBONES:
+        return config
+    return settled(name, with_labels_said(config), settings.pet_pattern is not None)
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -200,6 +211,8 @@ def epoch_samples(config) -> int:
     """Training examples."""
     settings = task_settings(config)
     examples = examples_of(settings, "train")
+    if examples is None and config.batch.skip_train:
+        return 1  # of which nothing is trained
     if examples is None:
         raise DataError(
             f"--task {settings.task}: there is no training file", do="--data-path DIR, or --train-data FILE"
@@ -328,6 +341,8 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     if record is not None:
         argv = [*argv, THEN, "--use-checkpoint-args", "false"]  # they are taken anyway
         defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
+        if not (said("finetune") or defaults.get("finetune")):
+            defaults |= learned_labels(record, said("task"))
     kind = defaults.get("backbone") or said("backbone")
     if kind in BACKBONES:
         defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}

@@ -22,13 +22,14 @@ from typing import Optional
 import numpy as np
 import torch
 
+from megatron.data.labelled import pair_lengths
 from megatron.data.requests import Scored
 from megatron.errors import DataError, UsageError, did_you_mean
 from megatron.tasks.cloze import Cloze, with_gap
 from megatron.tasks.description import Task
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.samples import cut, wanted
+from megatron.tasks.samples import wanted
 from megatron.tasks.settings import LM_LOSS, open_task
 
 FIELDS = ("text", "pair", "label")
@@ -97,7 +98,7 @@ class Pattern:
         texts = [piece for name, piece in ids if name in ("text", "pair")]
         others = sum(max(len(piece), reserve) if name == "label" else len(piece) for name, piece in ids)
         room = max(0, length - others + sum(map(len, texts)))
-        for piece, kept in zip(texts, [room] if len(texts) == 1 else cut(*map(len, texts), room)):
+        for piece, kept in zip(texts, [room] if len(texts) == 1 else pair_lengths(*map(len, texts), room)):
             del piece[kept:]
         if (count := sum(len(piece) for _, piece in ids)) > length and whole:
             raise DataError(

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.labelled import pair_lengths
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
@@ -109,22 +110,8 @@ def ids_of(example: TaskExample, tokenizer, reader: TextReader) -> tuple[Ids, Op
     if example.pair is None:
         return first[: reader.room(False)], None
     second = tokenizer.encode(example.pair)
-    keep = cut(len(first), len(second), reader.room(True))
+    keep = pair_lengths(len(first), len(second), reader.room(True))
     return first[: keep[0]], second[: keep[1]]
-
-
-def cut(first: int, second: int, length: int) -> tuple[int, int]:
-    """How many tokens of each text stay, of `length` together: the longer one is cut, the second where both are alike.
-
-    >>> cut(10, 3, 8), cut(10, 9, 8), cut(2, 3, 8), cut(4, 9, 9)
-    ((5, 3), (4, 4), (2, 3), (4, 5))
-    """
-    half = length // 2
-    if first + second <= length:
-        return first, second
-    if second <= half:
-        return length - second, second
-    return (first, length - first) if first <= length - half else (length - half, half)
 
 
 def longest_cut(samples: Optional[TaskSamples], most: int = 2000) -> int:

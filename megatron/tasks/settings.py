@@ -2,10 +2,12 @@
 """Settings of fine-tuning, and what they say: the task, its files, its examples. Needs no torch."""
 
 import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, setting
@@ -50,9 +52,10 @@ class TaskSettings:
         on_resume="refused in training",
     )
     labels: Optional[list[str]] = setting(
-        "the task's labels, in order (default: as the task says, or those of the training file, sorted)",
+        "the task's labels, in order (default: as the task says, or the checkpoint of the run that goes on, or those of "
+        "the training files, sorted)",
         None,
-        on_resume="another model",
+        on_resume="refused",  # with --finetune the head is new
     )
     examples_per_class: Optional[int] = setting(
         "train on the first so many examples of each class", None, on_resume="refused in training"
@@ -117,6 +120,19 @@ def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
     return _examples(_key(settings), split)
 
 
+def with_labels_said(config: Config) -> Config:
+    """The settings with the labels that they lead to: checkpoints keep them, since a head's outputs are theirs in order."""
+    settings = task_settings(config)
+    labels = open_task(settings).task.labels
+    return replace(config, extra={**config.extra, GROUP: replace(settings, labels=list(labels) if labels else None)})
+
+
+def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, list[str]]:
+    """The labels that a run of fine-tuning has learned, as a default of one that goes on, where the task says none."""
+    labels = record["config"].get("extra", {}).get(GROUP, {}).get("labels")
+    return dict(labels=labels) if labels and task and find_task(str(task)).labels is None else {}
+
+
 def _key(settings: TaskSettings) -> str:
     """What the examples depend on: one string, because settings hold lists."""
     names = (
@@ -137,7 +153,9 @@ def _key(settings: TaskSettings) -> str:
 def _open(key: str) -> OpenTask:
     settings = TaskSettings(**json.loads(key))
     task = find_task(settings.task)
-    labels = task.labels if settings.labels is None or task.regression else settings.labels
+    if settings.labels and task.regression:
+        raise SettingsError(f"--labels: those of {task.name} are numbers, not classes", do="leave it out")
+    labels = task.labels if settings.labels is None else settings.labels
     if labels is None and settings.soft_labels and not task.regression:
         labels = labels_of(settings.soft_labels[0])
     if labels:
@@ -147,9 +165,9 @@ def _open(key: str) -> OpenTask:
         if not files["train"]:
             raise SettingsError(
                 f"--task {settings.task} does not say its labels, and there is no training file to take them from",
-                do="labels: [...] in the YAML file, or --train-data FILE",
+                do="labels: [...] in the YAML file, --labels, --train-data FILE, or --load of a run that learned them",
             )
-        task = replace(task, labels=labels_in(task, files["train"][0][1]))
+        task = replace(task, labels=labels_in(task, [file for _, file in files["train"]]))
     return OpenTask(task, files)
 
 
@@ -157,14 +175,11 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
     """(set, file) of a split, in order."""
     given, sets = getattr(settings, f"{split}_data"), getattr(task, split)
     if given:
-        names = (
-            list(sets) if len(sets) == len(given) else [""] if len(given) == 1 else [Path(file).stem for file in given]
-        )
         if split == "train" and len(given) > 1:
             raise SettingsError(f"--train-data: {len(given)} files, and training takes one", do="join them")
-        return tuple(
-            (name, file_of(task, settings.task_data, (), file)) for name, file in zip(names, given, strict=True)
-        )
+        found = [file_of(task, settings.task_data, (), file) for file in given]
+        names = list(sets) if len(sets) == len(given) else _names(found, split) if len(given) > 1 else [""]
+        return tuple(zip(names, found, strict=True))
     found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
     missing = [" or ".join(sets[name]) for name, file in found if file is None]
     # Test sets are there or not; without data at all a checkpoint is looked at.
@@ -175,6 +190,20 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
             f"or say where they are: --{split}-data FILE",
         )
     return tuple((name, file) for name, file in found if file is not None)
+
+
+def _names(files: Sequence[Path], split: str) -> list[str]:
+    """A name for each of several files: its own, with as many of the folders above it as make them differ."""
+    parts = [Path(os.path.abspath(file)).with_suffix("").parts for file in files]
+    for count in range(1, max(map(len, parts))):
+        names = ["-".join(of_file[-count:]) for of_file in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise SettingsError(
+        f"--{split}-data names one file twice, or files that differ by their ending alone: {', '.join(map(str, files))}",
+        "figures and predictions are told by the name of a file",
+        "give each file once, or rename one",
+    )
 
 
 @lru_cache(maxsize=8)
@@ -191,5 +220,5 @@ def _examples(key: str, split: str) -> Optional[Examples]:
         return with_soft_labels(found, soft, opened.task)
     if settings.examples_per_class is not None:
         found = few(found, opened.task, settings.examples_per_class)
-    notes = refuse_one_class(opened.task, found, next(iter(files.values())))
+    notes = refuse_one_class(opened.task, found, ", ".join(map(str, files.values())))
     return replace(found, notes=(*found.notes, *notes))

@@ -136,12 +136,14 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object
 
 
 def check_samples(
-    config: schema.Config, record: dict[str, Any], batches: MicroBatchLoader, context: RankContext
+    config: schema.Config, record: dict[str, Any], batches: Optional[MicroBatchLoader], context: RankContext
 ) -> list[str]:
-    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear."""
+    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear. batches: None
+    where there is no training data (--skip-train).
+    """
     wrong = [
         int(place)
         for place, halves in (record.get("samples") or {}).items()
-        if context.is_rank_zero and list(batches.sample_hash(int(place))) != halves
+        if batches is not None and context.is_rank_zero and list(batches.sample_hash(int(place))) != halves
     ]
     return list(changes.refuse_other_samples(config, context.all_gather_object(wrong)[0]))

@@ -141,7 +141,7 @@ def test_long_texts_lose_their_ends():
     first, second = np.arange(10), np.arange(100, 106)
     assert [len(piece) for piece in bert_dataset.fitted(first, second, 20)] == [10, 6]
     assert [len(piece) for piece in bert_dataset.fitted(first, second, 13)] == [7, 6]
-    assert [len(piece) for piece in bert_dataset.fitted(first, second, 9)] == [4, 5]
+    assert [len(piece) for piece in bert_dataset.fitted(first, second, 9)] == [5, 4]  # as in fine-tuning
     assert [piece.tolist() for piece in bert_dataset.fitted(first, None, 4)] == [[0, 1, 2, 3], []]
     for most in range(1, 17):
         one, two = bert_dataset.fitted(second, first, most)
@@ -156,22 +156,62 @@ def test_a_sample_is_a_function_of_its_place(folder):
 
 
 def test_files_of_labelled_texts(folder, tmp_path):
-    assert read_labelled(f"{folder}/pairs.jsonl")[1] == Labelled(*ROWS[1])
-    assert read_labelled(f"{folder}/texts.tsv")[30] == Labelled('w16 "x', None, "0")  # quotes are text in GLUE's files
+    assert read_labelled(f"{folder}/pairs.jsonl").rows[1] == Labelled(*ROWS[1])
+    assert read_labelled(f"{folder}/texts.tsv").rows[30] == Labelled('w16 "x', None, "0")  # a quote is text in GLUE
     (tmp_path / "a.csv").write_text('label,text\n1,"a, b"\n0,c\n')
-    assert read_labelled(str(tmp_path / "a.csv")) == (Labelled("a, b", None, "1"), Labelled("c", None, "0"))
+    assert read_labelled(str(tmp_path / "a.csv")).rows == (Labelled("a, b", None, "1"), Labelled("c", None, "0"))
     for name, text, words in (
         ("none.jsonl", "", "has no rows"),
         ("one.jsonl", '{"text": "a", "label": 1}\n' * 3, "all 3 rows have the label '1'"),
         ("json.jsonl", '{"text": "a", "label": 1}\n{oops\n', "line 2: not JSON"),
         ("label.jsonl", '{"text": "a"}\n', "line 1 lacks a label"),
         ("text.tsv", "content\tlabel\na\t1\n", "line 2 lacks a text"),
-        ("kind.jsonl", '{"text": "a", "label": [1]}\n', "line 1: a text is a string"),
-        ("list.jsonl", "[1, 2]\n", "line 1 lacks a text"),
+        ("kind.jsonl", '{"text": "a", "label": [1]}\n', r"line 1: \[1\] stands where a label is wanted"),
+        ("text.jsonl", '{"text": ["a"], "label": 1}\n', "line 1: .* stands where a text is wanted"),
+        ("second.jsonl", '{"text": "a", "sentence2": ["b"], "label": 1}\n', "line 1: .* stands where a text is wanted"),
+        ("list.jsonl", "[1, 2]\n", "line 1: list, no object"),
+        ("empty.tsv", "text\tlabel\na\t \nb\t0\n", "line 2: the label is empty"),
+        ("more.csv", "text,label\n" + "A fine, film.,good\n" * 9, "line 2: 3 columns, where the header names 2"),
+        ("break.csv", "text,label\na\rb,1\nc,0\n", "break.csv, line 2: new-line character seen in unquoted field"),
+        ("quote.csv", 'text,label\na,1\n"b,1\n' + "c,0\n" * 300, "quote.csv, line 3: unexpected end of data"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=words):
             read_labelled(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("bom.TSV", "\ufefftext\tlabel\na\t1\nb\t 0 \n", [("a", "1"), ("b", "0")]),
+        (
+            "bom.jsonl",
+            '\ufeff{"text": "a", "label": true}\n{"text": "b", "label": " false "}\n',
+            [("a", "true"), ("b", "false")],
+        ),
+        ("long.tsv", f"text\tlabel\n{'a' * 140_000}\t1\nb\t0\n", [("a" * 140_000, "1"), ("b", "0")]),
+        ("cr.tsv", "text\tlabel\r\na\rb\t1\r\nb\t0\r\n", [("a\rb", "1"), ("b", "0")]),
+        ("cr.csv", 'text,label\r\n"a\rb",1\r\nb,0\r\n', [("a\rb", "1"), ("b", "0")]),
+        ("long.csv", f"text,label\n{'a' * 140_000},1\nb,0\n", [("a" * 140_000, "1"), ("b", "0")]),
+    ],
+)
+def test_labelled_texts_are_read_as_those_of_a_task(name, text, rows, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    assert read_labelled(str(tmp_path / name)).rows == tuple(Labelled(first, None, label) for first, label in rows)
+    assert tasks_of(["masked=1", f"a=1:{tmp_path / name}"])[1].labels == tuple(sorted(label for _, label in rows))
+
+
+def test_what_labelled_texts_lose_is_told(folder, tmp_path):
+    rows = [f"w6 w7\t{number // 20}" for number in range(60)]  # sorted by their label
+    (tmp_path / "sorted.tsv").write_text("\n".join(["text\tlabel", "w8\tw9\t1", *rows]) + "\n")
+    lines = []
+    build(folder, "masked=1", f"mood=1:{tmp_path / 'sorted.tsv'}", flags=("--split", "60,40,0"), log=lines.append)
+    notes = [line.removeprefix(f"note: {tmp_path / 'sorted.tsv'}: ") for line in lines if line.startswith("note: ")]
+    assert [note.partition(";")[0] for note in notes] == [
+        "1 lines with another number of columns than the header are left out (first: line 2)",
+        "of 3 labels 1 are in the part for training alone: 0",
+        "of 3 labels 1 are in the part for validation alone: 2",
+    ]
 
 
 @pytest.mark.parametrize(

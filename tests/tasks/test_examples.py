@@ -226,6 +226,8 @@ def test_a_task_of_ones_own(tmp_path):
 
 ROWS = ["text\tlabel", "a\tx", "b\ty"]
 YAML = "train: train.tsv\nvalid: dev.tsv\ntext: text\nlabel: label\n"
+JSONL = YAML.replace("train.tsv", "a.jsonl") + "labels: [x, y]\n"
+CSV = YAML.replace("train.tsv", "a.csv") + "labels: [x, y]\n"
 WRONG = {  # what is wrong -> (YAML, files, what the message says)
     "unknown key": (YAML + "lable: x\n", {}, "unknown key lable; did you mean label?"),
     "no text": ("train: a\nlabel: b\n", {}, "says nothing of text"),
@@ -286,6 +288,33 @@ WRONG = {  # what is wrong -> (YAML, files, what the message says)
         {"a.jsonl": ["[1]"], "dev.tsv": ROWS},
         "no object",
     ),
+    "null as text": (
+        JSONL,
+        {"a.jsonl": ['{"text": "a", "label": "x"}', '{"text": null, "label": "y"}'], "dev.tsv": ROWS},
+        "a.jsonl, line 2, text: null stands where a text is wanted",
+    ),
+    "list as text": (
+        JSONL,
+        {"a.jsonl": ['{"text": ["a", "b"], "label": "x"}'], "dev.tsv": ROWS},
+        '["a", "b"] stands where a text is wanted',
+    ),
+    "list as label": (
+        JSONL.replace("labels: [x, y]", ""),
+        {"a.jsonl": ['{"text": "a", "label": ["x"]}', '{"text": "b", "label": "y"}'], "dev.tsv": ROWS},
+        'line 1: ["x"] stands where a label is wanted',
+    ),
+    "unclosed quote": (
+        CSV,
+        {"a.csv": ["text,label", "a,x", '"b,y', *["c,x"] * 300], "dev.tsv": ROWS},
+        "a.csv, line 3: unexpected end of data (line 303)",
+    ),
+    "quote that a later row closes": (
+        CSV,
+        {"a.csv": ["text,label", "a,x", '"b,y', *["c,x"] * 300, '"d, e",y'], "dev.tsv": ROWS},
+        "a.csv, line 3: ',' expected after '\"' (line 304)",
+    ),
+    "files in a list": (YAML.replace("train.tsv", "[a, b]"), {}, "train is neither a file nor names of sets"),
+    "set without a file": (YAML.replace("dev.tsv", "{a: }"), {}, "valid is neither a file nor names of sets"),
 }
 
 
@@ -297,6 +326,58 @@ def test_wrong_tasks_are_told_once(what, tmp_path):
     with pytest.raises(Failure) as problem:
         examples_of(own, "train")
     assert wanted in str(problem.value) and isinstance(problem.value, (DataError, SettingsError))
+
+
+def test_cells_of_a_csv_may_be_long_and_its_name_in_capitals(tmp_path):
+    (tmp_path / "task.yaml").write_text(CSV.replace("a.csv", "A.CSV"))
+    write(tmp_path, {"A.CSV": ["text,label", f'"{"a, " * 50_000}",x', '"b', 'c",y'], "dev.tsv": ROWS})
+    train = triples(examples_of(settings(str(tmp_path / "task.yaml"), tmp_path), "train"))
+    assert train == [("a, " * 50_000, None, 0), ("b\nc", None, 1)]
+
+
+def test_ids_are_places_in_the_file_whatever_is_left_out(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "test: test.tsv\nlabels: [x, y]\nskip: ['-']\n")
+    write(tmp_path, {"test.tsv": ["text\tlabel", "a\tx", "b\tbad\tx", "c\t-", "", "d\ty"]})
+    rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.tsv")]), "test").rows
+    assert [(row.id, row.text) for row in rows] == [("0", "a"), ("3", "d")]
+
+
+@pytest.mark.parametrize("more, known", [("labels: [x, y]\n", [0, None, None]), ("labels: []\n", [None, None, 2.5])])
+def test_what_stands_for_the_labels_of_a_test_set_may_be_anything(more, known, tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + more)
+    write(tmp_path, {"test.tsv": ["text\tlabel", "a\tx", "b\t?", "c\t2.5"]})
+    rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.tsv")]), "test").rows
+    assert [row.label for row in rows] == known
+    write(tmp_path, {"test.jsonl": ['{"text": "a", "label": ["x"]}', '{"text": "b"}', '{"text": "c", "label": null}']})
+    rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.jsonl")]), "test").rows
+    assert [row.label for row in rows] == [None, None, None]
+
+
+def test_files_of_one_name_are_sets_of_their_own(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y]\n")
+    for name in ("a", "b", "a/c"):
+        write(tmp_path / name, {"dev.tsv": ["text\tlabel", f"{name}\tx"], "other.tsv": ROWS})
+    write(tmp_path, {"train.tsv": ROWS})
+    write(tmp_path / "a", {"dev.jsonl": ['{"text": "t", "label": "x"}']})
+    own = lambda *files, **more: settings(str(tmp_path / "task.yaml"), tmp_path, valid_data=list(files), **more)
+    sets = lambda *files: examples_of(own(*files), "valid").sets
+    found = examples_of(own("a/dev.tsv", "b/dev.tsv"), "valid")
+    assert [row.text for row in found.rows] == ["a", "b"] and list(found.sets) == ["a-dev", "b-dev"]
+    assert list(sets("a/dev.tsv", "a/c/dev.tsv", "b/other.tsv")) == ["a-dev", "c-dev", "b-other"]
+    assert list(sets("a/dev.tsv", "b/other.tsv")) == ["dev", "other"] and list(sets("a/dev.tsv")) == [""]
+    for again in ("a/dev.tsv", "a/c/../dev.tsv", "a/dev.jsonl"):
+        with pytest.raises(SettingsError, match="names one file twice, or files that differ by their ending"):
+            sets("a/dev.tsv", again)
+
+
+def test_labels_are_those_of_all_training_files(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML.replace("train.tsv", "{a: a.tsv, b: b.tsv}"))
+    own = settings(
+        str(tmp_path / "task.yaml"),
+        write(tmp_path, {"a.tsv": ROWS, "b.tsv": ["text\tlabel", "c\tz", "d\tw"], "dev.tsv": ROWS}),
+    )
+    assert open_task(own).task.labels == ("w", "x", "y", "z")
+    assert [row.label for row in examples_of(own, "train").rows] == [1, 2, 3, 0]
 
 
 def test_names_and_folders_that_are_not_there(tmp_path):

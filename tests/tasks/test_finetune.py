@@ -8,7 +8,7 @@ import torch
 
 import finetune
 import pretrain_gpt
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.training.test_plain_loop import records
@@ -198,6 +198,32 @@ def test_a_head_is_new_whatever_task_the_weights_are_of(trunk, tmp_path, capsys)
         1e-2,
     )
     assert records(tmp_path / "second", "step")[0]["loss"] == pytest.approx(steps[0]["loss"], rel=2e-5)
+
+
+def test_a_run_keeps_the_labels_of_its_training_file(trunk, tmp_path):
+    """A head's outputs have the labels that were learned, whatever the training file holds later, or without one."""
+    toy = Toy(tmp_path / "toy")
+    text = "\n".join(line for line in toy.yaml.read_text().splitlines() if not line.startswith("labels"))
+    toy.yaml.write_text(f"{text}\n")
+    tune(0, f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE}")
+    again = (
+        f"--task {toy.yaml} --load {tmp_path / 'run' / 'best'} --skip-train --predictions {tmp_path / 'again'} {TUNE}"
+    )
+    tune(0, f"{again} --test-data {toy.folder / 'test.tsv'}")
+    first, second = (
+        folder / "toy.probabilities.tsv" for folder in (tmp_path / "run" / "predictions", tmp_path / "again")
+    )
+    assert first.read_text() == second.read_text() and first.read_text().startswith("index\tblue\tgreen\tred\n")
+    with pytest.raises(SettingsError, match="labels: .*'blue', 'green', 'red'.* in the checkpoint, .*'red', 'blue'"):
+        tune(0, f"{again} --test-data {toy.folder / 'test.tsv'} --labels green red blue")
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in toy.folder.glob("*.tsv"):  # red has another name there, which stands before blue
+        (other / file.name).write_text(file.read_text().replace("\tred\n", "\tazure\n"))
+    with pytest.raises(DataError, match="the label 'azure' is none of the task's(.|\n)*toy has blue, green, red"):
+        tune(0, f"{again} --data-path {other}")
+    tune(0, f"{again.replace('--skip-train', '--finetune')} --data-path {other}")  # a new head has new labels
+    assert (tmp_path / "again" / "toy.probabilities.tsv").read_text().startswith("index\tazure\tblue\tgreen\n")
 
 
 def test_settings_may_stand_in_a_file(trunk, tmp_path):

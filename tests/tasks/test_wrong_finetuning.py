@@ -63,6 +63,8 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --word-dropout 0.1 --pet-pattern {{text}}{{label}} "
     "--pet-verbalizer words.json": (3, "--word-dropout 0.1 hides words from a head"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red": (3, "at least two classes"),
+    "--task {toy}/numbers.yaml --data-path {toy} --load {trunk} --labels red green": (3, "are numbers, not classes"),
+    "--task {toy}/free.yaml --load {trunk} --skip-train --test-data {toy}/test.tsv": (3, "does not say its labels"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red green violet": (4, "the label 'blue' is none"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --valid-data no.tsv": (4, "no.tsv: no such file"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --train-iters 4": (3, "train-epochs|--train-iters"),
