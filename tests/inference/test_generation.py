@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
+from megatron.inference.beams import beam_search
 from megatron.inference.choices import kept, penalised, sample, uniform_draws
 from megatron.inference.generation import Texts, generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search
+from megatron.inference.scoring import ALONE
 from megatron.tools import checkpoint
 from megatron.tools import generate as tool
 from tests.inference.test_convert import GPT2, save, weights_of
@@ -97,6 +99,18 @@ def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penal
     for cached in (True, False):
         sampling = Sampling(steps, min_tokens_to_generate=least)
         assert generate(model, prompts, sampling, search, longest=32, end=end, use_cache=cached) == best
+
+
+@pytest.mark.parametrize("length_penalty, wanted", [(1.0, [1] * 20), (0.0, []), (-1.0, [])])
+def test_beams_go_on_while_a_longer_text_may_be_better(length_penalty, wanted):
+    """The first tokens of the best text are unlikely, and all behind them likely: two other texts have ended by then."""
+
+    def next_logits(tokens):
+        after = {0: [0.5, 0.4, 0.1], 1: [0.6, 0.399, 0.001]}.get(len(tokens) - 1, [0.0005, 0.999, 0.0005])
+        return torch.tensor(after).log().expand(tokens.shape[1], 3)
+
+    search, more = Search(2, length_penalty), dict(vocab_size=3, cache=None, end=0, counted=1, pp=ALONE)
+    assert beam_search(next_logits, torch.zeros((1, 2), dtype=torch.int64), search, Sampling(20), 20, **more) == wanted
 
 
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
