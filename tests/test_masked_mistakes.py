@@ -152,6 +152,7 @@ FILES = [  # exit code 4
     ("pre", f"{PRE} --lang klingon", "--lang klingon: there are no rules for sentences"),
     ("generate", f"--load t5 --prompt '{'the old man ' * 12}'", "source 1 has 36 tokens; the encoder can look at 32"),
     ("lm_eval", "--load t5 --tasks nowhere.yaml", "--tasks nowhere.yaml: no such file"),
+    ("lm_eval", "--load t5 --tasks a,nowhere.yaml", "--tasks nowhere.yaml: no such file"),
 ]
 CHECKPOINTS = [  # exit code 5
     ("t5", f"{READS} --load hf", "hf is a model of Hugging Face transformers|from-hf hf OUT"),

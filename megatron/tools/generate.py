@@ -148,6 +148,7 @@ def write(
         mesh=context.mesh,
         halves=settings.halves,
     )
+    loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
     if not (pairs or hasattr(loaded.model, "logits")) or hasattr(loaded.model, "follows"):
         raise SettingsError(
