@@ -141,7 +141,7 @@ class T5Samples(MaskedSamples):
                 )
             if (other := seen.setdefault(tuple(ids.tolist()), label)) != label:
                 raise DataError(
-                    f"{path}: the labels {other[:60]!r} and {label[:60]!r} are the same tokens {ids.tolist()}",
+                    f"{path}: the labels {other[:60]!r} and {label[:60]!r} are the same tokens {ids[:20].tolist()}",
                     do="take words for labels that the vocabulary has",
                 )
 

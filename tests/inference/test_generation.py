@@ -224,10 +224,10 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert out.startswith("the cat") and "\n" + "-" * 40 + "\na dog" in out
     assert "10 tokens in" in err and "iter_0000007" in err
-    (tmp_path / "prompts.txt").write_text("the cat\n\na dog\n")
+    (tmp_path / "prompts.txt").write_text("the cat\n\na\u2028dog\n", encoding="utf-8")
     tool.main([*line, "--prompt-file", str(tmp_path / "prompts.txt"), "--num-samples", "2", "--json"])
-    records = [json.loads(answer) for answer in capsys.readouterr().out.splitlines()]
-    assert [record["prompt"] for record in records] == ["the cat", "the cat", "a dog", "a dog"]
+    records = [json.loads(answer) for answer in capsys.readouterr().out.strip().split("\n")]
+    assert [record["prompt"] for record in records] == ["the cat", "the cat", "a\u2028dog", "a\u2028dog"]
     assert all(len(record["tokens"]) == 5 for record in records)
     assert records[0]["tokens"] != records[1]["tokens"]
     tool.main([*line, "--prompt", "the cat", "--num-beams", "3", "--json"])
