@@ -32,9 +32,13 @@ class TaskBert(Bert):
         heads = facts.heads if self.last else ()
         self.tasks = Heads({h.name: BinaryHead(tables[h.unit], **self.factory_kwargs) for h in heads})
 
-    def head_sums(self, x: torch.Tensor, batch) -> Sums:
+    @property
+    def pools(self) -> bool:
+        return True
+
+    def head_sums(self, pooled: torch.Tensor, batch) -> Sums:
         """Of each task, the losses of its samples, and how many it has and knew."""
-        sums, pooled = super().head_sums(x, batch), self._pooled(x)
+        sums = super().head_sums(pooled, batch)
         for head in self.facts.heads:
             sums |= self._task_sums(head, pooled, batch)
         return sums
