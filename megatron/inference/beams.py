@@ -36,15 +36,15 @@ def beam_search(
     sampling:    its penalty of tokens that occurred, from place `counted` on, and least length; it draws nothing
     pp:          ranks that share the model, all of which call this and return the same
 
-    Each step goes on with the k best continuations that do not end; of those among the k best of all that end, the best
-    ever is kept. It is over when nothing that goes on can become better than that: a sum of log probabilities only falls,
-    and with a penalty above 0 `steps` is the most that divides it (Hugging Face's early_stopping="never").
+    Each step goes on with the k best continuations that do not end; those among the k best of all that end are finished. It
+    is over when k finished ones are better than what goes on is by now: Megatron-LM's rule, and Hugging Face's
+    early_stopping=False. (Divided by a greater length it could still become better: more beams look further.)
     """
     k, n, tokens = search.num_beams, len(first), first
     scores = torch.full((first.shape[1],), float("-inf"), dtype=torch.float64, device=first.device)
     scores[0] = 0.0  # all are the same to begin with
     of = lambda score, length: score / length**search.length_penalty
-    best: tuple[float, list[int]] = (float("-inf"), [])
+    finished: list[tuple[float, list[int]]] = []  # the k best, best first
     for step in range(1, steps + 1):
         logits = next_logits(tokens)
         likeliest = None
@@ -55,16 +55,16 @@ def beam_search(
         found = [
             (score, int(beam), int(token)) for score, beam, token in likeliest.t().tolist() if score > float("-inf")
         ]
-        ended = next(((of(score, step), beam) for score, beam, token in found[:k] if token == end), None)
-        if ended is not None and ended[0] > best[0]:
-            best = ended[0], tokens[n:, ended[1]].tolist()
+        finished += [(of(score, step), tokens[n:, beam].tolist()) for score, beam, token in found[:k] if token == end]
+        finished = sorted(finished, key=lambda one: -one[0])[:k]
         live = [one for one in found if one[2] != end][:k]
-        if not live or of(live[0][0], steps if search.length_penalty > 0 else step) <= best[0]:
-            return best[1]
+        if not live or len(finished) == k and of(live[0][0], step) <= finished[-1][0]:
+            return finished[0][1]
         tokens, scores, order = _longer(tokens, live, k)
         if cache is not None:
             cache.reorder(order)
-    return tokens[n:, 0].tolist() if of(scores[0].item(), steps) > best[0] else best[1]
+    finished.append((of(scores[0].item(), steps), tokens[n:, 0].tolist()))
+    return max(finished, key=lambda one: one[0])[1]
 
 
 def _longer(

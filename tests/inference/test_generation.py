@@ -101,16 +101,16 @@ def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penal
         assert generate(model, prompts, sampling, search, longest=32, end=end, use_cache=cached) == best
 
 
-@pytest.mark.parametrize("length_penalty, wanted", [(1.0, [1] * 20), (0.0, []), (-1.0, [])])
-def test_beams_go_on_while_a_longer_text_may_be_better(length_penalty, wanted):
+@pytest.mark.parametrize("beams, wanted", [(2, []), (3, [1] * 20)])
+def test_beams_end_when_as_many_texts_have_ended_that_are_better_so_far(beams, wanted):
     """The first tokens of the best text are unlikely, and all behind them likely: two other texts have ended by then."""
 
     def next_logits(tokens):
         after = {0: [0.5, 0.4, 0.1], 1: [0.6, 0.399, 0.001]}.get(len(tokens) - 1, [0.0005, 0.999, 0.0005])
         return torch.tensor(after).log().expand(tokens.shape[1], 3)
 
-    search, more = Search(2, length_penalty), dict(vocab_size=3, cache=None, end=0, counted=1, pp=ALONE)
-    assert beam_search(next_logits, torch.zeros((1, 2), dtype=torch.int64), search, Sampling(20), 20, **more) == wanted
+    first, more = torch.zeros((1, beams), dtype=torch.int64), dict(vocab_size=3, cache=None, end=0, counted=1, pp=ALONE)
+    assert beam_search(next_logits, first, Search(beams), Sampling(20), 20, **more) == wanted
 
 
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
@@ -148,12 +148,21 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
     checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     ours, greedy, differ = load_model(str(tmp_path / "ours")), Sampling(9, greedy=True), 0
+    early = 0  # texts that end before they have to
     for beams, prompt in itertools.product((2, 5), PROMPTS):
         more = dict(num_beams=beams, max_new_tokens=9, min_new_tokens=9, do_sample=False, early_stopping="never")
         wanted = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         assert generate(ours.model, [prompt], greedy, Search(beams), longest=ours.longest) == [wanted]
-        differ += generate(ours.model, [prompt], greedy, longest=ours.longest) != [wanted]
-    assert differ >= 4
+        [plain] = generate(ours.model, [prompt], greedy, longest=ours.longest)
+        differ += plain != wanted
+        for end, penalty in itertools.product({plain[1], plain[4]}, (1.0, 2.0, -0.5)):
+            more = dict(num_beams=beams, max_new_tokens=9, do_sample=False, length_penalty=penalty, eos_token_id=end)
+            made = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
+            made = made[: made.index(end)] if end in made else made
+            search = Search(beams, penalty)
+            assert generate(ours.model, [prompt], greedy, search, longest=ours.longest, end=end) == [made]
+            early += len(made) < 9
+    assert differ >= 4 and early >= 10
 
 
 def test_text_ends_at_its_end(small_gpt):
