@@ -11,11 +11,11 @@ docs/encoder_decoder.md says what is where.
 
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
-from megatron.errors import run_main
+from megatron.errors import SettingsError, run_main
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
-from megatron.model.bert.task_facts import TaskFacts, TaskHead
+from megatron.model.bert.task_facts import TAKEN, TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tools.pretrain import start
@@ -50,18 +50,25 @@ def facts(config, vocab_size) -> BertFacts:
 
 
 def task_heads(config) -> tuple[TaskHead, ...]:
-    """The heads that --task-mixture asks for."""
+    """The heads that --task-mixture asks for. Raises SettingsError where one is called as a sum that the model has."""
     masked = config.extra.get(MASKED, MaskedSettings())
     if not masked.task_mixture:
         return ()
     from megatron.data.mixture import tasks_of
 
     tokens = max(1, round(config.model.seq_length * masked.mask_prob))
-    return tuple(
+    heads = tuple(
         TaskHead(task.name, number, len(task.labels), float(tokens))
         for number, task in enumerate(tasks_of(masked.task_mixture))
         if task.labels
     )
+    if taken := next((head.name for head in heads if head.name in TAKEN), None):
+        raise SettingsError(
+            f"--task-mixture: a task of labelled texts cannot be called {taken!r}",
+            f"'{taken} loss' is a loss of the model itself",
+            "give it another name",
+        )
+    return heads
 
 
 def sums(config) -> dict[str, float]:

@@ -110,6 +110,8 @@ SETTINGS = [  # exit code 3
     ("t5", f"{READS} --load bert", "the checkpoint is of another model|--model-type: BERT in the checkpoint, T5 now"),
     ("t5", f"{READS} --load t5 --feed-forward-proj relu", "--feed-forward-proj: gelu in the checkpoint, relu now"),
     ("t5", f"{READS} --load t5 --mask-prob 0.3", "--mask-prob: 0.15 in the checkpoint, 0.3 now|--override mask-prob"),
+    ("bert", f"{BERT} --task-mixture masked=1 lm=1:mood.tsv", "cannot be called 'lm'|'lm loss' is a loss of the model"),
+    ("bert", f"{BERT} --task-mixture masked=1 sop=1:mood.tsv --dry-run", "cannot be called 'sop'|give it another name"),
     ("bert", f"{BERT} --num-tokentypes 1", "told apart by 2; give 2, 0"),
     ("bert", f"{BERT} --position-embedding-type relative", "relative belongs to encoder-decoders"),
     ("bert", f"{BERT} --load bert --bert-no-binary-head", "--bert-binary-head: True in the checkpoint, False now"),
@@ -132,6 +134,12 @@ FILES = [  # exit code 4
     ("t5", f"{MIXED} mood=1:nowhere", "nowhere.idx: no such file"),
     ("t5", f"{MIXED} mood=1:one.tsv", "all 12 rows have the label 'good'"),
     ("t5", f"{MIXED} mood=1:none.tsv", "none.tsv has no rows"),
+    (
+        "t5",
+        f"{MIXED} mood=1:unknown.tsv",
+        "labels 'smorgen' and 'tarden' are the same tokens [1]|that the vocabulary has",
+    ),
+    ("t5", f"{MIXED} mood=1:long.tsv", "has 25 tokens|has room for 23 and [EOS]|--decoder-seq-length 26"),
     ("t5", f"{MIXED} mood=1:columns.tsv", "columns.tsv, line 2 lacks a text"),
     ("t5", f"{MIXED} mood=1:latin.tsv", "latin.tsv is not UTF-8"),
     ("t5", f"{MIXED} mood=1:bad.jsonl", "bad.jsonl, line 2: not JSON"),
@@ -144,6 +152,7 @@ FILES = [  # exit code 4
     ("pre", f"{PRE} --lang klingon", "--lang klingon: there are no rules for sentences"),
     ("generate", f"--load t5 --prompt '{'the old man ' * 12}'", "source 1 has 36 tokens; the encoder can look at 32"),
     ("lm_eval", "--load t5 --tasks nowhere.yaml", "--tasks nowhere.yaml: no such file"),
+    ("lm_eval", "--load t5 --tasks a,nowhere.yaml", "--tasks nowhere.yaml: no such file"),
 ]
 CHECKPOINTS = [  # exit code 5
     ("t5", f"{READS} --load hf", "hf is a model of Hugging Face transformers|from-hf hf OUT"),
@@ -170,6 +179,8 @@ def messy(tmp_path_factory):
         "mood.tsv": "text\tlabel\n" + "".join(f"{text}\t{number % 2}\n" for number, text in enumerate(TEXT * 4)),
         "one.tsv": "text\tlabel\n" + "".join(f"{text}\tgood\n" for text in TEXT * 4),
         "none.tsv": "text\tlabel\n",
+        "unknown.tsv": "text\tlabel\nIt rains.\tsmorgen\nThe sun is warm.\ttarden\n",
+        "long.tsv": "text\tlabel\n" + "".join(f"It rains.\t{'the ' * 24}{end}\n" for end in ("man", "dog")),
         "columns.tsv": "body\tmood\nIt rains.\tbad\n",
         "bad.jsonl": '{"text": "It rains.", "label": "bad"}\n{broken\n',
     }

@@ -76,18 +76,22 @@ def bert_samples(config: Config, tokenizer: Any, vocab_size: int, binary_head: b
     )
     length = config.model.seq_length
     least = 2 if binary_head else 1
-    samples = BertSamples(settings, masking, length - SPECIAL_POSITIONS, least, length, cls, sep, binary_head)
+    kinds = model_setting(config, "num_tokentypes", 2)
+    samples = BertSamples(settings, masking, length - SPECIAL_POSITIONS, least, length, cls, sep, binary_head, kinds)
     return samples, min(special.ids.values())
 
 
 @dataclass(frozen=True)
 class BertSamples(MaskedSamples):
-    """See `MaskedSamples`. seq_length: of the sample with its special tokens and padding."""
+    """See `MaskedSamples`. seq_length: of the sample with its special tokens and padding; kinds: of tokens that have an
+    embedding (--num-tokentypes).
+    """
 
     seq_length: int
     cls: int
     sep: int
     binary_head: bool
+    kinds: int = 2
 
     def make(self, sentences: list[np.ndarray], target: int, state: np.random.RandomState) -> dict[str, np.ndarray]:
         """Arrays of one sample; s: seq_length, padded at the end.
@@ -113,9 +117,12 @@ class BertSamples(MaskedSamples):
         return dict(zip(names, filled)) | flags
 
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
-        """As `make`, with nothing masked: [CLS] first [SEP], or [CLS] first [SEP] second [SEP]. The label is not in it."""
+        """As `make`, with nothing masked: [CLS] first [SEP], or [CLS] first [SEP] second [SEP]. The label is not in it.
+        Where all tokens are of one kind, [SEP] alone tells the texts of a pair apart.
+        """
         pieces = fitted(first, second, self.longest)
         tokens, types = join_pair(*pieces, self.cls, self.sep)
+        types = np.zeros_like(types) if self.kinds == 1 else types
         filled = [padded(array, self.seq_length) for array in (tokens, types, np.ones_like(tokens))]
         nothing = np.zeros(self.seq_length, np.int64)
         truncated = sum(map(len, pieces)) < len(first) + len(pieces[1] if second is None else second)

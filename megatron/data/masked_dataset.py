@@ -6,7 +6,7 @@ sentences make which sample, masking.py what is masked in it, bert_dataset.py an
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -46,6 +46,9 @@ class MaskedSamples:
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
         """The sample that a labelled text is, or a pair: the same arrays, with nothing masked (mixture.py). Ids: int64."""
         raise NotImplementedError
+
+    def check_labels(self, path: str, labels: Mapping[str, np.ndarray]) -> None:
+        """Raise DataError where samples would not tell labels of a file apart, each given with its ids."""
 
 
 class MaskedDataset:

@@ -199,6 +199,7 @@ def _build_labelled(
         second = None if row.second is None else encoded(row.second)
         return {**samples.labelled(encoded(row.first), second, encoded(row.label)), CLASS_LABEL: np.array(number)}
 
+    samples.check_labels(task.path, {label: encoded(label) for label in task.labels})
     log(f" > {task.name}: {len(rows):,} labelled texts, {len(task.labels)} classes")
     for note in notes:
         log(f"note: {note}")

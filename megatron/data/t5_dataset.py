@@ -14,7 +14,7 @@ ends with an error, a sample with more spans than there are sentinels, or than t
 spans unmasked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -29,7 +29,7 @@ from megatron.data.masked_dataset import (
     special_tokens,
 )
 from megatron.data.masking import Masking, Span
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config
 
 MAX_NGRAM = 10
@@ -129,6 +129,21 @@ class T5Samples(MaskedSamples):
         pieces = fitted(first, second, self.longest)
         read, written = np.concatenate(pieces).tolist(), label[: self.decoder - 1].tolist()
         return self._arrays(read, written, len(read) < len(first) + len(first[:0] if second is None else second))
+
+    def check_labels(self, path: str, labels: Mapping[str, np.ndarray]) -> None:
+        room, seen = self.decoder - 1, {}
+        for label, ids in labels.items():
+            if len(ids) > room:
+                raise DataError(
+                    f"{path}: the label {label[:60]!r} has {len(ids)} tokens",
+                    f"the decoder has room for {room} and [EOS]",
+                    f"--decoder-seq-length {max(map(len, labels.values())) + 1}, or shorter labels",
+                )
+            if (other := seen.setdefault(tuple(ids.tolist()), label)) != label:
+                raise DataError(
+                    f"{path}: the labels {other[:60]!r} and {label[:60]!r} are the same tokens {ids[:20].tolist()}",
+                    do="take words for labels that the vocabulary has",
+                )
 
     def _arrays(self, read: list[int], written: list[int], truncated: bool) -> dict[str, np.ndarray]:
         """The sample of what the encoder reads and the decoder writes."""

@@ -36,48 +36,47 @@ def beam_search(
     sampling:    its penalty of tokens that occurred, from place `counted` on, and least length; it draws nothing
     pp:          ranks that share the model, all of which call this and return the same
 
-    Each step goes on with the k best continuations that do not end; those that end among the 2 k best are finished. It is
-    over when no continuation can be better than the worst of k finished ones.
+    Each step goes on with the k best continuations that do not end; those among the k best of all that end are finished. It
+    is over when k finished ones are better than what goes on is by now: Megatron-LM's rule, and Hugging Face's
+    early_stopping=False. (Divided by a greater length it could still become better: more beams look further.)
     """
     k, n, tokens = search.num_beams, len(first), first
     scores = torch.full((first.shape[1],), float("-inf"), dtype=torch.float64, device=first.device)
     scores[0] = 0.0  # all are the same to begin with
-    finished: list[tuple[float, list[int]]] = []
-    of = lambda score, length: score / max(1, length) ** search.length_penalty
+    of = lambda score, length: score / length**search.length_penalty
+    finished: list[tuple[float, list[int]]] = []  # the k best, best first
     for step in range(1, steps + 1):
         logits = next_logits(tokens)
-        best = None
+        likeliest = None
         if logits is not None:
             logits = allowed_to_end(logits, sampling, step - 1, end)
-            best = _likeliest(logits, tokens[counted:], scores, sampling.repetition_penalty, 2 * k)
-        best = of_last_stage(best, (3, min(2 * k, len(scores) * vocab_size)), torch.float64, first.device, pp)
-        live: list[tuple[float, int, int]] = []
-        for rank, (score, beam, token) in enumerate(best.t().tolist()):
-            beam, token = int(beam), int(token)
-            if score == float("-inf"):
-                continue
-            if token != end:
-                live.append((score, beam, token))
-            elif rank < k:
-                finished.append((of(score, step), tokens[n:, beam].tolist()))
-        live = live[:k]
+            likeliest = _likeliest(logits, tokens[counted:], scores, sampling.repetition_penalty, 2 * k)
+        likeliest = of_last_stage(likeliest, (3, min(2 * k, len(scores) * vocab_size)), torch.float64, first.device, pp)
+        found = [
+            (score, int(beam), int(token)) for score, beam, token in likeliest.t().tolist() if score > float("-inf")
+        ]
+        finished += [(of(score, step), tokens[n:, beam].tolist()) for score, beam, token in found[:k] if token == end]
         finished = sorted(finished, key=lambda one: -one[0])[:k]
+        live = [one for one in found if one[2] != end][:k]
         if not live or len(finished) == k and of(live[0][0], step) <= finished[-1][0]:
-            break
-        live += [(float("-inf"), live[0][1], live[0][2])] * (k - len(live))
-        order = torch.tensor([beam for _, beam, _ in live], device=first.device)
-        chosen = torch.tensor([[token for _, _, token in live]], device=first.device)
-        tokens = torch.cat((tokens[:, order], chosen))
-        scores = torch.tensor([score for score, _, _ in live], dtype=torch.float64, device=first.device)
+            return finished[0][1]
+        tokens, scores, order = _longer(tokens, live, k)
         if cache is not None:
             cache.reorder(order)
-    else:
-        finished += [
-            (of(score, steps), tokens[n:, beam].tolist())
-            for beam, score in enumerate(scores.tolist())
-            if score > float("-inf")
-        ]
+    finished.append((of(scores[0].item(), steps), tokens[n:, 0].tolist()))
     return max(finished, key=lambda one: one[0])[1]
+
+
+def _longer(
+    tokens: torch.Tensor, live: list[tuple[float, int, int]], k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(texts [t + 1, k], their scores [k], which text of before each goes on with [k]). live: (score, text, token), at most
+    k of them, best first; where there are fewer, texts without a chance fill up.
+    """
+    live = live + [(float("-inf"), *live[0][1:])] * (k - len(live))
+    order, chosen = (torch.tensor(column, device=tokens.device) for column in list(zip(*live))[1:])
+    scores = torch.tensor([score for score, _, _ in live], dtype=torch.float64, device=tokens.device)
+    return torch.cat((tokens[:, order], chosen.unsqueeze(0))), scores, order
 
 
 def _likeliest(

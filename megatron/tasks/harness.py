@@ -5,6 +5,7 @@ All ranks of a job run the same evaluation: those of `mesh.dp` take turns at the
 each matrix, those of `mesh.pp` some of the layers, and then all of them hold all answers.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -12,7 +13,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.inference.generation import generate
 from megatron.inference.sampling import Sampling
 from megatron.mpu.initialize import RankContext
@@ -62,11 +63,28 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The greedy continuation of each context, up to the first of its `until`."""
-        asked = [(request.args[0], dict(request.args[1])) for request in requests]
-        for _, options in asked:
+        """The greedy continuation of each context, up to the first of its `until`, or as far as the model goes. Raises
+        DataError for a context behind which nothing has room.
+        """
+        asked = [
+            (self.tok_encode(text) or [self.eot_token_id], dict(options))
+            for text, options in (one.args for one in requests)
+        ]
+        for context, options in asked:
             if options.get("do_sample") and options.get("temperature", 1.0):
                 raise SettingsError("a task asks for texts that are drawn (do_sample)", do="give it do_sample: false")
+            if len(context) >= self.max_length:
+                raise DataError(
+                    f"a task asks for a text behind {len(context)} tokens, and the model can look at {self.max_length}",
+                    do="give fewer examples before each question (--num-fewshot), or leave the task out",
+                )
+        short = sum(len(context) + _room(options) > self.max_length for context, options in asked)
+        if short and self.context.is_rank_zero:
+            print(
+                f"note: {short} of {len(asked)} texts end earlier than their task allows: the model can look at "
+                f"{self.max_length} tokens, context included",
+                file=sys.stderr,
+            )
         return self.shared(asked, lambda one: len(one[0]), self.write, together=lambda one: _room(one[1]))
 
     # ---- batches ------------------------------------------------------------------------------------------------------
@@ -119,13 +137,11 @@ class HarnessModel(TemplateLM):
             found.append((own.gather(1, labels[:, None]).double().sum().item(), greedy))
         return found
 
-    def write(self, asked: list[tuple[str, dict]]) -> list[str]:
-        """`generate_until` of a batch."""
-        most = min(_room(asked[0][1]), self.max_length - 1)
-        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-(self.max_length - most) :] for text, _ in asked]
-        sampling = Sampling(tokens_to_generate=most, greedy=True)
+    def write(self, asked: list[tuple[list[int], dict]]) -> list[str]:
+        """`generate_until` of a batch, whose contexts are tokens."""
+        sampling = Sampling(tokens_to_generate=_room(asked[0][1]), greedy=True)
         options = dict(longest=self.max_length, end=self.eot_token_id, pp=self.context.mesh.pp)
-        texts = generate(self.model, prompts, sampling, **options)
+        texts = generate(self.model, [context for context, _ in asked], sampling, **options)
         return [
             cut(self.words.decode(text), options.get("until")) for text, (_, options) in zip(texts, asked, strict=True)
         ]

@@ -31,10 +31,12 @@ def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
     """The passages of a JSON-lines file ({"text": ...}). Raises DataError naming the line of a bad one."""
     examples = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}", do="check --valid-data") from None
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines as they are
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}", do="check --valid-data") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
             head, word = split_last_word(text)

@@ -96,15 +96,16 @@ class Pattern:
             if name == "label" and not (whole or self.text_behind):
                 break
         texts = [piece for name, piece in ids if name in ("text", "pair")]
-        others = sum(max(len(piece), reserve) if name == "label" else len(piece) for name, piece in ids)
-        room = max(0, length - others + sum(map(len, texts)))
-        for piece, kept in zip(texts, [room] if len(texts) == 1 else pair_lengths(*map(len, texts), room)):
-            del piece[kept:]
-        if (count := sum(len(piece) for _, piece in ids)) > length and whole:
+        others = [(name, piece) for name, piece in ids if name not in ("text", "pair")]
+        around = sum(max(len(piece), reserve) if name == "label" else len(piece) for name, piece in others)
+        room = length - around
+        if room < len(texts):
             raise DataError(
-                f"--pet-pattern: the words around the text are {count} tokens, and a sample has room for {length}",
+                f"--pet-pattern: the words around the text are {around} tokens, and a sample has room for {length}",
                 do="raise --seq-length, or shorten the pattern",
             )
+        for piece, kept in zip(texts, [room] if len(texts) == 1 else pair_lengths(*map(len, texts), room)):
+            del piece[kept:]
         return ids
 
     def filled(
@@ -243,9 +244,6 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
     refuse_same_tokens(labels, settings.pet_verbalizer)
     reserve = max(map(len, labels.values()))
     cloze.check(reserve)
-    if found["train"] is not None:
-        first = pattern.filled(found["train"].rows[0], words[0], encode, None, cloze.length + 1)
-        log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
     more = dict(pattern=pattern, encode=encode, cloze=cloze, reserve=reserve)
     if settings.pet_loss == "labels":
         refuse_unequal(pattern, labels, cloze)
@@ -254,6 +252,9 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
         make = lambda split: ChoiceSamples(found[split], **more, whole=split != "train")
     else:
         make = lambda split: (PetSamples if split == "train" else PetRequests)(found[split], **more, words=words)
+    if found["train"] is not None:
+        first = pattern.filled(found["train"].rows[0], words[0], encode, None, cloze.length + 1)
+        log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
     return tuple(found[split] and make(split) for split in ("train", "valid", "test"))
 
 

@@ -8,6 +8,7 @@ arXiv:2001.07676). The files are those that an evaluation writes beside its pred
 
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 from megatron.errors import DataError, SettingsError
@@ -15,7 +16,7 @@ from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 
 INDEX = "index"  # the first column of a file of probabilities: the example's id
-ROUNDED = 1e-3  # by how much probabilities that were written with six digits may miss a sum of 1
+NEAR = 1e-3  # by how much any probabilities may miss a sum of 1
 
 
 def with_soft_labels(examples: Examples, paths: Sequence[str], task: Task) -> Examples:
@@ -58,31 +59,47 @@ def _read(path: Path, labels: Sequence[str]) -> tuple[list[str], list[tuple[floa
             f"the task's labels are {', '.join(labels[:20])}",
         )
     order = [names.index(label) for label in labels]
-    ids, found = [], []
-    for number, line in enumerate(lines, 2):
-        id, *words = line.split("\t")
-        try:
-            shares = [float(word) for word in words]
-        except ValueError:
-            shares = []
-        if len(shares) != len(names) or not all(0 <= share <= 1 for share in shares):
-            raise DataError(f"--soft-labels {path}, line {number}: no {len(names)} probabilities: {line[:60]!r}")
-        if abs((total := sum(shares)) - 1) > ROUNDED:
-            raise DataError(f"--soft-labels {path}, line {number}: the probabilities add up to {total:.4f}, not to 1")
-        ids.append(id)
-        found.append(tuple(shares[place] / total for place in order))
-    return ids, found
+    rows = [_shares(path, number, line, len(names)) for number, line in enumerate(lines, 2)]
+    totals = [sum(shares) for shares in rows]
+    misses = [abs(total - 1) for total in totals]
+    if misses and max(misses) > NEAR and max(misses) > (allowed := max(NEAR, _rounding(lines))):
+        number = next(number for number, miss in enumerate(misses) if miss > allowed)
+        raise DataError(
+            f"--soft-labels {path}, line {number + 2}: the probabilities add up to {totals[number]:.4f}, not to 1"
+        )
+    found = [tuple(shares[place] / total for place in order) for shares, total in zip(rows, totals, strict=True)]
+    return [line.split("\t", 1)[0] for line in lines], found
+
+
+def _shares(path: Path, number: int, line: str, count: int) -> list[float]:
+    """The probabilities of an example."""
+    try:
+        shares = [float(word) for word in line.split("\t")[1:]]
+    except ValueError:
+        shares = []
+    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
+        raise DataError(f"--soft-labels {path}, line {number}: no {count} probabilities: {line[:60]!r}")
+    return shares
+
+
+def _rounding(lines: Sequence[str]) -> float:
+    """By how much a sum of probabilities may miss 1 where each was rounded to as many decimals as the file has; a half
+    where that could be anything.
+    """
+    words = [line.split("\t")[1:] for line in lines]
+    last = min(Decimal(word).as_tuple().exponent for row in words for word in row)
+    return min(0.5, len(words[0]) * 0.5 * 10.0**last)
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # ids may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--soft-labels {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not lines or lines[0].split("\t")[0] != INDEX or len(lines[0].split("\t")) < 3:
+    if lines[0].split("\t")[0] != INDEX or len(lines[0].split("\t")) < 3:
         raise DataError(
             f"--soft-labels {path} is no table of probabilities",
-            f"its first line is {(lines or [''])[0][:60]!r}",
+            f"its first line is {lines[0][:60]!r}",
             f"a line '{INDEX}', then the labels, separated by tabs; then a line of each example: NAME.probabilities.tsv",
         )
     return lines

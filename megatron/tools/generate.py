@@ -148,6 +148,7 @@ def write(
         mesh=context.mesh,
         halves=settings.halves,
     )
+    loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
     if not (pairs or hasattr(loaded.model, "logits")) or hasattr(loaded.model, "follows"):
         raise SettingsError(
@@ -188,10 +189,10 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
         raise UsageError("--prompt and --prompt-file were both given", do="give one of them")
     prompts = settings.prompt or []
     if settings.prompt_file == "-":
-        prompts = sys.stdin.read().splitlines()
+        prompts = sys.stdin.read().split("\n")
     elif settings.prompt_file:
         try:
-            prompts = Path(settings.prompt_file).read_text(encoding="utf-8").splitlines()
+            prompts = Path(settings.prompt_file).read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
             raise DataError(f"--prompt-file {settings.prompt_file}: no such file") from None
         except (IsADirectoryError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ a model together; more ranks share the batches.
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -53,10 +53,20 @@ def main(argv: list[str]) -> None:
         common=tuple(HarnessOptions.__dataclass_fields__),
     )
     options = groups["lm_eval"]
+    options = replace(options, tasks=[name for word in options.tasks for name in names_in(word)])
     check(options)
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     on_ranks(parallel, options.device, lambda context: evaluate(options, groups["tokenizer"], context))
+
+
+def names_in(word: str) -> list[str]:
+    """What a word of --tasks names, as the harness has it: several things with commas between them.
+
+    >>> names_in("lambada_openai,hellaswag")
+    ['lambada_openai', 'hellaswag']
+    """
+    return [word] if Path(word).is_file() else word.split(",")
 
 
 def check(options: HarnessOptions) -> None:
@@ -82,11 +92,11 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
     except ImportError as error:
         raise Failure("lm-evaluation-harness is not installed", str(error), "pip install '.[eval]'") from None
     from megatron.inference.load import load_model, open_tokenizer
-    from megatron.tasks.harness import HarnessModel
 
     loaded = load_model(
         options.load, device=context.device, precision=options.precision, step=options.ckpt_step, mesh=context.mesh
     )
+    loaded.check_words()
     if not hasattr(loaded.model, "logits"):
         raise SettingsError(
             f"{loaded.path} is a model of type {loaded.config.model.model_type}, which does not continue texts"
@@ -94,6 +104,8 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
     length = options.seq_length or loaded.longest
     if length > loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    from megatron.tasks.harness import HarnessModel
+
     model = HarnessModel(
         loaded.model, open_tokenizer(loaded, tokenizer), context, longest=length, batch_size=options.micro_batch_size
     )

@@ -17,6 +17,7 @@ from megatron.data.mixture import MixtureOrder, spread, tasks_of
 from megatron.data.sampler import micro_batch_samples
 from megatron.data.task_words import whole_weights
 from megatron.errors import DataError, SettingsError
+from megatron.model.bert.settings import BertSettings
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import violations
 from megatron.tokenizer import build_tokenizer
@@ -119,6 +120,25 @@ def test_labelled_texts_are_read_in_epochs_and_whole(folder):
     rows = [row_of(train[place]) for place in range(192) if train[place]["task"] == 1]
     assert sorted(rows[:48]) == sorted(rows[48:]) == sorted(ROWS[:48]) and rows[:48] != rows[48:]
     assert [row_of(valid[place]) for place in range(60) if valid[place]["task"] == 1] == (ROWS[48:] * 3)[:30]
+
+
+def test_all_tokens_of_a_pair_are_of_the_one_kind_that_there_is(folder):
+    flags = "--bert-no-binary-head --num-tokentypes"
+    tasks = ["--task-mixture", "masked=1", f"pairs=1:{folder}/pairs.jsonl"]
+    for kinds in (1, 2):
+        line = [
+            *FLAGS,
+            "--vocab-file",
+            f"{folder}/vocab.txt",
+            "--data-path",
+            f"{folder}/corpus",
+            *flags.split(),
+            f"{kinds}",
+        ]
+        config = parse_pretrain([*line, *tasks], {"masked": MaskedSettings, "BERT": BertSettings})
+        tokenizer = build_tokenizer(config.tokenizer)
+        train = bert_dataset.build_datasets(config, tokenizer, tokenizer.vocab_size, (8, 0, 0), heads=True)[0]
+        assert {int(sample["types"].max()) for sample in train if sample["task"] == 1} == {kinds - 1}
 
 
 def test_encoder_decoders_write_labels(folder):

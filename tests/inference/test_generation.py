@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
+from megatron.inference.beams import beam_search
 from megatron.inference.choices import kept, penalised, sample, uniform_draws
 from megatron.inference.generation import Texts, generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search
+from megatron.inference.scoring import ALONE
 from megatron.tools import checkpoint
 from megatron.tools import generate as tool
 from tests.inference.test_convert import GPT2, save, weights_of
@@ -99,6 +101,18 @@ def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penal
         assert generate(model, prompts, sampling, search, longest=32, end=end, use_cache=cached) == best
 
 
+@pytest.mark.parametrize("beams, wanted", [(2, []), (3, [1] * 20)])
+def test_beams_end_when_as_many_texts_have_ended_that_are_better_so_far(beams, wanted):
+    """The first tokens of the best text are unlikely, and all behind them likely: two other texts have ended by then."""
+
+    def next_logits(tokens):
+        after = {0: [0.5, 0.4, 0.1], 1: [0.6, 0.399, 0.001]}.get(len(tokens) - 1, [0.0005, 0.999, 0.0005])
+        return torch.tensor(after).log().expand(tokens.shape[1], 3)
+
+    first, more = torch.zeros((1, beams), dtype=torch.int64), dict(vocab_size=3, cache=None, end=0, counted=1, pp=ALONE)
+    assert beam_search(next_logits, first, Search(beams), Sampling(20), 20, **more) == wanted
+
+
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
     model = small_gpt()
     found = generate(model, PROMPTS, Sampling(12), Search(3), longest=10)
@@ -134,12 +148,21 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
     checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     ours, greedy, differ = load_model(str(tmp_path / "ours")), Sampling(9, greedy=True), 0
+    early = 0  # texts that end before they have to
     for beams, prompt in itertools.product((2, 5), PROMPTS):
         more = dict(num_beams=beams, max_new_tokens=9, min_new_tokens=9, do_sample=False, early_stopping="never")
         wanted = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         assert generate(ours.model, [prompt], greedy, Search(beams), longest=ours.longest) == [wanted]
-        differ += generate(ours.model, [prompt], greedy, longest=ours.longest) != [wanted]
-    assert differ >= 4
+        [plain] = generate(ours.model, [prompt], greedy, longest=ours.longest)
+        differ += plain != wanted
+        for end, penalty in itertools.product({plain[1], plain[4]}, (1.0, 2.0, -0.5)):
+            more = dict(num_beams=beams, max_new_tokens=9, do_sample=False, length_penalty=penalty, eos_token_id=end)
+            made = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
+            made = made[: made.index(end)] if end in made else made
+            search = Search(beams, penalty)
+            assert generate(ours.model, [prompt], greedy, search, longest=ours.longest, end=end) == [made]
+            early += len(made) < 9
+    assert differ >= 4 and early >= 10
 
 
 def test_text_ends_at_its_end(small_gpt):
@@ -210,10 +233,10 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert out.startswith("the cat") and "\n" + "-" * 40 + "\na dog" in out
     assert "10 tokens in" in err and "iter_0000007" in err
-    (tmp_path / "prompts.txt").write_text("the cat\n\na dog\n")
+    (tmp_path / "prompts.txt").write_text("the cat\n\na\u2028dog\n", encoding="utf-8")
     tool.main([*line, "--prompt-file", str(tmp_path / "prompts.txt"), "--num-samples", "2", "--json"])
-    records = [json.loads(answer) for answer in capsys.readouterr().out.splitlines()]
-    assert [record["prompt"] for record in records] == ["the cat", "the cat", "a dog", "a dog"]
+    records = [json.loads(answer) for answer in capsys.readouterr().out.strip().split("\n")]
+    assert [record["prompt"] for record in records] == ["the cat", "the cat", "a\u2028dog", "a\u2028dog"]
     assert all(len(record["tokens"]) == 5 for record in records)
     assert records[0]["tokens"] != records[1]["tokens"]
     tool.main([*line, "--prompt", "the cat", "--num-beams", "3", "--json"])

@@ -73,6 +73,15 @@ def test_heads_are_plain_ones_and_learn_from_their_own_samples(flags):
     assert weights["embedding.word.weight"].grad.abs().max() > 0
 
 
+def test_tasks_may_have_names_of_attributes(flags):
+    config = resolve(
+        parse_any(f"{flags} --micro-batch-size 8".replace("topic=", "type=").replace("mood=", "training=").split()), 1
+    )
+    model = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu").eval().train()
+    names = {name for name, _ in model.named_parameters()}
+    assert {"tasks.type.scores.weight", "tasks.training.pooler.bias"} <= names and model.tasks.training is True
+
+
 @pytest.mark.parametrize(
     "case",
     ["tp2sp 4", *(pytest.param(case, marks=pytest.mark.full) for case in ("dp2-zero3 2", "pp2-zbh1 8", "tp2sp-pp2 4"))],

@@ -4,9 +4,12 @@
 import json
 import math
 import random
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError
@@ -17,7 +20,19 @@ from tests.tasks.classification import SIZE, double, hidden, token_scores
 from tests.tasks.test_requests import plain_figures, write_requests
 from tests.training.plain_loop import EOD, LENGTH, VOCABULARY
 
-pytest.importorskip("lm_eval", reason="pip install '.[eval]'")
+installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="pip install '.[eval]'")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What the adapter takes of the harness, by name alone, where that is not installed."""
+    if find_spec("lm_eval") is not None:
+        return
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lm_eval.api", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
+    unused = SimpleNamespace(get_rolling_token_windows=None, make_disjoint_window=None)
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", unused)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +59,7 @@ def asked(*arguments) -> list:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
+@installed
 @pytest.mark.parametrize(
     "tp, pp, ranks", [(1, 1, 1), (3, 1, 3), (1, 2, 4), pytest.param(1, 1, 2, marks=pytest.mark.full)]
 )
@@ -100,7 +116,25 @@ def test_answers_are_the_plain_networks(tp, pp, ranks, trained, run_ranks):
         assert [int(word) for word in text.split()] == ids[len(before[:5]) :]
 
 
-def test_texts_end_before_what_ends_them():
+def test_a_text_has_its_whole_context_and_ends_with_the_model(trained, names, capsys):
+    model, contexts = adapter(trained), [[5, 6, 7], list(range(2, LENGTH)), [9] * (LENGTH - 1)]
+    written = model.generate_until(asked(*((words(context), dict(until=["\n"])) for context in contexts)))
+    assert (
+        f"note: 3 of 3 texts end earlier than their task allows: the model can look at {LENGTH}"
+        in capsys.readouterr().err
+    )
+    for context, text in zip(contexts, written, strict=True):
+        ids = list(context)
+        while len(ids) < LENGTH and ids[-1] != EOD:
+            ids.append(model.model.logits(torch.tensor(ids)[:, None])[-1, 0].argmax().item())
+        assert [int(word) for word in text.split()] == [id for id in ids[len(context) :] if id != EOD]
+    model.generate_until(asked((words([5, 6]), dict(max_gen_toks=4))))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(DataError, match=f"a text behind {LENGTH} tokens, and the model can look at {LENGTH}"):
+        model.generate_until(asked((words([1] * LENGTH), {})))
+
+
+def test_texts_end_before_what_ends_them(names):
     from megatron.tasks.harness import cut
 
     assert cut("a b\nc", ["\n", "b"]) == "a " and cut("a b", None) == "a b" and cut("a b", "") == "a b"
@@ -122,6 +156,7 @@ metric_list:
 """
 
 
+@installed
 @pytest.mark.full
 @pytest.mark.parametrize("tp, ranks", [(1, 1), (3, 3)])
 def test_a_local_task_offline(tp, ranks, trained, tmp_path, run_ranks, monkeypatch):
@@ -161,6 +196,7 @@ def test_wrong_uses(trained, tmp_path):
             lm_eval.main(line.split())
 
 
+@installed
 def test_a_file_is_the_task_that_it_describes(tmp_path):
     """Not another file of the folder with a task of the same name; one that cannot be read ends with a message."""
     from megatron.tools import lm_eval

@@ -173,6 +173,15 @@ def test_a_sentence_is_filled_as_it_is_written():
     assert filled("{label}: {text}", eod=7, length=10) == (chr(7), "good: a f")
 
 
+@pytest.mark.parametrize("pattern", ["In one word, {text} was {label}.", "In one {label} word was: {text}"])
+def test_a_sentence_without_room_for_the_text_is_told(pattern):
+    around = len("In one word, was terrible")  # spaces before texts are the texts'
+    for length in (9, around):
+        with pytest.raises(DataError, match=f"words around the text are {around} tokens, .* has room for {length}"):
+            filled(pattern, length=length, reserve=len(" terrible"))
+    assert filled(pattern, length=around + 2, reserve=len(" terrible"))
+
+
 TEXT_PATTERN = ("{text} 1 {label} 2", "{label} 3 {text}")
 
 

@@ -4,11 +4,16 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.errors import DataError
 from megatron.tasks import lambada, wikitext
+from megatron.tasks.description import Task, one
+from megatron.tasks.evaluation import write_probabilities
+from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.soft_labels import with_soft_labels
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,32 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
 
 
 def test_bad_files(tmp_path):
-    for name, text, words in (("empty", "", "no passages"), ("words", '{"text": "a b"}\n[]\n', "line 2")):
+    for name, text, words in (("empty", "\n", "no passages"), ("words", '{"text": "a b"}\n\n[]\n', "line 3")):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=words):
             lambada.read_examples(tmp_path / name, SimpleNamespace(encode=str.split), strict=True)
+    with pytest.raises(DataError, match="Is a directory"):
+        lambada.read_examples(tmp_path, SimpleNamespace(encode=str.split), strict=True)
+
+
+def test_lines_of_json_end_with_line_feeds_alone(tmp_path):
+    (tmp_path / "lines").write_text('{"text": "one\u2028two three"}\n\n{"text": "four five"}\n', encoding="utf-8")
+    found = lambada.read_examples(tmp_path / "lines", SimpleNamespace(encode=str.split), strict=True)
+    assert [example.tokens for example in found] == [["one", "two", "three"], ["four", "five"]]
+
+
+@pytest.mark.parametrize("likeliest", [0.0, 14.7, 30.0])
+def test_probabilities_that_were_written_are_read(tmp_path, likeliest):
+    """Of many classes: thousands of them are rounded to 0. An id may hold any separator but the table's own."""
+    task = Task("big", train=one("x"), valid=one("y"), labels=tuple(f"c{number}" for number in range(3000)))
+    scores = np.zeros((2, 3000), np.float32)
+    scores[:, 7] = likeliest
+    examples = Examples(tuple(TaskExample("t", None, None, id) for id in ("q\u20281", "2")), {"": range(2)})
+    write_probabilities(task, scores, [row.id for row in examples.rows], tmp_path / "p.tsv")
+    path = tmp_path / "p.probabilities.tsv"
+    for row in with_soft_labels(examples, [str(path)], task).rows:
+        assert sum(row.shares) == pytest.approx(1)
+        assert row.shares == pytest.approx(np.exp(scores[0]) / np.exp(scores[0]).sum(), abs=2e-3)
+    path.write_text(path.read_text(encoding="utf-8").replace("\t0.000", "\t0.001"), encoding="utf-8")
+    with pytest.raises(DataError, match="line 2: the probabilities add up to"):
+        with_soft_labels(examples, [str(path)], task)

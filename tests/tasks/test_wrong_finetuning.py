@@ -2,11 +2,15 @@
 """Command lines of finetune.py that cannot work: one message each, which says what to do."""
 
 import json
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 import finetune
-from megatron.errors import Failure
+from megatron.errors import Failure, SettingsError
+from megatron.tools import generate, lm_eval
 from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 
@@ -141,6 +145,18 @@ def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
     )
     with pytest.raises(Failure, match="task"):
         tune(0, f"--task {other.yaml} --data-path {other.folder} --load {save} {TUNE}")
+
+
+def test_a_head_has_no_words(places, tmp_path, monkeypatch):
+    save = tmp_path / "run"
+    tune(
+        0, f"--task {places['toy']}/toy.yaml --data-path {places['toy']} --load {places['trunk']} --save {save} {TUNE}"
+    )
+    if find_spec("lm_eval") is None:  # which is not asked
+        monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace())
+    for main, words in ((generate.main, "--prompt 5"), (lm_eval.main, "--tasks a")):
+        with pytest.raises(SettingsError, match="in the place of the output layer: it has no words"):
+            main(f"--load {save}/best --device cpu {words}".split())
 
 
 def test_random_weights_need_a_tokenizer(places):

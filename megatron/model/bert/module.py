@@ -202,7 +202,8 @@ class Bert(LanguageModel):
         x, sums = self.trunk(x, batch)
         if not self.last:
             return x, sums
-        sums = {**sums, **self.head_sums(x, batch)}
+        if self.pools:
+            sums = {**sums, **self.head_sums(self._pooled(x), batch)}
         if self.finds_places:
             return x, sums  # the head comes behind `counted`
         x = self.word_states(x)
@@ -240,15 +241,20 @@ class Bert(LanguageModel):
     def _token_losses(self, x: torch.Tensor, batch) -> torch.Tensor:
         return super()._token_losses(self.head(x) if self.finds_places else x, batch)
 
-    def head_sums(self, x: torch.Tensor, batch) -> Sums:
-        """What heads beside the one for words give, from the last hidden states."""
-        return {} if self.binary is None else {FOLLOWS: self._follows(x, batch)}
+    @property
+    def pools(self) -> bool:
+        """Whether heads beside the one for words look at the first token."""
+        return self.binary is not None
 
-    def _follows(self, x: torch.Tensor, batch) -> torch.Tensor:
+    def head_sums(self, pooled: torch.Tensor, batch) -> Sums:
+        """What those heads give, from its hidden state [b, h]."""
+        return {} if self.binary is None else {FOLLOWS: self._follows(pooled, batch)}
+
+    def _follows(self, pooled: torch.Tensor, batch) -> torch.Tensor:
         """The sum of the second head's losses, each for as many tokens as its sample counts: divided by all tokens it is
         their mean, however samples are dealt out to micro-batches, and samples without masked tokens have no part in it.
         """
-        losses = F.cross_entropy(self.binary(self._pooled(x)).float(), batch.arrays["is_random"], reduction="none")
+        losses = F.cross_entropy(self.binary(pooled).float(), batch.arrays["is_random"], reduction="none")
         return (losses * batch.loss_mask.sum(0)).sum()
 
     def _pooled(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from megatron.model.bert.facts import BertFacts, dense
 from megatron.model.weights import Unit, add_prefix
 
+TAKEN = ("lm", "sop", "z")  # no names of tasks: "lm loss" and its like are sums of the model itself
+
 
 class TaskHead(NamedTuple):
     """A head. number: of its task in the mixture; classes: that it tells apart; scale: of the loss of a sample, for as many

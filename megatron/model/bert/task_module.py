@@ -11,6 +11,16 @@ from megatron.model.language_model import Sums
 from megatron.mpu.mesh import Mesh
 
 
+class Heads(nn.ModuleDict):
+    """By the names of their tasks, which may be those of attributes, too: a task is called `type` or `training`."""
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        self._modules[name] = module
+
+    def __setattr__(self, name: str, value) -> None:
+        object.__setattr__(self, name, value)
+
+
 class TaskBert(Bert):
     """See `Bert`. A sample has `task`, the number of its task, and `class_label`."""
 
@@ -20,13 +30,17 @@ class TaskBert(Bert):
         super().__init__(facts, mesh, **keywords)
         tables = {unit.name: unit.weights for unit in self.units}
         heads = facts.heads if self.last else ()
-        self.tasks = nn.ModuleDict({h.name: BinaryHead(tables[h.unit], **self.factory_kwargs) for h in heads})
+        self.tasks = Heads({h.name: BinaryHead(tables[h.unit], **self.factory_kwargs) for h in heads})
 
-    def head_sums(self, x: torch.Tensor, batch) -> Sums:
+    @property
+    def pools(self) -> bool:
+        return True
+
+    def head_sums(self, pooled: torch.Tensor, batch) -> Sums:
         """Of each task, the losses of its samples, and how many it has and knew."""
-        sums = super().head_sums(x, batch)
+        sums = super().head_sums(pooled, batch)
         for head in self.facts.heads:
-            sums |= self._task_sums(head, self._pooled(x), batch)
+            sums |= self._task_sums(head, pooled, batch)
         return sums
 
     def _task_sums(self, head: TaskHead, pooled: torch.Tensor, batch) -> Sums:
