@@ -198,6 +198,26 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
 
 
+DROPOUT = f"""--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2 --position-embedding-type relative
+    --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --init-method-std 0.2 --hidden-dropout 0.1
+    --attention-dropout 0.3 --no-best-checkpoint --make-vocab-size-divisible-by 8 {WORDS} {TUNE}"""
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--pet-pattern {text}{label} --pet-verbalizer words.json --decoder-seq-length 3"]
+)
+def test_a_target_that_ranks_share_has_the_dropout_of_one_process(words, tmp_path, monkeypatch, run_ranks):
+    """Of attention, too, whose masks have as many queries, and in the decoder keys, as the target has tokens."""
+    monkeypatch.chdir(tmp_path)
+    toy = Toy(tmp_path / "toy")
+    (tmp_path / "words.json").write_text('{"red": "1", "green": "2", "blue": "3"}')
+    line = f"--task {toy.yaml} --data-path {toy.folder} {DROPOUT} {words} --save {tmp_path}/run"
+    tune(0, f"{line}1")
+    run_ranks(2, tune, f"{line}2 {LAYOUTS['tp2 with sequence parallelism'][1]}")
+    of = lambda run: [{name: step[name] for name in ("loss", "grad_norm")} for step in records(tmp_path / run, "step")]
+    assert of("run2") == [pytest.approx(step, rel=5e-5) for step in of("run1")]
+
+
 # ---- what the planner says of them -----------------------------------------------------------------------------------
 
 SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4

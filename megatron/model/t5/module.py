@@ -30,12 +30,13 @@ from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import DECODER, ENCODER_END, T5Facts
 from megatron.model.t5.positions import RelativeTables, relative_bias
+from megatron.model.t5.settings import own_settings
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Kernels
+from megatron.settings.schema import Config, Kernels
 
 
 class Halves(NamedTuple):
@@ -242,7 +243,10 @@ class PairEmbedding(nn.Module):
 
 
 class T5(LanguageModel):
-    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first."""
+    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first.
+
+    own_target: tokens of a sample's target, where the model's has more rows, for all ranks of sequence parallelism
+    """
 
     facts: T5Facts
 
@@ -254,6 +258,13 @@ class T5(LanguageModel):
         if "relative" in tables:
             self.relative = RelativeTables(tables["relative"], mesh.tp, **self.factory_kwargs)
         self.output_scale = settings.hidden_size**-0.5 if facts.own.scale_tied_output and facts.tied else 1.0
+        self.own_target = facts.target
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: T5Facts, **stage) -> "T5":
+        model = super().of(config, mesh, facts, **stage)
+        model.own_target = own_settings(config).decoder_seq_length or facts.target
+        return model
 
     # ---- what it says of itself --------------------------------------------------------------------------------------
 
@@ -299,10 +310,16 @@ class T5(LanguageModel):
         packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
         return T5Context(
             ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
-            ForwardContext(angles=self._angles(t), bias=self._bias(tables, 1, t), **common),
-            ForwardContext(padding=padding, **common),
+            ForwardContext(
+                angles=self._angles(t), bias=self._bias(tables, 1, t), drawn=self._drawn(self.own_target), **common
+            ),
+            ForwardContext(padding=padding, drawn=self._drawn(s), **common),
             rows=PackedRows.of(padding) if packs else None,
         )
+
+    def _drawn(self, keys: int) -> Optional[tuple[int, int]]:
+        """`ForwardContext.drawn` of the target's queries over so many keys."""
+        return (self.own_target, keys) if self.own_target < self.facts.target else None
 
     def _targets(self, batch) -> torch.Tensor:
         """[t, b] of the model's facts: what is missing behind a sample's own is filled up, which its tokens do not see."""
