@@ -24,6 +24,7 @@ from megatron.tasks.backbones import (
     chooser_facts,
     classifier_facts,
     find_backbone,
+    half_of,
     pattern_facts,
     saved_shape,
     settled,
@@ -49,7 +50,7 @@ def recipe() -> Recipe:
         groups=groups(),
         defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
         rules=(*trunk_rules(backbone_of), *TASK_RULES),
-        idle={**trunk_idle(backbone_of), "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern)},
+        idle={**trunk_idle(backbone_of, pooling_of), "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern)},
         sums=sums,
         perplexities=(LM_LOSS,),
         arrays=arrays,
@@ -57,6 +58,7 @@ def recipe() -> Recipe:
         measures=measures,
         heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
         starts_from=tuple(BACKBONES),
+        part=part_of_trunk,
         settled=settled_trunk,
     )
 
@@ -130,10 +132,22 @@ def backbone_of(s) -> str:
     return own(s).backbone
 
 
+def pooling_of(s) -> Optional[str]:
+    """What the head sees, where somebody says it, out of what rules see."""
+    return own(s).pooling
+
+
 def settled_trunk(config):
     """`Recipe.settled`; of a trunk that nobody knows the rules tell."""
-    name = task_settings(config).backbone
-    return settled(name, config, task_settings(config).pet_pattern is not None) if name in BACKBONES else config
+    task = task_settings(config)
+    known = task.backbone in BACKBONES
+    return settled(task.backbone, config, task.pet_pattern is not None, task.pooling) if known else config
+
+
+def part_of_trunk(config, saved):
+    """`Recipe.part`."""
+    half = half_of(task_settings(config).backbone, task_settings(config).pooling)
+    return half.of(saved) if half else saved
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -422,7 +436,8 @@ def _is_finetuned(record: dict[str, Any]) -> bool:
 def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_length: Optional[int]) -> dict[str, Any]:
     """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
     tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
-    backbone = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
+    task = record["config"].get("extra", {}).get(GROUP, {})
+    backbone = task.get("backbone", _type(record))
     find_backbone(backbone)
     if said("backbone") in BACKBONES and said("backbone") != backbone:
         raise SettingsError(
@@ -431,7 +446,7 @@ def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_len
         )
     found = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
     if _is_finetuned(record):
-        return found
+        return {**found, "pooling": task.get("pooling") if said("pet_pattern") is None else None}
     table = found.get("max_position_embeddings")
     if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         seq_length = min(seq_length, table)

@@ -101,10 +101,10 @@ def load(
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
     """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own."""
-    shape = saved.get("model", {})
-    if shape.get("model_type") in recipe_of(config).starts_from:
+    recipe, shape = recipe_of(config), saved.get("model", {})
+    if shape.get("model_type") in recipe.starts_from:
         saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
-    changes.refuse_another_model(config, saved)
+    changes.refuse_another_model(config, recipe.part(config, saved))
 
 
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:
