@@ -153,7 +153,7 @@ def scores_of(model, head, kind: str, row, sample: Optional[int] = None) -> torc
         return (states.mean(0) if "mean" in kind else states[-1 if "last" in kind else 0]) @ head.T
     first, second = cut(*row[:2], LENGTH - 1 - pair)
     source = hidden(ids(first, [EOS], [*second, EOS] if pair else []))
-    states = model.encoder(source)[0]
+    states = model.encoder(source)[0]  # what T5EncoderModel gives
     if "mean" in kind:
         return states[0].mean(0) @ head.T
     return model.decoder(torch.tensor([[BOS]]), encoder_hidden_states=states)[0][0, 0] @ head.T
