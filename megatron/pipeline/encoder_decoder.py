@@ -19,7 +19,6 @@ from megatron.pipeline.schedule import TRAINING
 from megatron.pipeline.stages import LAYERS_EACH, chunks_of
 from megatron.settings.schema import Config, Parallel
 
-OWN_ENCODER = ", and an encoder-decoder's own encoder fine-tuned by finetune.py --pooling mean"
 SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-model-parallel-size"
 
 
@@ -63,7 +62,7 @@ def _layers(own: T5Settings, given: int) -> tuple[int, int]:
         if number < 1:
             raise SettingsError(
                 f"--{name}-num-layers {number}: an encoder-decoder has layers of both kinds",
-                do=f"give at least 1; a model without {name} is trained by {other}{OWN_ENCODER * (name == 'decoder')}",
+                do=f"give at least 1; a model without {name} is trained by {other}",
             )
     if given not in (0, encoder, encoder + decoder):
         raise SettingsError(

@@ -32,11 +32,13 @@ WORDS = 16  # tokens of a target with the words of a label, where nobody says ho
 class Half:
     """A part of a kind of model that is a trunk by itself.
 
+    name:    in messages
     settled: settings -> those of a model that is this part alone (`Recipe.settled`)
     of:      settings that a checkpoint of the whole model holds -> those that it would hold of this part
     unused:  settings of what is not in it
     """
 
+    name: str
     settled: Callable[[Config], Config]
     of: Callable[[dict[str, Any]], dict[str, Any]]
     unused: tuple[str, ...]
@@ -180,7 +182,7 @@ BACKBONES = {
         lengths=("decoder_seq_length",),
         divisible=divisible_target,
         unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
-        half=Half(settled_encoder, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
+        half=Half("encoder", settled_encoder, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
     ),
 }
 

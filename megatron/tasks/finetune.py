@@ -446,7 +446,14 @@ def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_len
         )
     found = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
     if _is_finetuned(record):
-        return {**found, "pooling": task.get("pooling") if said("pet_pattern") is None else None}
+        pooling = None if said("pet_pattern") else said("pooling") or task.get("pooling")
+        if (half := half_of(backbone, task.get("pooling"))) and not half_of(backbone, pooling):
+            raise CheckpointError(
+                f"{'--pet-pattern' if said('pet_pattern') else '--pooling ' + pooling} needs all of a {backbone}",
+                f"the checkpoint is of a run with --pooling {task['pooling']}, and holds the {half.name} alone",
+                "begin with another --load, or go on with that pooling",
+            )
+        return {**found, "pooling": pooling} if pooling else found
     table = found.get("max_position_embeddings")
     if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         seq_length = min(seq_length, table)

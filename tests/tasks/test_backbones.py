@@ -240,8 +240,9 @@ def test_a_run_on_the_encoder_alone_is_like_any_other(given, tmp_path, capsys, r
     capsys.readouterr()
     tune(0, f"{task} --load {tmp_path}/whole --finetune --save {tmp_path}/again")
     assert "new, and not out of the checkpoint: head.weight" in capsys.readouterr().out
-    with pytest.raises(Failure, match="--decoder-num-layers 0: an encoder-decoder has layers of both kinds"):
-        tune(0, f"{task} --load {tmp_path}/whole --finetune --pooling first")
+    for words in ("--pooling first", "--pet-pattern {text}{label}"):
+        with pytest.raises(Failure, match=f"{words.split()[0]}.* needs all of a T5(.|\n)*holds the encoder alone"):
+            tune(0, f"{task} --load {tmp_path}/whole --finetune {words}")
 
 
 DROPOUT = f"""--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2 --position-embedding-type relative
@@ -309,7 +310,7 @@ WRONG = {  # kind, words -> what the message says
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
     ("BERT", f"{WORDS} --pooling middle"): "--pooling",
     ("T5", f"{WORDS} --pooling last"): "--pooling last: the head of a T5 sees one of first, mean",
-    ("T5", f"{WORDS} --decoder-num-layers 0"): "--decoder-num-layers 0: .* of both kinds.*--pooling mean",
+    ("T5", f"{WORDS} --decoder-num-layers 0"): "--decoder-num-layers 0: .* of both kinds",
     ("T5", f"{WORDS} --pooling mean --pipeline-model-parallel-split-rank 1"): "split-rank: there is no decoder",
     ("T5", f"{WORDS} --pooling mean --encoder-pipeline-model-parallel-size 1"): "parallel-size: there is no decoder",
     ("T5", f"{WORDS} --pooling mean --pipeline-model-parallel-size 3"): "2 encoder layers are fewer than the 3 stages",
