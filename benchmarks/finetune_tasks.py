@@ -133,7 +133,7 @@ SMALL = {
         "--encoder-num-layers 2 --decoder-num-layers 1 --decoder-seq-length 32 --position-embedding-type relative "
         "--normalization RMSNorm --disable-bias-linear",
         "--vocab-extra-ids 20 --mask-prob 0.2 --short-seq-prob 0",
-        "",
+        "--pooling mean",
         "--model-type T5 --decoder-seq-length 32 --vocab-extra-ids 20",
     ),
 }

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # An encoder-decoder from end to end on real text: corpus -> vocabulary -> sentences -> spans masked and written back, by a
 # pipeline of two processes -> loss on held-out text beside that of counting tokens -> gaps filled in, beside what stood
-# there -> the same model tells of which package a passage is. Needs no GPU and no download beyond the packages; under 5
+# there -> its encoder tells of which package a passage is. Needs no GPU and no download beyond the packages; under 5
 # minutes on 2 cores.
 #
 #   bash scripts/quickstart_t5.sh                     continue where the last call stopped
@@ -73,7 +73,7 @@ python scripts/quickstart_t5.py filled "$RUN"
 step 6/7 "Passages of eight packages, with the package as their label; no passage is in both files"
 is_made "$RUN/task_valid.jsonl" || told 0.5 python scripts/quickstart_t5.py label "$RUN"
 
-step 7/7 "A head on the trained model tells the package of a passage"
+step 7/7 "A head on the trained encoder tells the package of a passage"
 cat >"$RUN/task.yaml" <<'YAML'
 name: packages
 train: task_train.jsonl
@@ -84,8 +84,8 @@ metrics: [accuracy, macro_f1]
 YAML
 python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task.yaml" --data-path "$RUN" \
     --pretrained-checkpoint "$RUN/checkpoints" --load "$RUN/tuned" --save "$RUN/tuned" \
-    --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs 6 --lr 2e-3 --lr-decay-style linear \
-    --lr-warmup-fraction 0.1 --precision auto --log-interval 100
+    --pooling mean --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs 6 --lr 2e-3 \
+    --lr-decay-style linear --lr-warmup-fraction 0.1 --precision auto --log-interval 100
 python scripts/quickstart_t5.py right "$RUN"
 
 cat <<WORDS

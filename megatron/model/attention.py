@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel, told_of_documents
@@ -55,6 +56,7 @@ class ForwardContext:
     region    makes the context that recomputation happens in
     bias      [heads/tp, s, t], added to scores: relative positions; or None
     padding   [b, t] bool: which keys are tokens, at least one of each sample; None: all
+    drawn     (queries, keys) of a sample that dropout is drawn for, where rows that fill up lie behind them; None: all
     """
 
     samples: Optional[torch.Tensor] = None
@@ -67,6 +69,7 @@ class ForwardContext:
     batch: Any = None
     bias: Optional[torch.Tensor] = None
     padding: Optional[torch.Tensor] = None
+    drawn: Optional[tuple[int, int]] = None
 
     @property
     def loss_mask(self) -> Optional[torch.Tensor]:
@@ -268,7 +271,11 @@ def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContex
     if not (layer.dropout.p > 0 and layer.training):
         return None
     _, b, g, q, _ = query.shape
-    return layer.dropout.keep((b, g * q, s, t), context.samples, query.device)
+    queries, keys = context.drawn or (s, t)
+    kept = layer.dropout.keep((b, g * q, queries, keys), context.samples, query.device)
+    if context.drawn is None:
+        return kept
+    return kept._replace(words=F.pad(kept.words, (0, t - keys, 0, s - queries)))
 
 
 @op

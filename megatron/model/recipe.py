@@ -52,8 +52,9 @@ class Recipe:
                     the best of them is kept
     heads:          beginnings of names of weights that begin anew in a run that takes weights alone (--finetune), of
                     whatever model that shares the others
-    of_heads:       the recipe's own settings that say how such heads are: those of the earlier ones do not bind
     starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
+    part:           (config, settings that such a checkpoint holds) -> those that it would hold of the part of its model
+                    that the run takes
     hooks:          classes of `training.hooks.Hook`, or functions that make one from the settings of a run: called at
                     named places of the loop, those of --hooks behind them
     collate:        what the dataset gives for the places of a micro-batch -> a sample for each, ids [seq_length + 1] with
@@ -87,8 +88,8 @@ class Recipe:
     epoch_samples: Optional[Callable[[Config], int]] = None
     measures: Optional[Callable[[Config], Any]] = None
     heads: tuple[str, ...] = ()
-    of_heads: tuple[str, ...] = ()
     starts_from: tuple[str, ...] = ()
+    part: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, saved: saved
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None

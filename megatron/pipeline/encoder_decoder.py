@@ -24,8 +24,19 @@ SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-
 
 def settled(config: Config) -> Config:
     """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
+    return _counted(config, *_layers(own_settings(config), config.model.num_layers))
+
+
+def settled_encoder(config: Config) -> Config:
+    """The same for its encoder alone: the layers of the decoder, however many somebody gave, are left out."""
+    own = own_settings(config)
+    encoder, _ = _layers(replace(own, decoder_num_layers=own.decoder_num_layers or None), config.model.num_layers)
+    return _counted(config, encoder, 0)
+
+
+def _counted(config: Config, encoder: int, decoder: int) -> Config:
+    """With so many layers, and how they are cut."""
     own, model = own_settings(config), config.model
-    encoder, decoder = _layers(own, model.num_layers)
     short = min(SHORT, model.seq_length) if own.decoder_seq_length is None else own.decoder_seq_length
     own = replace(own, encoder_num_layers=encoder, decoder_num_layers=decoder, decoder_seq_length=short)
     config = replace(config, model=replace(model, num_layers=encoder + decoder), extra={**config.extra, GROUP: own})
@@ -65,6 +76,10 @@ def _split(config: Config, own: T5Settings) -> Config:
     """Stages of one kind of layer each, as the flags ask for them."""
     p, rank, more = config.parallel, own.pipeline_model_parallel_split_rank, own.encoder_pipeline_model_parallel_size
     encoder, decoder = own.encoder_num_layers, own.decoder_num_layers
+    if decoder == 0:
+        raise SettingsError(
+            f"{OF_ENCODER if more else SPLIT}: there is no decoder beside the encoder", do="leave it out"
+        )
     if rank is not None and more:
         raise SettingsError(f"{SPLIT} and {OF_ENCODER} say the same thing in two ways", do="give one of them")
     flag, pp = (OF_ENCODER, p.pipeline_model_parallel_size + more) if more else (SPLIT, p.pipeline_model_parallel_size)
@@ -110,13 +125,13 @@ def _by_work(config: Config) -> Optional[list[int]]:
     if p.pipeline_model_parallel_size < 2 or _said(p) or p.pipeline_schedule not in TRAINING:
         return None
     stages = p.pipeline_model_parallel_size * max(1, chunks_of(p, layers))
+    facts = T5Facts.of(config, config.tokenizer.vocab_size or 32000)
     if layers < stages:
         raise SettingsError(
-            f"{layers} encoder and decoder layers are fewer than the {stages} stages of the pipeline",
+            f"{layers} {' and '.join(facts.halves)} layers are fewer than the {stages} stages of the pipeline",
             do="more layers, or a smaller --pipeline-model-parallel-size or fewer chunks",
         )
-    facts = T5Facts.of(config, config.tokenizer.vocab_size or 32000)
-    if not facts.has_shape or min(facts.source, facts.target, config.model.hidden_size) < 1:
+    if not facts.has_shape or min(facts.source, config.model.hidden_size) < 1 or facts.target < 0:
         return None
     output = 2.0 * facts.target * config.model.hidden_size * facts.vocab_size
     return balanced([facts.layer_flops(n, causal=0.5) for n in range(layers)], stages, last=output)

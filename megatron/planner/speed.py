@@ -230,7 +230,7 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
             4 * n * h * e / d.bandwidth + tp_seconds * sp,
             tp_seconds * (1 + sp),
         )
-    if last:
+    if last and facts.score_sums(share) is None:  # a few scores cost nothing
         n, rows = facts.loss_tokens(share), facts.vocabulary_rows(share.tp)
         tp_seconds = _tensor_parallel_seconds(job, share, cluster, n)
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Optional
 
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_RULES
@@ -19,12 +19,29 @@ from megatron.model.t5.settings import GROUP as T5_GROUP
 from megatron.model.t5.settings import own_settings as t5_settings
 from megatron.model.weights import Unit
 from megatron.mpu.placement import Normal, Placement
+from megatron.pipeline.encoder_decoder import settled_encoder
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
 HEAD = "head"
 WORDS = 16  # tokens of a target with the words of a label, where nobody says how many
+
+
+@dataclass(frozen=True)
+class Half:
+    """A part of a kind of model that is a trunk by itself.
+
+    name:    in messages
+    settled: settings -> those of a model that is this part alone (`Recipe.settled`)
+    of:      settings that a checkpoint of the whole model holds -> those that it would hold of this part
+    unused:  settings of what is not in it
+    """
+
+    name: str
+    settled: Callable[[Config], Config]
+    of: Callable[[dict[str, Any]], dict[str, Any]]
+    unused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class Backbone:
     words_alone: settings -> those of a model that has no head but the one for words
     divisible:  settings -> those with lengths that the ranks of sequence parallelism can share; samples keep their own
     unneeded:   rules that are about samples of pretraining, or about lengths that are made divisible
+    half:       what of the model is below a head that sees the mean (`Half`); None: all of it
     """
 
     model_type: str
@@ -57,6 +75,7 @@ class Backbone:
     words_alone: Callable[[Config], Config] = lambda config: config
     divisible: Callable[[Config], Config] = lambda config: config
     unneeded: tuple[Rule, ...] = MASKED_RULES
+    half: Optional[Half] = None
 
     @property
     def recipe(self) -> Recipe:
@@ -114,12 +133,20 @@ def divisible_target(config: Config) -> Config:
     return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=rows)})
 
 
+def encoder_of(saved: dict[str, Any]) -> dict[str, Any]:
+    """What the checkpoint of an encoder-decoder holds of settings, for its encoder, whose layers come first."""
+    model, extra = saved["model"], saved.get("extra", {})
+    own = extra.get(T5_GROUP, {})
+    model = {**model, "num_layers": own.get("encoder_num_layers", model["num_layers"])}
+    return {**saved, "model": model, "extra": {**extra, T5_GROUP: {**own, "decoder_num_layers": 0}}}
+
+
 def multiple_above(number: int, size: int) -> int:
     return -(-number // size) * size
 
 
 # A row for each kind of model. A trunk that sees both sides pools its first token ([CLS]), and an encoder-decoder the first
-# output of its decoder.
+# output of its decoder; or the mean of what its encoder found (arXiv:2108.08877), and then there is no decoder.
 DEFAULT = "GPT"
 _MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
 _CLOZE = "megatron.tasks.cloze:{}Cloze"
@@ -148,13 +175,14 @@ BACKBONES = {
         _MODEL.format("t5", "T5"),
         _READER.format("T5"),
         "first",
-        ("first",),
+        ("first", "mean"),
         ("output",),
         _CLOZE.format("T5"),
         shortened=few_targets,
         lengths=("decoder_seq_length",),
         divisible=divisible_target,
         unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
+        half=Half("encoder", settled_encoder, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
     ),
 }
 
@@ -177,14 +205,18 @@ def trunk_rules(chosen: Callable[[Any], str]) -> tuple[Rule, ...]:
     return tuple(of_these(rule, names) for rule, names in found.items())
 
 
-def trunk_idle(chosen: Callable[[Any], str]) -> dict[str, Needs]:
-    """What settings of a trunk's shape need for an effect: that it is the one in use, and what its recipe says."""
+def trunk_idle(chosen: Callable[[Any], str], pooling: Callable[[Any], Optional[str]]) -> dict[str, Needs]:
+    """What settings of a trunk's shape need for an effect: that it is the one in use, and what its recipe says. pooling:
+    what rules see -> what the head sees, where somebody says it.
+    """
     found: dict[str, Needs] = {}
     for name, row in BACKBONES.items():
         own = {field.name for group in row.groups.values() for field in fields(group)}
         of_another = Needs(f"--backbone {name}", lambda s, name=name: chosen(s) == name)
         found |= {setting: needs for setting, needs in row.recipe.idle.items() if setting not in found}
         found |= {setting: _both(of_another, row.recipe.idle.get(setting)) for setting in own}
+        whole = Needs("a --pooling other than mean", lambda s, name=name: half_of(name, pooling(s)) is None)
+        found |= {setting: _both(found[setting], whole) for setting in (row.half.unused if row.half else ())}
     return found
 
 
@@ -194,10 +226,15 @@ def _both(first: Needs, second: Needs | None) -> Needs:
     return Needs(f"{first.words} and {second.words}", lambda s: first.met(s) and second.met(s))
 
 
-def settled(name: str, config: Config, pattern: bool) -> Config:
+def half_of(name: str, pooling: Optional[str]) -> Optional[Half]:
+    """What of a trunk's model is there; None: all of it. pooling: what the head sees, where somebody says it."""
+    return find_backbone(name).half if pooling == "mean" else None
+
+
+def settled(name: str, config: Config, pattern: bool, pooling: Optional[str]) -> Config:
     """`Recipe.settled` of a trunk."""
-    row = find_backbone(name)
-    return row.recipe.settled(row.shortened(config, pattern))
+    row, half = find_backbone(name), half_of(name, pooling)
+    return (half or row.recipe).settled(row.shortened(config, pattern))
 
 
 def saved_shape(name: str) -> dict[str, str]:
@@ -304,7 +341,7 @@ def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
 
         @property
         def name(self) -> str:
-            return f"{trunk.name} with a head of {self.num_outputs}"
+            return f"{super().name} with a head of {self.num_outputs}"
 
         @property
         def tied(self) -> bool:

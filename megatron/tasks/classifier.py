@@ -23,6 +23,7 @@ from megatron.tasks.samples import ABOVE, BELOW, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
+MASKS = ("padding_mask", "enc_mask")  # arrays of samples that are 1 at the tokens of a text; a GPT's have its length
 
 
 class Head(nn.Module):
@@ -63,8 +64,9 @@ def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.
 
 def text_mask(batch) -> torch.Tensor:
     """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at what fills up."""
-    if LENGTHS not in batch.arrays:
-        return batch.arrays["padding_mask"].float()
+    for name in MASKS:
+        if name in batch.arrays:
+            return batch.arrays[name].float()
     places = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1)
     return (places < batch.arrays[LENGTHS]).float()
 

@@ -25,6 +25,7 @@ from megatron.tasks.backbones import (
     chooser_facts,
     classifier_facts,
     find_backbone,
+    half_of,
     pattern_facts,
     saved_shape,
     settled,
@@ -59,15 +60,15 @@ def recipe() -> Recipe:
         groups=groups(),
         defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
         rules=(*trunk_rules(backbone_of), *TASK_RULES),
-        idle={**trunk_idle(backbone_of), **TASK_IDLE},
+        idle={**trunk_idle(backbone_of, pooling_of), **TASK_IDLE},
         sums=sums,
         perplexities=(LM_LOSS,),
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
         heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
-        of_heads=("pooling",),
         starts_from=tuple(BACKBONES),
+        part=part_of_trunk,
         settled=settled_trunk,
     )
 
@@ -155,6 +156,11 @@ def backbone_of(s) -> str:
     return own(s).backbone
 
 
+def pooling_of(s) -> Optional[str]:
+    """What the head sees, where somebody says it, out of what rules see."""
+    return own(s).pooling
+
+
 def settled_trunk(config):
     """`Recipe.settled`; of a trunk that nobody knows the rules tell. A --data-path out of a file is the task's, too."""
     settings, data = task_settings(config), config.data
@@ -164,7 +170,16 @@ def settled_trunk(config):
     name = settings.backbone
     if name not in BACKBONES:
         return config
-    return settled(name, with_labels_said(config), settings.pet_pattern is not None)
+    return settled(name, with_labels_said(config), settings.pet_pattern is not None, settings.pooling)
+
+
+def part_of_trunk(config, saved):
+    """`Recipe.part`. A head that begins anew looks where it is told to."""
+    extra, settings = saved.get("extra", {}), task_settings(config)
+    anew = {name: value for name, value in extra.get(GROUP, {}).items() if name != "pooling"}
+    saved = {**saved, "extra": {**extra, GROUP: anew}}
+    half = half_of(settings.backbone, settings.pooling)
+    return half.of(saved) if half else saved
 
 
 def not_above(s, name: str, least: int) -> bool:
@@ -445,7 +460,8 @@ def _is_finetuned(record: dict[str, Any]) -> bool:
 def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_length: Optional[int]) -> dict[str, Any]:
     """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
     tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
-    backbone = record["config"].get("extra", {}).get(GROUP, {}).get("backbone", _type(record))
+    task = record["config"].get("extra", {}).get(GROUP, {})
+    backbone = task.get("backbone", _type(record))
     find_backbone(backbone)
     if said("backbone") in BACKBONES and said("backbone") != backbone:
         raise SettingsError(
@@ -454,7 +470,14 @@ def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_len
         )
     found = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
     if _is_finetuned(record):
-        return found
+        pooling = None if said("pet_pattern") else said("pooling") or task.get("pooling")
+        if (half := half_of(backbone, task.get("pooling"))) and not half_of(backbone, pooling):
+            raise CheckpointError(
+                f"{'--pet-pattern' if said('pet_pattern') else '--pooling ' + pooling} needs all of a {backbone}",
+                f"the checkpoint is of a run with --pooling {task['pooling']}, and holds the {half.name} alone",
+                "begin with another --load, or go on with that pooling",
+            )
+        return {**found, "pooling": pooling} if pooling else found
     table = found.get("max_position_embeddings")
     if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         seq_length = min(seq_length, table)

@@ -40,8 +40,9 @@ class TaskSettings:
         "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
     )
     pooling: Optional[Literal["first", "last", "mean"]] = setting(
-        "what the head sees: the state of the first token, of the last one of the text, or the mean over all of its tokens "
-        "(default: last for what looks back alone, first for others)",
+        "what the head sees: the state of the first token, of the last one of the text, or the mean over all of its "
+        "tokens, of a T5 those of its encoder, without a decoder (default: last for what looks back alone, first for "
+        "others)",
         None,
         on_resume="another model",
     )

@@ -142,7 +142,9 @@ class BertReader(TextReader):
 
 @dataclass(frozen=True)
 class T5Reader(TextReader):
-    """The encoder reads: text [EOS], or text [EOS] pair [EOS]. The decoder reads [BOS], where the head looks."""
+    """The encoder reads: text [EOS], or text [EOS] pair [EOS]. The decoder reads [BOS], where the head looks; with a target
+    of no tokens there is none.
+    """
 
     bos: int
     eos: int
@@ -156,24 +158,20 @@ class T5Reader(TextReader):
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
         length, target = config.model.seq_length, T5Facts.of(config, vocab_size).target
-        return {
-            "text_enc": SampleArray(length, below=vocab_size),
-            "enc_mask": SampleArray(length, below=2),
-            "text_dec": SampleArray(target, below=vocab_size),
-            "dec_mask": SampleArray(target, below=2),
-        }
+        source = {"text_enc": SampleArray(length, below=vocab_size), "enc_mask": SampleArray(length, below=2)}
+        if not target:
+            return source
+        return {**source, "text_dec": SampleArray(target, below=vocab_size), "dec_mask": SampleArray(target, below=2)}
 
     def room(self, pair: bool) -> int:
         return self.length - 1 - pair
 
     def read(self, text: Ids, pair: Optional[Ids]) -> Arrays:
-        source = [*text, self.eos] if pair is None else [*text, self.eos, *pair, self.eos]
-        return {
-            "text_enc": _filled(source, self.length),
-            "enc_mask": _filled([1] * len(source), self.length),
-            "text_dec": _filled([self.bos], self.target),
-            "dec_mask": _filled([1], self.target),
-        }
+        ids = [*text, self.eos] if pair is None else [*text, self.eos, *pair, self.eos]
+        source = {"text_enc": _filled(ids, self.length), "enc_mask": _filled([1] * len(ids), self.length)}
+        if not self.target:
+            return source
+        return {**source, "text_dec": _filled([self.bos], self.target), "dec_mask": _filled([1], self.target)}
 
     @classmethod
     def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:

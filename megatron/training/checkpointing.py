@@ -100,18 +100,11 @@ def load(
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
-    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own, and
-    heads that begin anew may be others.
-    """
-    shape, recipe = saved.get("model", {}), recipe_of(config)
+    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own."""
+    recipe, shape = recipe_of(config), saved.get("model", {})
     if shape.get("model_type") in recipe.starts_from:
         saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
-    extra = {
-        group: {name: value for name, value in settings.items() if name not in recipe.of_heads}
-        for group, settings in saved.get("extra", {}).items()
-    }
-    saved = {**saved, "extra": extra}
-    changes.refuse_another_model(config, saved)
+    changes.refuse_another_model(config, recipe.part(config, saved))
 
 
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:

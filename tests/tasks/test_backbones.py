@@ -30,15 +30,25 @@ from tests.training.test_plain_loop import records
 CLS, SEP, MASK, PAD, BOS, EOS = range(EOD + 1, EOD + 7)  # what --vocab-extra-ids adds, and one sentinel
 SENTINEL = EOS + 1
 VOCABULARY = SENTINEL + 1
-DROPPED = {"BERT mean": 0.3, "T5": 0.3}  # --word-dropout
+DROPPED = {"BERT mean": 0.3, "T5": 0.3, "T5 mean": 0.3}  # --word-dropout
 WORDS = f"--tokenizer-type NullTokenizer --vocab-size {EOD} --vocab-extra-ids 1"
+LEFT_OUT = {  # of a T5 whose encoder is below the head
+    "T5 mean": ("blocks.2.", "blocks.3.", "relative.decoder.", "final_norm."),
+    "T5 mean deep": ("blocks.6.", "relative.decoder.", "final_norm."),
+}
 LAYOUTS = {
     "one process": (1, ""),
     "tp2 with sequence parallelism": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
     "tp2": (2, "--tensor-model-parallel-size 2 --micro-batch-size 1"),
+    "pp2 interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "pp3 zb-v": (3, "--pipeline-model-parallel-size 3 --pipeline-schedule zb-v"),
 }
+DEEP = ("pp2 interleaved", "pp3 zb-v")  # for kinds of six layers
 CASES = [
     pytest.param(kind, layout, marks=() if layout in quick else pytest.mark.full)
     for kind, quick in {
@@ -47,8 +57,11 @@ CASES = [
         "BERT last": (),
         "T5": ("tp2 with sequence parallelism", "pp2"),
         "T5 1.0": (),
+        "T5 mean": ("tp2 with sequence parallelism", "pp2", "zero3"),
+        "T5 mean deep": ("pp2 interleaved",),
     }.items()
     for layout in LAYOUTS
+    if ("deep" in kind) == (layout in DEEP)
 ]
 
 
@@ -85,7 +98,8 @@ def model_of(kind: str):
             d_model=16,
             d_kv=8,
             d_ff=32,
-            num_layers=2,
+            num_layers=6 if "deep" in kind else 2,
+            num_decoder_layers=1 if "deep" in kind else 2,
             num_heads=2,
             dropout_rate=0.0,
             feed_forward_proj="relu" if kind == "T5 1.0" else "gated-gelu",
@@ -139,7 +153,9 @@ def scores_of(model, head, kind: str, row, sample: Optional[int] = None) -> torc
         return (states.mean(0) if "mean" in kind else states[-1 if "last" in kind else 0]) @ head.T
     first, second = cut(*row[:2], LENGTH - 1 - pair)
     source = hidden(ids(first, [EOS], [*second, EOS] if pair else []))
-    states = model.encoder(source)[0]
+    states = model.encoder(source)[0]  # what T5EncoderModel gives
+    if "mean" in kind:
+        return states[0].mean(0) @ head.T
     return model.decoder(torch.tensor([[BOS]]), encoder_hidden_states=states)[0][0, 0] @ head.T
 
 
@@ -152,7 +168,7 @@ def theirs(kind: str, folder, pairs: bool):
     std = load_model(str(folder.parent / "trunk")).config.model.init_method_std
     head = torch.empty(len(LABELS), 16)
     head.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(1234, "head.weight", 0))).requires_grad_()
-    unused = ("cls.", "bert.pooler", "lm_head")
+    unused = ("cls.", "bert.pooler", "lm_head", *(["decoder."] if kind in LEFT_OUT else []))
     used = [p for name, p in model.named_parameters() if not name.startswith(unused)]
     groups = [
         dict(params=[p for p in (*used, head) if (p.dim() > 1) == decays], weight_decay=0.01 * decays)
@@ -181,10 +197,10 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     (trunk.parent / "trunk").exists() or (trunk.parent / "trunk").symlink_to(trunk)
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
-    line += f" --pooling {kind.split()[1]}" if kind in ("BERT mean", "BERT last") else ""
+    line += f" --pooling {kind.split()[1]}" if kind.split()[1:2] in (["mean"], ["last"]) else ""
     line += f" --word-dropout {DROPPED[kind]}" if kind in DROPPED else ""
     tune(0, line) if world == 1 else run_ranks(world, tune, line)
-    heads = ("head.", "binary.", "output.")
+    heads = ("head.", "binary.", "output.", *LEFT_OUT.get(kind, ()))
     assert set(weights_of(tmp_path / "run")) == {
         "head.weight",
         *(name for name in weights_of(trunk) if not name.startswith(heads)),
@@ -198,21 +214,74 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
 
 
+def test_a_run_on_the_encoder_alone_is_like_any_other(given, tmp_path, capsys, run_ranks):
+    """It begins with the encoder's weights, goes on in another layout, is evaluated, and is what a new head is put on."""
+    trunk, toy = given("T5"), Toy(tmp_path / "toy")
+    task = f"--task {toy.yaml} --data-path {toy.folder} {TUNE} {WORDS} --seq-length {LENGTH}"
+    start = f"{task} --pretrained-checkpoint {trunk} --pooling mean --attention-dropout 0.2 --hidden-dropout 0.2"
+    tune(0, f"{start} --lr 1e-30 --save {tmp_path}/still --decoder-seq-length 3 --decoder-num-layers 2")
+    told = capsys.readouterr().out
+    for name in ("decoder-seq-length 3", "decoder-num-layers 2"):
+        assert re.search(f"--{name} has no effect without .*a --pooling other than mean", told)
+    theirs, kept = weights_of(trunk), weights_of(tmp_path / "still")
+    assert all(torch.equal(kept[name], theirs[name]) for name in kept if name != "head.weight")
+    assert "blocks.1.encoder_norm.weight" in kept and "blocks.2.attention_norm.weight" not in kept
+
+    tune(0, f"{start} --save {tmp_path}/whole")
+    cut = f"{start} --save {tmp_path}/cut --load {tmp_path}/cut"
+    tune(0, f"{cut} --exit-interval 3")
+    run_ranks(2, tune, f"{cut} {LAYOUTS['tp2 with sequence parallelism'][1]}")
+    both = [records(tmp_path / run, "step") for run in ("whole", "cut")]
+    assert [step["loss"] for step in both[1]] == pytest.approx([step["loss"] for step in both[0]], rel=5e-5)
+
+    tune(0, f"{task} --skip-train --load {tmp_path}/whole/best --predictions {tmp_path}/predicted")
+    files = [tmp_path / "predicted", tmp_path / "whole" / "predictions"]
+    assert len({(folder / "toy.probabilities.tsv").read_text() for folder in files}) == 1
+    capsys.readouterr()
+    tune(0, f"{task} --load {tmp_path}/whole --finetune --save {tmp_path}/again")
+    assert "new, and not out of the checkpoint: head.weight" in capsys.readouterr().out
+    for words in ("--pooling first", "--pet-pattern {text}{label}"):
+        with pytest.raises(Failure, match=f"{words.split()[0]}.* needs all of a T5(.|\n)*holds the encoder alone"):
+            tune(0, f"{task} --load {tmp_path}/whole --finetune {words}")
+
+
+DROPOUT = f"""--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2 --position-embedding-type relative
+    --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --init-method-std 0.2 --hidden-dropout 0.1
+    --attention-dropout 0.3 --no-best-checkpoint --make-vocab-size-divisible-by 8 {WORDS} {TUNE}"""
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--pet-pattern {text}{label} --pet-verbalizer words.json --decoder-seq-length 3"]
+)
+def test_a_target_that_ranks_share_has_the_dropout_of_one_process(words, tmp_path, monkeypatch, run_ranks):
+    """Of attention, too, whose masks have as many queries, and in the decoder keys, as the target has tokens."""
+    monkeypatch.chdir(tmp_path)
+    toy = Toy(tmp_path / "toy")
+    (tmp_path / "words.json").write_text('{"red": "1", "green": "2", "blue": "3"}')
+    line = f"--task {toy.yaml} --data-path {toy.folder} {DROPOUT} {words} --save {tmp_path}/run"
+    tune(0, f"{line}1")
+    run_ranks(2, tune, f"{line}2 {LAYOUTS['tp2 with sequence parallelism'][1]}")
+    of = lambda run: [{name: step[name] for name in ("loss", "grad_norm")} for step in records(tmp_path / run, "step")]
+    assert of("run2") == [pytest.approx(step, rel=5e-5) for step in of("run1")]
+
+
 # ---- what the planner says of them -----------------------------------------------------------------------------------
 
 SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4
     --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --micro-batch-size 2
     --save none {WORDS}"""
-PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp"), ("BERT pattern", "tp2sp")]
+PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp"), ("BERT pattern", "tp2sp"), ("T5 mean", "tp2sp"), ("T5 mean", "pp2")]
 MORE = [("BERT", "pp2"), ("BERT", "dp2-zero3"), ("T5", "pp2"), ("T5", "tp2"), ("GPT", "tp2"), ("GPT", "tp2sp")]
 MORE += [("BERT pattern", "tp2"), ("T5 pattern", "tp2sp"), ("GPT pattern", "tp2"), ("BERT pattern", "pp2")]
+MORE += [("T5 mean", "tp2"), ("T5 mean", "dp2-zero3")]
 PLANNED += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
 
 
 def settings_of(kind: str, layout: str):
     shared = "--tensor-model-parallel-size 2 --sequence-parallel" if "sp" in layout else ""
-    kind, *pattern = kind.split()
-    shared += " --pet-pattern {text}{label} --pet-verbalizer none.json" if pattern else ""
+    kind, *more = kind.split()
+    shared += " --pet-pattern {text}{label} --pet-verbalizer none.json" if "pattern" in more else ""
+    shared += " --pooling mean --position-embedding-type relative" if "mean" in more else ""
     argv, recipe = recipe_for(f"{SMALL} --backbone {kind} {shared}".split())
     argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
@@ -240,7 +309,11 @@ WRONG = {  # kind, words -> what the message says
     ("T5", BARE): "has no \\[BOS\\], no \\[EOS\\].*--vocab-extra-ids",
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
     ("BERT", f"{WORDS} --pooling middle"): "--pooling",
-    ("T5", f"{WORDS} --pooling mean"): "--pooling mean: the head of a T5 sees one of first",
+    ("T5", f"{WORDS} --pooling last"): "--pooling last: the head of a T5 sees one of first, mean",
+    ("T5", f"{WORDS} --decoder-num-layers 0"): "--decoder-num-layers 0: .* of both kinds",
+    ("T5", f"{WORDS} --pooling mean --pipeline-model-parallel-split-rank 1"): "split-rank: there is no decoder",
+    ("T5", f"{WORDS} --pooling mean --encoder-pipeline-model-parallel-size 1"): "parallel-size: there is no decoder",
+    ("T5", f"{WORDS} --pooling mean --pipeline-model-parallel-size 3"): "2 encoder layers are fewer than the 3 stages",
     ("BERT", f"{WORDS} --seq-length 7"): "--seq-length 7 must be at least 8",
     ("T5", f"{WORDS} --seq-length 3"): "--seq-length 3 must be at least 4",
     ("T5", f"{WORDS} --decoder-seq-length 0"): "--decoder-seq-length 0 must be at least 1",

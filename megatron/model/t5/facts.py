@@ -5,6 +5,8 @@ have causal attention, attention over what the encoder found, then an MLP.
 Layers are counted through: those of the encoder come first. What goes from stage to stage is source and target in one
 tensor, [source + target, b, h], on every hop; behind them lie the tables of relative positions, where there are some.
 
+With --decoder-num-layers 0 it is the encoder alone, which fine-tuning may have: no table, norm or target of a decoder.
+
     >>> facts = T5Facts(Model(num_layers=24, hidden_size=768, num_attention_heads=12, seq_length=512), 30592)
     >>> f"{facts.parameters / 1e6:.0f} M parameters, {facts.layer_flops(12) / facts.layer_flops(0):.2f} of an encoder layer"
     '223 M parameters, 0.44 of an encoder layer'
@@ -47,18 +49,31 @@ class T5Facts(GPTFacts):
 
     own: T5Settings = T5Settings()
 
-    name = "encoder-decoder"
-
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "T5Facts":
         return cls(config.model, vocab_size, own_settings(config))
 
+    @property
+    def name(self) -> str:
+        return "encoder-decoder" if self.has_decoder else "encoder"
+
     # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_decoder(self) -> bool:
+        return self.own.decoder_num_layers != 0
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """What the model consists of, in order."""
+        return ("encoder", "decoder") if self.has_decoder else ("encoder",)
 
     @property
     def encoder_layers(self) -> int:
         """Of all `num_layers`; in a shrunk model the share that the settings say, at least one of each half."""
         total, encoder, decoder = self.num_layers, self.own.encoder_num_layers, self.own.decoder_num_layers
+        if not self.has_decoder:
+            return total
         encoder = encoder or total // 2
         decoder = decoder or total - encoder
         if encoder + decoder == total or total < 2:
@@ -72,7 +87,9 @@ class T5Facts(GPTFacts):
 
     @property
     def target(self) -> int:
-        """Tokens of a target."""
+        """Tokens of a target; none without a decoder."""
+        if not self.has_decoder:
+            return 0
         told = self.own.decoder_seq_length
         return min(SHORT, self.source) if told is None else told
 
@@ -98,6 +115,8 @@ class T5Facts(GPTFacts):
 
     def describe(self, count: str) -> str:
         m, encoder = self.settings, self.encoder_layers
+        if not self.has_decoder:
+            return super().describe(count)
         return (
             f"{self.name} of {count} parameters: {encoder} encoder and {self.num_layers - encoder} decoder layers, hidden "
             f"{m.hidden_size}, {m.num_attention_heads} heads, {self.source} + {self.target} tokens, vocabulary "
@@ -123,14 +142,17 @@ class T5Facts(GPTFacts):
         table = vocab_embedding(m, self.vocab_size)
         front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
         if m.position_embedding_type == "learned_absolute":
-            of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
-            tables = add_prefix("position", positions(m, sp)) | add_prefix("decoder_position", positions(of_target, sp))
+            tables = add_prefix("position", positions(m, sp))
+            if self.has_decoder:
+                of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
+                tables |= add_prefix("decoder_position", positions(of_target, sp))
             front.append(Unit("embedding", tables, ends=("first",)))
         if self.relative:
             shape = (self.own.relative_attention_num_buckets, m.num_attention_heads)
             one = {"weight": Placement(shape, Normal(m.init_method_std), cut={"tp": 1})}
-            front.append(Unit("relative", add_prefix("encoder", one) | add_prefix("decoder", one), ends=("first",)))
-        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
+            tables = {name: table for half in self.halves for name, table in add_prefix(half, one).items()}
+            front.append(Unit("relative", tables, ends=("first",)))
+        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))] if self.has_decoder else []
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
         middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
@@ -147,10 +169,10 @@ class T5Facts(GPTFacts):
         return rows, share.micro_batch_size, self.settings.hidden_size
 
     def table_rows(self, tp: int, micro_batch_size: int) -> int:
-        """Rows [b, h] that a rank's part of both tables of relative positions takes."""
+        """Rows [b, h] that a rank's part of the tables of relative positions takes."""
         if not self.relative:
             return 0
-        numbers = 2 * self.own.relative_attention_num_buckets * self.settings.num_attention_heads // tp
+        numbers = len(self.halves) * self.own.relative_attention_num_buckets * self.settings.num_attention_heads // tp
         return -(-numbers // (micro_batch_size * self.settings.hidden_size))
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------

@@ -30,16 +30,17 @@ from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import DECODER, ENCODER_END, T5Facts
 from megatron.model.t5.positions import RelativeTables, relative_bias
+from megatron.model.t5.settings import own_settings
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Kernels
+from megatron.settings.schema import Config, Kernels
 
 
 class Halves(NamedTuple):
-    """What goes through the layers: of the source [s, b, h], of the target [t, b, h]."""
+    """What goes through the layers: of the source [s, b, h], of the target [t, b, h], without a decoder [0, b, h]."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -210,7 +211,10 @@ class PairEmbedding(nn.Module):
         self.position = self.decoder_position = None
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory)
-            self.decoder_position = LearnedPositions(take_prefix(tables["embedding"], "decoder_position"), **factory)
+            if facts.has_decoder:
+                self.decoder_position = LearnedPositions(
+                    take_prefix(tables["embedding"], "decoder_position"), **factory
+                )
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
         axis = mesh.tp if sequence_parallel else None
         self.dropout = Dropout(settings.hidden_dropout, "embedding", -1, seed, axis=axis)
@@ -242,7 +246,10 @@ class PairEmbedding(nn.Module):
 
 
 class T5(LanguageModel):
-    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first."""
+    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first.
+
+    own_target: tokens of a sample's target, where the model's has more rows, for all ranks of sequence parallelism
+    """
 
     facts: T5Facts
 
@@ -252,8 +259,15 @@ class T5(LanguageModel):
         self.rotary = Rotary(settings) if settings.position_embedding_type == "rope" else None
         self.relative = None
         if "relative" in tables:
-            self.relative = RelativeTables(tables["relative"], mesh.tp, **self.factory_kwargs)
+            self.relative = RelativeTables(tables["relative"], facts.halves, mesh.tp, **self.factory_kwargs)
         self.output_scale = settings.hidden_size**-0.5 if facts.own.scale_tied_output and facts.tied else 1.0
+        self.own_target = facts.target
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, facts: T5Facts, **stage) -> "T5":
+        model = super().of(config, mesh, facts, **stage)
+        model.own_target = own_settings(config).decoder_seq_length or facts.target
+        return model
 
     # ---- what it says of itself --------------------------------------------------------------------------------------
 
@@ -277,37 +291,50 @@ class T5(LanguageModel):
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
-        """As `LanguageModel.trunk`: source, target and tables as one message, or the target's states [t, b, h]."""
+        """As `LanguageModel.trunk`: source, target and tables as one message, or the target's states [t, b, h]; without a
+        decoder the source's.
+        """
         tables = None
         if self.first:
-            halves = self.embedding(batch.arrays["text_enc"], self._targets(batch), batch.samples)
+            halves = self._embedded(batch)
             tables = self.tables()
         else:
             halves, tables = self._unpacked(x)
         halves = self._through(halves, self.shared(batch, tables))
         if not self.last:
             return self._packed(halves, tables), {}
-        return self.final_norm(halves.target), {}
+        return (self.final_norm(halves.target) if self.facts.has_decoder else halves.source), {}
 
     def word_states(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.output_scale == 1.0 else x * self.output_scale
 
     def shared(self, batch, tables: Optional[torch.Tensor]) -> T5Context:
-        """What the layers of a pass share. tables: of relative positions, [2, buckets, heads/tp], or None."""
+        """What the layers of a pass share. tables: of relative positions, [halves, buckets, heads/tp], or None."""
         padding = attended(batch.arrays["enc_mask"])
         s, t, common = len(batch.arrays["text_enc"]), self.facts.target, self._common(batch)
         packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
         return T5Context(
             ForwardContext(angles=self._angles(s), bias=self._bias(tables, 0, s), padding=padding, **common),
-            ForwardContext(angles=self._angles(t), bias=self._bias(tables, 1, t), **common),
-            ForwardContext(padding=padding, **common),
+            ForwardContext(
+                angles=self._angles(t), bias=self._bias(tables, 1, t), drawn=self._drawn(self.own_target), **common
+            ),
+            ForwardContext(padding=padding, drawn=self._drawn(s), **common),
             rows=PackedRows.of(padding) if packs else None,
         )
 
-    def _targets(self, batch) -> torch.Tensor:
-        """[t, b] of the model's facts: what is missing behind a sample's own is filled up, which its tokens do not see."""
-        tokens = batch.arrays["text_dec"]
-        return F.pad(tokens, (0, 0, 0, max(0, self.facts.target - len(tokens))))
+    def _drawn(self, keys: int) -> Optional[tuple[int, int]]:
+        """`ForwardContext.drawn` of the target's queries over so many keys."""
+        return (self.own_target, keys) if self.own_target < self.facts.target else None
+
+    def _embedded(self, batch) -> Halves:
+        """The target has as many rows as the facts say: what is missing behind a sample's own, its tokens do not see."""
+        source = batch.arrays["text_enc"]
+        if not self.facts.has_decoder:
+            x = self.embedding.source(source, batch.samples)
+            return Halves(x, x[:0])
+        target = batch.arrays["text_dec"]
+        target = F.pad(target, (0, 0, 0, max(0, self.facts.target - len(target))))
+        return self.embedding(source, target, batch.samples)
 
     def _common(self, batch) -> dict:
         return dict(samples=batch.samples, region=self.region, batch=batch)
@@ -371,7 +398,7 @@ class T5(LanguageModel):
         return scores
 
     def tables(self) -> Optional[torch.Tensor]:
-        """Those of relative positions, [2, buckets, heads/tp]; None where there are none, or another stage has them."""
+        """Those of relative positions, [halves, buckets, heads/tp]; None: there are none, or another stage has them."""
         return None if self.relative is None else self.relative()
 
     def encoder_pass(
@@ -457,9 +484,9 @@ class T5(LanguageModel):
         source, target, rows = x.split((s, t, len(x) - s - t))
         tables = None
         if len(rows):
-            buckets = self.facts.own.relative_attention_num_buckets
+            halves, buckets = len(self.facts.halves), self.facts.own.relative_attention_num_buckets
             heads = self.facts.settings.num_attention_heads // self.tp.size
-            tables = rows.flatten()[: 2 * buckets * heads].view(2, buckets, heads)
+            tables = rows.flatten()[: halves * buckets * heads].view(halves, buckets, heads)
         return Halves(source, target), tables
 
 

@@ -7,6 +7,7 @@ look both ways, keys behind the query have buckets of their own.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +30,15 @@ class RelativeTable(nn.Module):
         return self.weight
 
 
-class RelativeTables(nn.Module):
-    """Those of encoder and decoder. Called, so that parameters which are gathered around each use are there."""
+class RelativeTables(nn.ModuleDict):
+    """One for each of `T5Facts.halves`. Called, so that parameters which are gathered around each use are there."""
 
-    def __init__(self, weights: Table, tp: Axis, **factory_kwargs):
-        super().__init__()
-        self.encoder = RelativeTable(take_prefix(weights, "encoder"), tp, **factory_kwargs)
-        self.decoder = RelativeTable(take_prefix(weights, "decoder"), tp, **factory_kwargs)
+    def __init__(self, weights: Table, halves: Sequence[str], tp: Axis, **factory_kwargs):
+        super().__init__({half: RelativeTable(take_prefix(weights, half), tp, **factory_kwargs) for half in halves})
 
     def forward(self) -> torch.Tensor:
-        """[2, buckets, heads/tp]: the encoder's, then the decoder's."""
-        return torch.stack((self.encoder(), self.decoder()))
+        """[halves, buckets, heads/tp]: the encoder's, then the decoder's."""
+        return torch.stack([table() for table in self.values()])
 
 
 def relative_buckets(distance: torch.Tensor, own: T5Settings, both_ways: bool) -> torch.Tensor:
