@@ -22,7 +22,8 @@ def flags(tmp_path_factory):
     words = sorted(set(re.findall(r"\w+|[^\w\s]", " ".join(TEXT).lower())))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
     (folder / "text.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in TEXT * 4))
-    (folder / "mood.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(TEXT * 4)))
+    moods = [f"{text}\t{('night', 'morning')[number % 2]}\n" for number, text in enumerate(TEXT * 4)]
+    (folder / "mood.tsv").write_text("".join(["text\tlabel\n", *moods]))
     vocabulary = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
     files = ["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "text"), "--workers", "1"]
     preprocess_data.main([*files, *vocabulary, "--split-sentences", "--sentence-splitter", "sentencex"])
