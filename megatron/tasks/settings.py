@@ -28,7 +28,9 @@ class TaskSettings:
     task_data: Optional[str] = setting(
         "folder with the task's files (finetune.py takes --data-path for it)", None, on_resume="told"
     )
-    train_data: Optional[list[str]] = setting("training file, instead of the task's in --task-data", None)
+    train_data: Optional[list[str]] = setting(
+        "training file, instead of the task's in --task-data", None, on_resume="refused in training"
+    )
     valid_data: Optional[list[str]] = setting(
         "files that are evaluated, one for each set (MNLI: matched, mismatched)", None, on_resume="told"
     )
@@ -65,6 +67,7 @@ class TaskSettings:
         "files of probabilities of the training examples (NAME.probabilities.tsv of other models), whose mean is learned "
         "instead of labels",
         None,
+        on_resume="refused in training",
     )
     patience: Optional[int] = setting(
         "training ends when so many evaluations in a row were no better than the best one", None, on_resume="told"

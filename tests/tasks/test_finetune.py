@@ -156,12 +156,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(trunk, tmp_path):
     ]
 
 
-def test_an_evaluation_alone_does_not_ask_how_training_hid_words(trunk, tmp_path, capsys):
-    toy = Toy(tmp_path / "toy")
+def test_an_evaluation_alone_does_not_ask_what_was_learned_and_how(trunk, tmp_path, capsys):
+    toy = Toy(tmp_path / "toy", soft=True)
     common = f"--task {toy.yaml} --data-path {toy.folder} {TUNE}"
-    tune(0, f"{common} --load {trunk} --save {tmp_path / 'run'} --word-dropout 0.4")
+    tune(
+        0,
+        f"{common} --load {trunk} --save {tmp_path / 'run'} --word-dropout 0.4 --soft-labels {toy.folder / 'soft0.tsv'} "
+        f"--train-data {toy.folder / 'train.tsv'}",
+    )
     capsys.readouterr()
-    with pytest.raises(SettingsError, match="word-dropout"):
+    with pytest.raises(SettingsError, match="train-data(.|\n)*word-dropout(.|\n)*soft-labels"):
         tune(0, f"{common} --load {tmp_path / 'run'}")
     tune(0, f"{common} --load {tmp_path / 'run' / 'best'} --skip-train --predictions {tmp_path / 'again'}")
     assert "--word-dropout was 0.4 in the checkpoint, is 0.0 now" in capsys.readouterr().out
