@@ -41,13 +41,18 @@ class Loaded:
         return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
 
     def check_words(self) -> None:
-        """Raise SettingsError for a model that has a head for a task in the place of its output layer."""
-        if not getattr(recipe_of(self.config).facts(self.config, self.vocab_size), "word_head", True):
-            raise SettingsError(
-                f"{self.path} was fine-tuned with a head for a task, in the place of the output layer: it has no words",
-                do="load the model that it was fine-tuned from, or one that was fine-tuned with --pet-pattern; "
-                "finetune.py --load ... --skip-train --predictions FOLDER says what this one predicts",
-            )
+        """See `refuse_head`."""
+        refuse_head(self.config, self.vocab_size, self.path)
+
+
+def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
+    """Raise SettingsError for a model that has a head for a task in the place of its output layer. path: of its checkpoint."""
+    if not getattr(recipe_of(config).facts(config, vocab_size), "word_head", True):
+        raise SettingsError(
+            f"{path} was fine-tuned with a head for a task, in the place of the output layer: it has no words",
+            do="take the model that it was fine-tuned from, or one that was fine-tuned with --pet-pattern; "
+            "finetune.py --load ... --skip-train --predictions FOLDER says what this one predicts",
+        )
 
 
 def load_model(

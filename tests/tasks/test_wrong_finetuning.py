@@ -10,7 +10,7 @@ import pytest
 
 import finetune
 from megatron.errors import Failure, SettingsError
-from megatron.tools import generate, lm_eval
+from megatron.tools import checkpoint, generate, lm_eval
 from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 
@@ -157,6 +157,9 @@ def test_a_head_has_no_words(places, tmp_path, monkeypatch):
     for main, words in ((generate.main, "--prompt 5"), (lm_eval.main, "--tasks a")):
         with pytest.raises(SettingsError, match="in the place of the output layer: it has no words"):
             main(f"--load {save}/best --device cpu {words}".split())
+    with pytest.raises(SettingsError, match="in the place of the output layer: it has no words"):
+        checkpoint.main(["to-hf", str(save), str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()
 
 
 def test_random_weights_need_a_tokenizer(places):

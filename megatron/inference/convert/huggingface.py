@@ -24,7 +24,7 @@ from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
-from megatron.inference.load import Loaded, load_model, open_tokenizer
+from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head
 from megatron.model.recipe import config_of
 from megatron.settings import schema
 
@@ -46,6 +46,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
     """
     with Reader(path) as reader, arriving(out) as folder:
         config, vocab_size = config_of(needed(reader, "config")), needed(reader, "vocab_size")
+        refuse_head(config, vocab_size, path)
         family, plan = exported(config, vocab_size), []
         for match in family.matches:
             stored = reader.tensors.get(match.ours)
