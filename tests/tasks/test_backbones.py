@@ -301,6 +301,21 @@ def test_ledgers_are_exact(kind, layout, run_ranks):
         assert totals(transfers(job, plan, place["pp"], place["shard"])) == sent, place
 
 
+def test_an_encoder_alone_has_its_own_layers_and_weights():
+    line = f"{SMALL} --backbone T5 --encoder-num-layers 5 --decoder-num-layers 3 --pipeline-model-parallel-size 3"
+    of = {}
+    for pooling in ("first", "mean"):
+        argv, recipe = recipe_for([*line.replace("--num-layers 4", "").split(), "--pooling", pooling])
+        defaults = {"model_type": recipe.model_type, **recipe.defaults}
+        config = of[pooling] = recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults))
+        assert recipe.settled(config) == config
+    whole, alone = (facts_of(of[pooling], VOCABULARY) for pooling in ("first", "mean"))
+    assert (of["mean"].model.num_layers, of["mean"].parallel.pipeline_stage_layers) == (5, "1,2,2")
+    assert all(whole.weights[name].shape == placed.shape for name, placed in alone.weights.items())
+    left_out = {name.split(".")[0] for name in whole.weights.keys() - alone.weights.keys() if "blocks" not in name}
+    assert left_out == {"embedding", "final_norm"} and (alone.target, alone.seq_length) == (0, 24)
+
+
 # ---- what cannot work ------------------------------------------------------------------------------------------------
 
 BARE = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"

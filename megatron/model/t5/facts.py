@@ -61,6 +61,7 @@ class T5Facts(GPTFacts):
 
     @property
     def has_decoder(self) -> bool:
+        """Nobody pretrains a model without."""
         return self.own.decoder_num_layers != 0
 
     @property
@@ -114,9 +115,9 @@ class T5Facts(GPTFacts):
         return self.settings.position_embedding_type == WIDE
 
     def describe(self, count: str) -> str:
-        m, encoder = self.settings, self.encoder_layers
         if not self.has_decoder:
             return super().describe(count)
+        m, encoder = self.settings, self.encoder_layers
         return (
             f"{self.name} of {count} parameters: {encoder} encoder and {self.num_layers - encoder} decoder layers, hidden "
             f"{m.hidden_size}, {m.num_attention_heads} heads, {self.source} + {self.target} tokens, vocabulary "
@@ -149,9 +150,8 @@ class T5Facts(GPTFacts):
             front.append(Unit("embedding", tables, ends=("first",)))
         if self.relative:
             shape = (self.own.relative_attention_num_buckets, m.num_attention_heads)
-            one = {"weight": Placement(shape, Normal(m.init_method_std), cut={"tp": 1})}
-            tables = {name: table for half in self.halves for name, table in add_prefix(half, one).items()}
-            front.append(Unit("relative", tables, ends=("first",)))
+            one = Placement(shape, Normal(m.init_method_std), cut={"tp": 1})
+            front.append(Unit("relative", {f"{half}.weight": one for half in self.halves}, ends=("first",)))
         back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))] if self.has_decoder else []
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
