@@ -46,7 +46,7 @@ class Loaded:
 
 
 def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
-    """Raise SettingsError where the model of the checkpoint `path` has a head for a task in the place of its output layer."""
+    """Raise SettingsError where the model of the checkpoint `path` has a head for a task in place of its output layer."""
     if not getattr(recipe_of(config).facts(config, vocab_size), "word_head", True):
         raise SettingsError(
             f"{path} was fine-tuned with a head for a task, in the place of the output layer: it has no words",
