@@ -134,10 +134,11 @@ TASK_RULES = (
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens stand beside the text",
     ),
 )
-VALIDATED = Needs("a validation file", lambda s: open_task(own(s)).files["valid"])
 JUDGED = Needs(
     "a validation file, and evaluations ahead of the end (--eval-epoch, --eval-interval)",
-    lambda s: VALIDATED.met(s) and (s.eval_epoch or s.eval_interval < (s.train_iters or s.eval_interval + 1)),
+    lambda s: (
+        open_task(own(s)).files["valid"] and (s.eval_epoch or s.train_iters is None or s.eval_interval < s.train_iters)
+    ),
 )
 TASK_IDLE = {
     "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern),
