@@ -6,6 +6,9 @@ the test.
 import json
 import re
 import shlex
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,7 @@ import preprocess_data
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.errors import run_main
+from megatron.errors import SettingsError, run_main
 from megatron.tools import checkpoint, dump_samples, evaluate, generate, lm_eval, tasks
 from tests.test_mistakes import contents, is_one_message
 
@@ -196,6 +199,15 @@ def messy(tmp_path_factory):
         pretrain_t5.main(f"{READS} --save t5".split())
         pretrain_bert.main(f"{BERT} --save bert".split())
     return folder
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_the_harness_asks_models_that_continue_texts(kind, messy, monkeypatch):
+    monkeypatch.chdir(messy)
+    if find_spec("lm_eval") is None:  # which is not asked
+        monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace())
+    with pytest.raises(SettingsError, match=f"a model of type {kind.upper()}, which does not continue texts"):
+        lm_eval.main(f"--load {kind} --tasks a --device cpu".split())
 
 
 @pytest.mark.parametrize("command, flags, code, words", TABLE)

@@ -40,6 +40,12 @@ class Loaded:
         model = self.config.model
         return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
 
+    @property
+    def continues_texts(self) -> bool:
+        """Whether it gives scores of the next token of a text."""
+        others = ("decode", "follows")  # of an encoder-decoder; of what looks both ways
+        return hasattr(self.model, "logits") and not any(hasattr(self.model, name) for name in others)
+
     def check_words(self) -> None:
         """See `refuse_head`."""
         refuse_head(self.config, self.vocab_size, self.path)

@@ -17,6 +17,8 @@ from megatron.storage.urls import location
 # Of the model's settings those that are not its shape and arithmetic; which model it is, the command says.
 OF_TRAINING = ("model_type", "model_name_or_path", "label_smoothing", "z_loss_coeff", "init_method_std")
 
+FILES = ("vocab_file", "merge_file", "tokenizer_model")  # of a tokenizer
+
 
 def saved_record(folder: str, step: Optional[int] = None) -> tuple[str, dict[str, Any]]:
     """(where, what state.json holds) of the checkpoint that --load would take: the tracker's, else the newest; or that of
@@ -72,13 +74,15 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     """Setting -> value, of the settings that a checkpoint gives.
 
     own:   `settings_of_shape`
-    given: settings that somebody gave: with one of the tokenizer's, none of the checkpoint's tokenizer is taken
+    given: settings that somebody gave. With one of the tokenizer's, none of the checkpoint's tokenizer is taken, unless it
+           is where a file of that one lies now
     """
     config = record["config"]
     found = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
     extra = config.get("extra", {})
     found |= {name: extra[group][name] for name, group in own.items() if name in extra.get(group, {})}
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
-    if not given & set(config.get("tokenizer", {})):
+    own_files = {name for name in FILES if tokenizer.get(name)}
+    if given & set(config.get("tokenizer", {})) <= own_files:
         found |= tokenizer if any(tokenizer.values()) else _numbers(record.get("vocab_size"))
     return {name: value for name, value in found.items() if value is not None and name not in given}

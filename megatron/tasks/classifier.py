@@ -23,7 +23,7 @@ from megatron.tasks.samples import ABOVE, BELOW, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
-MASKS = ("padding_mask", "enc_mask")  # arrays of samples that are 1 at the tokens of a text; a GPT's have its length
+MASKS = ("padding_mask", "enc_mask")  # arrays of samples that are 1 at the tokens of a text; others have its length
 
 
 class Head(nn.Module):

@@ -150,7 +150,7 @@ def write(
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
-    if not (pairs or hasattr(loaded.model, "logits")) or hasattr(loaded.model, "follows"):
+    if not (pairs or loaded.continues_texts):
         raise SettingsError(
             f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             "its module has no method logits for the next token, as a GPT has",

@@ -97,9 +97,10 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
         options.load, device=context.device, precision=options.precision, step=options.ckpt_step, mesh=context.mesh
     )
     loaded.check_words()
-    if not hasattr(loaded.model, "logits"):
+    if not loaded.continues_texts:
         raise SettingsError(
-            f"{loaded.path} is a model of type {loaded.config.model.model_type}, which does not continue texts"
+            f"{loaded.path} is a model of type {loaded.config.model.model_type}, which does not continue texts",
+            do="the harness asks for the tokens that follow a text: load a GPT",
         )
     length = options.seq_length or loaded.longest
     if length > loaded.longest:

@@ -12,6 +12,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import command
 from megatron.model.recipe import parse_any
+from megatron.settings.from_checkpoint import shape_of
 from tests.models import mlp_language_model
 
 SHAPE = (
@@ -65,6 +66,15 @@ def test_what_somebody_gives_wins(saved, tmp_path):
     assert other.tokenizer.vocab_size is None  # nothing of the checkpoint's tokenizer
     with pytest.raises(SettingsError, match="--num-layers: 2 in the checkpoint, 3 now"):
         pretrain_gpt.main(f"{REST} --train-iters 1 --load {saved} --use-checkpoint-args --num-layers 3".split())
+
+
+def test_files_of_the_tokenizer_may_have_moved():
+    tokenizer = dict(tokenizer_type="GPT2BPETokenizer", vocab_file="a", merge_file="b", tokenizer_model=None)
+    record = dict(config=dict(model={}, tokenizer=tokenizer))
+    taken = lambda *given: {name for name in shape_of(record, {}, set(given)) if name != "model"}
+    assert taken("vocab_file") == {"tokenizer_type", "merge_file"}
+    assert taken("vocab_file", "merge_file") == {"tokenizer_type"}
+    assert taken("tokenizer_model") == taken("tokenizer_type") == set()  # it is another one
 
 
 def test_a_shape_that_is_given_stays_as_it_was(saved):
