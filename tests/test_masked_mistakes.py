@@ -35,6 +35,7 @@ READS = f"{SHAPE} {VOC} --vocab-extra-ids 20 {DATA}"
 MIXED = f"{READS} --task-mixture masked=1"
 FILL = "--load t5 --prompt 'the <extra_id_0>'"
 PRE = f"--input text.jsonl --output-prefix out/x --workers 1 {VOC} --split-sentences"
+DUMP = f"{VOC} {DATA} --train-samples 4 --model-type"
 TWO = "--dry-run --world-size 2 --pipeline-model-parallel-size 2"
 COMMANDS = dict(
     t5=pretrain_t5.main,
@@ -76,6 +77,8 @@ SETTINGS = [  # exit code 3
     ("t5", f"{T5} --decoder-seq-length 0", "--decoder-seq-length 0 must be at least 1"),
     ("t5", f"{T5} --seq-length 7", "--seq-length 7 is too short for a masked sample"),
     ("t5", f"{T5} --decoder-seq-length 64 --max-position-embeddings 32", "64 is longer than --max-position-embeddings"),
+    ("dump", f"{DUMP} T5 --seq-length 6", "--seq-length 6 is too short for a masked sample"),
+    ("dump", f"{DUMP} BERT --seq-length 32 --mask-prob 2", "--mask-prob 2.0 must be above 0 and below 1"),
     ("t5", f"{T5} --position-embedding-type relative --relative-attention-num-buckets 3", "must be at least 4"),
     ("t5", f"{T5} --feed-forward-proj gated-gelu --swiglu", "are two activations of the MLP"),
     ("t5", f"{T5} --scale-tied-output --untie-embeddings-and-output-weights", "--scale-tied-output is for an output"),

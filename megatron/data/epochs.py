@@ -25,8 +25,10 @@ def in_samples(
     Raises SettingsError where an epoch has no number of samples, DataError where files are missing or damaged.
     """
     epochs, batch = config.batch.train_epochs, config.batch
-    if epochs is None or epochs < 1 or batch.train_iters is not None:  # the latter two are told with all other mistakes
+    if epochs is None or batch.train_iters is not None:  # the latter is told with all other mistakes
         return config
+    if epochs < 1:
+        raise SettingsError(f"--train-epochs {epochs} must be at least 1")
     if batch.train_samples is not None:
         raise SettingsError(f"--train-samples {batch.train_samples} and --train-epochs {epochs}: give one of them")
     if epoch_samples is not None and not config.data.mock_data:

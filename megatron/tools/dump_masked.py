@@ -4,20 +4,27 @@
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.data.masked_settings import GROUP, MaskedSettings
+from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
+from megatron.errors import SettingsError
 from megatron.settings.schema import Data
 
 T5 = dict(text_enc="enc_mask", text_dec="dec_mask", labels="loss_mask")  # array -> the mask of what is no padding
 
 
 def build_masked(dump, data: Data, masked: MaskedSettings, tokenizer: Any, vocab_size: int, sizes, log) -> tuple:
-    """(train, valid, test) that `pretrain_bert.py` or `pretrain_t5.py` would have; dump: the options of the command."""
+    """(train, valid, test) that `pretrain_bert.py` or `pretrain_t5.py` would have; dump: the options of the command.
+
+    Raises SettingsError for settings that they refuse.
+    """
     config = SimpleNamespace(
         data=data,
         model=SimpleNamespace(seq_length=dump.seq_length),
         logging=SimpleNamespace(seed=dump.seed),
         extra={GROUP: masked, "dump": dump},
     )
+    seen = SimpleNamespace(**vars(data), seq_length=dump.seq_length, train_epochs=None, settings=config)
+    if wrong := [rule.message(seen) for rule in MASKED_RULES if rule.broken(seen)]:
+        raise SettingsError("; ".join(wrong))
     if dump.model_type == "T5":
         from megatron.data import t5_dataset
 

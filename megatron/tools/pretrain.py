@@ -54,7 +54,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
             do="leave it out, or run the script of that model",
         )
     with debugging(config.logging.debug):
-        if config.batch.train_epochs:
+        if config.batch.train_epochs is not None:
             from megatron.data.epochs import in_samples
 
             config = in_samples(config, recipe.own_data, recipe.epoch_samples)

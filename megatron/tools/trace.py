@@ -99,7 +99,7 @@ def settle(argv: list[str]):
     config, options = parse_with_options(argv, TraceOptions, about)
     options = check(options)
     world = config.planner.world_size or 1
-    if config.batch.train_epochs:
+    if config.batch.train_epochs is not None:
         from megatron.data.epochs import in_samples
         from megatron.model.recipe import recipe_of
 
