@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-decoders with rotary positions, grouped queries, gated SiLU and RMSNorm, which no published model is, against
+"""Encoder-decoders with rotary positions, grouped queries, gated SiLU and RMSNorm, which none of Hugging Face's is, against
 their definition in plain torch: each sample by itself without what fills it up, every head by itself, in float64.
 
 Positions turn queries and keys of attention over the own half; attention over the source knows no positions.
+Caps of scores hold for both, as in T5Gemma.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -26,11 +28,14 @@ SIZES = f"""--model-type T5 --hidden-size {H} --num-attention-heads {HEADS} --kv
     --group-query-attention --num-query-groups {GROUPS} --swiglu --normalization RMSNorm --norm-epsilon {EPSILON}"""
 
 
-class Definition:
-    """w: our weights by name, [g, parts, d, h] of attention, [2, ffn, h] (gate, value) of an MLP."""
+CASES = {"plain": (None, None), "capped": (1.5, 4.0)}  # caps of scores and of logits
 
-    def __init__(self, w: dict[str, torch.Tensor]):
-        self.w = w
+
+class Definition:
+    """w: our weights by name, [g, parts, d, h] of attention, [2, ffn, h] (gate, value) of an MLP. caps: of `CASES`."""
+
+    def __init__(self, w: dict[str, torch.Tensor], caps):
+        self.w, (self.cap, self.final_cap) = w, caps
 
     def logits(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Of one sample: source [s], target [t] -> [t, V]."""
@@ -43,7 +48,7 @@ class Definition:
             y = y + self.own_attention(f"blocks.{n}", y, causal=True)
             y = y + self.attention_over(f"blocks.{n}", y, x)
             y = y + self.mlp(f"blocks.{n}", y)
-        return self.norm("final_norm", y) @ self.w["embedding.word.weight"].T
+        return capped(self.norm("final_norm", y) @ self.w["embedding.word.weight"].T, self.final_cap)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.w[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt()
@@ -67,7 +72,7 @@ class Definition:
     def attended(self, name: str, queries, keys, values, causal: bool) -> torch.Tensor:
         found = []
         for query, key, value in zip(queries, keys, values, strict=True):
-            scores = query @ key.T / D**0.5
+            scores = capped(query @ key.T / D**0.5, self.cap)
             if causal:
                 scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
             found.append(scores.softmax(-1) @ value)
@@ -78,6 +83,10 @@ class Definition:
         return F.linear(F.silu(gate) * value, self.w[f"{block}.mlp.down.weight"], self.w[f"{block}.mlp.down.bias"])
 
 
+def capped(x: torch.Tensor, cap) -> torch.Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def turned(x: torch.Tensor) -> torch.Tensor:
     """[s, d]: channels i and i + d/2 are one complex number, multiplied by exp(i m theta) at place m (RoFormer, eq. 34)."""
     thetas = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
@@ -86,9 +95,11 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
-def pair():
+def pair(case: str):
     """Our model and the definition, with the same random weights that all matter."""
-    config = resolve(parse_any(SIZES.split()), 1)
+    caps = CASES[case]
+    flags = "" if caps[0] is None else "--attn-logit-softcapping {} --final-logit-softcapping {}".format(*caps)
+    config = resolve(parse_any(f"{SIZES} {flags}".split()), 1)
     ours = recipe_of(config).build_model(config, Mesh(), V, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -96,7 +107,7 @@ def pair():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(drawn * 0.25 if parameter.dim() > 1 else 0.3 * drawn + 1)
     w = {name: p.detach().double().requires_grad_() for name, p in ours.named_parameters()}
-    return ours.eval(), Definition(w)
+    return ours.eval(), Definition(w, caps)
 
 
 def batch_of() -> MicroBatch:
@@ -115,8 +126,9 @@ def within(found: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
     assert largest <= 1e-5 * size, f"{what}: {largest}"
 
 
-def test_logits_and_gradients_are_those_of_the_definition():
-    (ours, definition), batch = pair(), batch_of()
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_the_definition(case):
+    (ours, definition), batch = pair(case), batch_of()
     source, target = batch.arrays["text_enc"], batch.arrays["text_dec"]
     got, losses = ours.logits(source, target, batch.arrays["enc_mask"]), []
     for row, (s, t) in enumerate(LENGTHS):
@@ -135,10 +147,11 @@ def test_logits_and_gradients_are_those_of_the_definition():
         assert wanted.abs().max() > 1e-6, f"{name}: nothing depends on it, so nothing was compared"
 
 
+@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_decoding_with_a_cache_is_the_definition_without():
+def test_decoding_with_a_cache_is_the_definition_without(case):
     """Scores of given targets, in pieces; and of greedy ones each token is the best behind those before it."""
-    (ours, definition), batch = pair(), batch_of()
+    (ours, definition), batch = pair(case), batch_of()
     sources = [batch.arrays["text_enc"][:s, row] for row, (s, _) in enumerate(LENGTHS)]
     wanted = lambda targets: torch.stack(list(map(definition.logits, sources, targets)))
     target, got = batch.arrays["text_dec"], []

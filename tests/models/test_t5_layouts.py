@@ -17,14 +17,15 @@ SIZES = """--model-type T5 --hidden-size 32 --num-attention-heads 4 --seq-length
     --global-batch-size 8 --train-iters 10 --eval-iters 0 --precision fp32"""
 T5 = """--position-embedding-type relative --normalization RMSNorm --disable-bias-linear --unscaled-attention
     --feed-forward-proj gated-gelu --untie-embeddings-and-output-weights"""
-ROPE = "--position-embedding-type rope --num-query-groups 2 --swiglu --normalization RMSNorm"
+ROPE = """--position-embedding-type rope --num-query-groups 2 --swiglu --normalization RMSNorm
+    --attn-logit-softcapping 0.5"""
 RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
     "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,5",
 }
-# layout, then features: t5 (relative positions, an output layer of its own), rope (grouped queries, gated SiLU), dropout,
-# micro2, a granularity of recomputation
+# layout, then features: t5 (relative positions, an output layer of its own), rope (grouped queries, gated SiLU, capped
+# scores), dropout, micro2, a granularity of recomputation
 CASES = """
     tp2sp-pp2 t5 dropout
 """.strip().splitlines()
