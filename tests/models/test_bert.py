@@ -134,13 +134,13 @@ SMALL = """--model-type BERT --num-layers 4 --hidden-size 32 --num-attention-hea
 POST = "--post-norm --untie-embeddings-and-output-weights"
 LAYOUTS = """
     tp2sp-pp2 post dropout
+    pp2-dp2-zero3-zbh1 full micro2
+    pp2vp2 post micro2
 """.strip().splitlines()
 FULL = """
-    pp2-dp2-zero3-zbh1 full micro2
     tp2 dropout
     tp4sp post full_attn
     pp4 dropout
-    pp2vp2 post micro2
     pp2-zbv dropout post
     pp2-vhalf
     pp2-gpipe dropout
@@ -167,6 +167,21 @@ def test_layout_trains_the_same_model(case):
     found = trace(laid_out(config, layout), recipe_of(config), layout.world_size, 2)
     difference = compare(one_process(flags), found)
     assert difference.passes("fp32"), difference
+
+
+def test_bf16_over_two_processes():
+    """Stages round as one process does, to the last bit; and all of it is near fp32."""
+    flags = flags_of(["post"])
+    found = in_bf16("pp2", flags)
+    same = compare(in_bf16("", flags), found)
+    assert same.loss == same.weight == 0.0 and same.norm < 1e-6, same
+    rounded = compare(one_process(flags), found)
+    assert 0 < rounded.loss < 1e-3 and 0 < rounded.norm < 1e-2 and 0 < rounded.weight < 2e-2, rounded
+
+
+def in_bf16(layout, flags):
+    config, layout = parse_any(flags.replace("--precision fp32", "--bf16").split()), parse_layout(layout)
+    return trace(laid_out(config, layout), recipe_of(config), layout.world_size, 2)
 
 
 @cache

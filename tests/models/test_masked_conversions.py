@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
@@ -53,6 +54,31 @@ def test_there_and_back_keeps_every_bit(tmp_path, name):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     ours, theirs = load_model(tmp_path / "ours").config, load_model(tmp_path / "back").config
     assert ours.extra.keys() == theirs.extra.keys() and ours.model.num_layers == theirs.model.num_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_output_that_is_not_scaled_is_theirs_with_a_copy_of_the_table(tmp_path, dtype):
+    """Their T5 divides by the root of its width where it shares the table, and there alone; so it does when saved again."""
+    start(f"{SIZES} {T5} --feed-forward-proj relu --save {tmp_path / 'ours'}".split(), named_recipe("T5"))
+    path = tmp_path / "ours" / "iter_0000001"
+    told = to_hf(path, tmp_path / "hf", dtype, TokenizerSettings())
+    assert any("lm_head.weight is a copy of the embedding" in line for line in told)
+    source, target = torch.randint(50, (2, 24, 3), generator=torch.Generator().manual_seed(0)).split(1)
+    ours = load_model(path, precision="fp32").model.eval()
+    for parameter in ours.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    logits = ours.logits(source[0], target[0][:16]).transpose(0, 1)
+    folder = tmp_path / "hf"
+    written = load_file(folder / "model.safetensors")  # older releases of transformers look for both
+    assert torch.equal(written["lm_head.weight"], written["shared.weight"])
+    for turn in ("first", "second"):
+        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        assert not theirs.config.scale_decoder_outputs
+        found = theirs(input_ids=source[0].t(), decoder_input_ids=target[0][:16].t()).logits
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-6)
+        assert any("both models agree" in line for line in from_hf(folder, tmp_path / turn, fresh_state()))
+        folder = tmp_path / "saved"
+        theirs.to(dtype).save_pretrained(folder)
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path):

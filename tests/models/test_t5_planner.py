@@ -70,7 +70,22 @@ def test_ledgers_are_exact(world, chosen):
             assert totals(transfers(job, layout, place["pp"], place["shard"])) == sent, (case, place)
 
 
-@pytest.mark.parametrize("more", ["", T5, f"{PLAIN} --num-query-groups 2 --position-embedding-type rope"])
+ROPE = f"{PLAIN} --num-query-groups 2 --position-embedding-type rope"
+CAPPED = f"{PLAIN} --attn-logit-softcapping 2"
+PLAINLY = "--no-masked-softmax-fusion"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        T5,
+        ROPE,
+        CAPPED,
+        *(f"{flags} {PLAINLY}" for flags in ("", T5, ROPE, CAPPED)),
+        f"{T5} --attention-backend sdpa",
+    ],
+)
 def test_kept_activations_are_within_ten_percent(more):
     """Of what autograd's hooks see, without the tables of distances that all layers share."""
     config = resolve(parse_any(f"{SIZES} {more} --seq-length 160 --decoder-seq-length 140 --device cpu".split()), 1)

@@ -4,7 +4,7 @@ how both are run on the same tokens to be compared.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
@@ -23,6 +23,10 @@ from megatron.model.t5.settings import GROUP as ENCODER_DECODER
 from megatron.settings.schema import Config
 
 PROMPT = 48  # tokens of a comparison, or fewer
+COPIED = (
+    "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
+    "this model, without --scale-tied-output, does not"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Family:
     run:      (transformers, folder, prompts) -> the same of theirs
     extra:    groups of settings that the model has of its own
     beside:   tensors that files may hold besides: copies of others
+    told:     what the user should hear of a model that is written
     """
 
     kind: str
@@ -46,18 +51,22 @@ class Family:
     run: Callable[[Any, Any, torch.Tensor], torch.Tensor]
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def exported(config: Config, vocab_size: int) -> Family:
     """The family of a trained model. Raises SettingsError where transformers has none of its shape."""
-    made = {"GPT": _gpt, "T5": _t5, "BERT": _bert}
     kind = config.model.model_type
-    facts = {"T5": T5Facts, "BERT": BertFacts}.get(kind, GPTFacts).of(config, vocab_size)
     if kind == "T5":
+        facts = T5Facts.of(config, vocab_size)
         t5_names.refuse_other(facts)
-    elif kind == "BERT":
+        told = (COPIED,) if t5_names.copies_table(facts) else ()
+        return replace(_t5(facts), matches=t5_names.exported(facts), told=told)
+    if kind == "BERT":
+        facts = BertFacts.of(config, vocab_size)
         bert_names.refuse_other(facts)
-    return made.get(kind, _gpt)(facts)
+        return _bert(facts)
+    return _gpt(GPTFacts.of(config, vocab_size))
 
 
 def imported(settings: dict[str, Any]) -> Family:

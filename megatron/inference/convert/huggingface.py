@@ -65,7 +65,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
             for parameter in loaded.model.parameters():
                 parameter.data = parameter.data.to(dtype).float()
             notices.append(_compared(family, loaded, folder))
-        return [f"{out}: {family.kind} in {', '.join(files)}", *notices]
+        return [f"{out}: {family.kind} in {', '.join(files)}", *family.told, *notices]
 
 
 def _export_vocabulary(

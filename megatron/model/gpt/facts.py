@@ -256,15 +256,18 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
         )
         copied = sum(2 * b * call.groups * call.keys * d * e for call in calls)  # keys and values
         return turned + rows + copied + pairs * (e + (m.attention_dropout > 0)), recomputed
-    weights = sum(b * call.heads * call.queries * call.keys for call in calls)
-    wide = weights * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
-    capped = wide if m.attn_logit_softcapping else 0
-    if m.attention_dropout > 0:
-        dropped = weights * e + weights
-    else:
-        dropped = weights * e if wide != weights * e else 0
+    stored = stored_weights(m, sum(b * call.heads * call.queries * call.keys for call in calls), e)
     if gathers:
         keys = 2 * kv * share.cp
     else:
         keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
-    return turned + keys + q + wide + capped + dropped, recomputed
+    return turned + keys + q + stored, recomputed
+
+
+def stored_weights(m: Model, pairs: int, e: int) -> int:
+    """Bytes that attention by torch's ops keeps of so many pairs: a softmax, a cap's tanh, weights that are others."""
+    wide = pairs * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
+    capped = wide if m.attn_logit_softcapping else 0
+    if m.attention_dropout > 0:
+        return wide + capped + pairs * (e + 1)
+    return wide + capped + (pairs * e if wide != pairs * e else 0)

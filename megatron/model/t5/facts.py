@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Optional
 
 from megatron.model.facts import Branch, Bytes, CoreAttention, RankSetup
-from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.facts import GPTFacts, stored_weights
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import (
     Table,
@@ -296,17 +296,18 @@ def _branches(facts: T5Facts, share: RankSetup, kind: str) -> tuple[Branch, ...]
 
 def full_attention_kernel(model: Model, share: RankSetup) -> str:
     """The kernel that `fused_kernels.choose_kernel` will take for attention without order."""
-    if share.backend == "stored" or share.plain_softmax:
+    if share.backend == "stored":
         return "reference"
     if not (model.attention_dropout or model.attn_logit_softcapping):
-        if share.backend == "sdpa" or share.device == "cuda" and share.backend != "explicit":
+        if share.backend == "sdpa" or (share.device == "cuda" or share.plain_softmax) and share.backend != "explicit":
             return "flash"
-    return "block-full"
+    return "reference" if share.plain_softmax else "block-full"
 
 
 def scores_workspace(model: Model, share: RankSetup, s: int, t: int) -> int:
     """Bytes that the backward pass of attention of s queries over t keys needs beside what is kept."""
-    return 2 * share.micro_batch_size * (model.num_attention_heads // share.tp) * s * t * share.element
+    of_each = 3 if model.attn_logit_softcapping else 2  # capped, the scores are made again
+    return of_each * share.micro_batch_size * (model.num_attention_heads // share.tp) * s * t * share.element
 
 
 def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
@@ -316,13 +317,15 @@ def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: boo
     m, e, b, d = model, share.element, share.micro_batch_size, model.head_dim
     heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
     kernel = causal or full_attention_kernel(m, share)
+    if fused and kernel == "flash" and m.position_embedding_type == WIDE and share.device == "cpu":
+        kernel = "reference"  # torch stores all scores where what is added to them has a gradient
     q, kv = s * b * heads * d * e, t * b * groups * d * e
     inputs = q + 2 * kv
     views = inputs + (q + kv if fused and m.position_embedding_type == "rope" else 0)
     if kernel == "flash":
         kept = views + 4 * s * b * heads
     elif kernel == "reference":
-        kept = views + 2 * b * heads * s * t * e
+        kept = views + stored_weights(m, b * heads * s * t, e)
     else:
         pairs = _pairs(s, t, m.num_attention_heads // m.query_groups, bool(causal))
         kept = inputs + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))  # rows, copies, weights

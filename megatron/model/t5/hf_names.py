@@ -29,6 +29,21 @@ def matches(kind: str, facts: T5Facts) -> list[Match]:
     return (_t5 if kind == "t5" else _blenderbot)(facts)
 
 
+def exported(facts: T5Facts) -> list[Match]:
+    """The tensors of a T5 that is written. Theirs divides hidden states by the root of the width exactly where the output
+    layer is the embedding's table; a model that shares the table and does not divide gets a copy, which is no longer tied.
+    """
+    found = matches("t5", facts)
+    if copies_table(facts):
+        found[0] = Match(found[0].ours, (*found[0].theirs, "lm_head.weight"), to_theirs=lambda x: [x, x])
+    return found
+
+
+def copies_table(facts: T5Facts) -> bool:
+    """Whether an output layer that is the embedding's table here is another one there."""
+    return facts.tied and not facts.own.scale_tied_output
+
+
 def _fused(ours: str, theirs: tuple[str, ...], facts: T5Facts, bias: bool = False) -> Match:
     """Queries, keys and values in one tensor of ours, [g, parts, d, h]."""
     g, d = facts.settings.query_groups, facts.settings.head_dim
@@ -124,7 +139,6 @@ def refuse_other(facts: T5Facts) -> None:
         f"--num-query-groups {m.query_groups}": m.query_groups != m.num_attention_heads,
         "--swiglu": m.swiglu,
         "--squared-relu": m.squared_relu,
-        "a tied output without --scale-tied-output": facts.tied and not own.scale_tied_output,
         "--final-logit-softcapping": m.final_logit_softcapping is not None,
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
     }
@@ -157,7 +171,7 @@ def their_settings(facts: T5Facts, ids: dict[str, int], dtype: str) -> dict[str,
         dropout_rate=m.hidden_dropout,
         layer_norm_epsilon=m.norm_epsilon,
         feed_forward_proj=proj,
-        tie_word_embeddings=facts.tied,
+        tie_word_embeddings=facts.tied and not copies_table(facts),
         n_positions=facts.source,
         dtype=dtype,
         use_cache=True,

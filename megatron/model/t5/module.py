@@ -131,9 +131,9 @@ class CrossAttention(nn.Module):
         self.kv = ColumnParallelLinear(take_prefix(weights, "kv"), tp, **common)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.dropout = Dropout(model.attention_dropout, "cross attention", layer, seed, batch_dim=0, cut=0, axis=tp)
-        # Of scores, as in `Attention`: nothing here bends, divides or windows them.
+        # Of scores, as in `Attention`: they are capped, and nothing divides or windows them.
         self.score_divisor, self.softmax_in_fp32 = 1.0, model.attention_softmax_in_fp32
-        self.softcap = self.window = None
+        self.softcap, self.window = model.attn_logit_softcapping, None
         self.cp, self.by_heads = Axis("cp", (0,)), False
         self.backend, self.plain_softmax = kernels.attention_backend, not kernels.masked_softmax_fusion
         self.recompute_core, self.core = False, core_of(self.causal, kernels)
