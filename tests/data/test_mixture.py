@@ -150,11 +150,29 @@ def test_encoder_decoders_write_labels(folder):
         if sample["task"] == 0:
             assert sample["text_dec"][1] >= corpus.WORDS + 2
             continue
-        read = " ".join(f"w{id}" for id in sample["text_enc"][sample["enc_mask"] > 0])
+        read = " ".join(f"w{id}" for id in sample["text_enc"][sample["enc_mask"] > 0]).replace(f"w{bos + 1}", "[EOS]")
         label = int(sample["text_dec"][1])
-        assert (read, f"w{label}") in {(f"{a} {b}", c) for a, b, c in ROWS}
+        assert (read, f"w{label}") in {(f"{a} [EOS] {b} [EOS]", c) for a, b, c in ROWS}  # as fine-tuning reads a pair
         assert sample["text_dec"][:2].tolist() == [bos, label] and sample["labels"][:2].tolist() == [label, bos + 1]
         assert sample["loss_mask"].sum() == 2
+
+
+def test_encoders_read_labelled_texts_up_to_their_length(folder):
+    """The longer text of a pair gives way, and its end mark stays; what was cut off is told."""
+    config = config_of(folder, "masked=1")
+    samples = t5_dataset.t5_samples(
+        config, tokenizer := build_tokenizer(config.tokenizer), tokenizer.vocab_size, 9, print
+    )
+    end, label = samples[0].eos, np.array([9])
+    for first, second, wanted, cut in (
+        (47, None, [*range(47), end], 0),
+        (48, None, [*range(47), end], 1),
+        (40, 6, [*range(40), end, *range(6), end], 0),
+        (60, 6, [*range(40), end, *range(6), end], 1),
+        (3, 0, [0, 1, 2, end, end], 0),
+    ):
+        sample = samples[0].labelled(np.arange(first), None if second is None else np.arange(second), label)
+        assert sample["text_enc"][sample["enc_mask"] > 0].tolist() == wanted and sample["truncated"] == cut
 
 
 def test_long_texts_lose_their_ends():
