@@ -150,8 +150,8 @@ def _as_published(path: Path, task: LabelledTask) -> tuple[list[Labelled], list[
                 )
             rows.append(found)
     except DataError as error:
-        named = f"a task called {task.name} is read as that is published; under another name, by names of columns"
-        raise DataError(error.what, error.why, f"{error.do}; {named}" if error.do else named) from None
+        other = f"a file that is not {task.name} as it is published needs another name for its task"
+        raise DataError(error.what, error.why, f"{error.do}; {other}" if error.do else other) from None
     return rows, notes + skipped(task, path, len(table), len(rows))
 
 

@@ -285,7 +285,7 @@ def test_tasks_with_known_names_are_read_as_those(folder, tmp_path):
             lines[0] + '\n{"sentence1": "a", "sentence2": "b", "label": "no"}',
             "line 2: the label 'no' is none of CMNLI's",
         ),
-        ('{"text": "a", "label": "neutral"}', "(?s)has no column 'sentence1'.*under another name, by names of columns"),
+        ('{"text": "a", "label": "neutral"}', "(?s)has no column 'sentence1'.*needs another name for its task"),
     ):
         (tmp_path / "wrong.json").write_text(text + "\n")
         with pytest.raises(DataError, match=words):
