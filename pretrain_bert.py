@@ -15,7 +15,7 @@ from megatron.errors import SettingsError, run_main
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
-from megatron.model.bert.task_facts import TAKEN, TaskFacts, TaskHead
+from megatron.model.bert.task_facts import TAKEN, TASKS, TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tools.pretrain import start
@@ -38,6 +38,7 @@ def recipe() -> Recipe:
         idle=IDLE,
         sums=sums,
         counts=counts,
+        anew=lambda name, stored: name.startswith(TASKS) and not stored,
         arrays=arrays,
         collate=collate,
     )

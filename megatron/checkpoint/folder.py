@@ -151,11 +151,14 @@ def _visible_damage(path: CheckpointPath) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run was restored from; `notices` are for the user. bytes_read: of each rank; size: of all files."""
+    """What a run was restored from; `notices` are for the user. anew: tensors of all ranks that were not; bytes_read: of
+    each rank; size: of all files.
+    """
 
     path: CheckpointPath
     state: dict[str, Any]
     notices: tuple[str, ...]
+    anew: tuple[str, ...]
     bytes_read: tuple[int, ...]
     size: int
 
@@ -174,6 +177,7 @@ def restore(
     names: Optional[Collection[str]] = None,
     cast: bool = False,
     strictness: Strictness = "strict",
+    anew: Callable[[str, bool], bool] = lambda name, stored: False,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     rank: int = 0,
     all_gather_object: AllGatherObject = alone,
@@ -182,7 +186,8 @@ def restore(
 
     All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
     the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names`,
-    `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise.
+    `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise. anew: (name
+    of a piece, whether the checkpoint has it) -> whether it keeps its first values.
     """
     folder, pieces = location(folder), list(pieces)
     choice = _together(
@@ -192,7 +197,7 @@ def restore(
     for path in choice.paths:
         try:
             loaded = _together(
-                lambda path=path: _load(path, pieces, names, cast, strictness, check, rank), all_gather_object
+                lambda path=path: _load(path, pieces, names, cast, strictness, anew, check, rank), all_gather_object
             )
         except Damaged as problem:
             if step is not None or len(choice.paths) == 1:
@@ -200,22 +205,25 @@ def restore(
             notices.append(str(problem))
         else:
             told = [f"{path}: {notice}" for _, found, *_ in loaded for notice in found]
+            new = sorted(set().union(*(found for _, _, found, *_ in loaded)))
             read = tuple(count for *_, count, _ in loaded)
-            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)), read, loaded[0][-1])
+            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)), tuple(new), read, loaded[0][-1])
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
 def _load(
-    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, check, rank: int
-) -> tuple[Any, list[str], int, int]:
-    """(state on rank 0, notices, bytes that were read, bytes of all files)"""
+    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, anew, check, rank: int
+) -> tuple[Any, list[str], set[str], int, int]:
+    """(state on rank 0, notices, names of what begins anew, bytes that were read, bytes of all files)"""
     with Reader(path) as reader:
         check(reader.state)
-        notices = reader.load(pieces, names=names, cast=cast, strictness=strictness)
+        new = {piece.name for piece in pieces if anew(piece.name, piece.name in reader.tensors)}
+        wanted = [piece for piece in pieces if piece.name not in new]
+        notices = reader.load(wanted, names=names, cast=cast, strictness=strictness)
         size = sum(size for size, _ in reader.index.files.values())
-        return reader.state if rank == 0 else None, notices, reader.bytes_read, size
+        return reader.state if rank == 0 else None, notices, new, reader.bytes_read, size
 
 
 def _together(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:

@@ -5,12 +5,14 @@
 {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1}
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.data.tables import ENDINGS, Row, label_in, read_table, text_in
-from megatron.errors import DataError
+from megatron.errors import DataError, did_you_mean
 
 # Names of columns, of GLUE's and CLUE's files and others: the text, one that belongs to it, and the label.
 FIRST = ("text", "sentence", "sentence1", "text_a", "premise", "question1", "question")
@@ -18,8 +20,33 @@ SECOND = ("sentence2", "text_b", "hypothesis", "question2", "text_pair")
 LABEL = ("label",)
 
 
+@dataclass(frozen=True)
+class LabelledTask:
+    """How the files of a task are read.
+
+    text, text_pair, label: names of columns, or keys of JSON lines; text_pair: of tasks on pairs
+    labels:     None: those of the training files; (): numbers (a regression)
+    columns:    of files whose first line is no header
+    skip:       labels of rows that are left out ("-": annotators did not agree)
+    prepare:    a row as it is read -> with the columns of text and label that the task names
+    """
+
+    name: str
+    text: str = "sentence"
+    text_pair: Optional[str] = None
+    label: str = "label"
+    labels: Optional[tuple[str, ...]] = None
+    columns: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    prepare: Optional[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = None
+
+    @property
+    def regression(self) -> bool:
+        return self.labels == ()
+
+
 class Labelled(NamedTuple):
-    """A text, or a pair of texts, and its label."""
+    """A text, or a pair of texts, and its label; "" where it has none."""
 
     first: str
     second: Optional[str]
@@ -27,9 +54,10 @@ class Labelled(NamedTuple):
 
 
 class LabelledFile(NamedTuple):
-    """notes: what the user should hear of rows that are left out."""
+    """labels: of its classes, in the order of their numbers; notes: what the user should hear of what is left out."""
 
     rows: tuple[Labelled, ...]
+    labels: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -38,43 +66,125 @@ def is_labelled(path: str) -> bool:
     return path.lower().endswith(ENDINGS)
 
 
+def task_table(task: LabelledTask, path: Path) -> tuple[list[Row], list[str]]:
+    """`read_table` of a task's file."""
+    return read_table(path, task.columns, (task.text,))
+
+
+def task_row(task: LabelledTask, row: Row, path: Path, labelled: bool = True) -> Optional[Labelled]:
+    """What the task reads of a row; None: it leaves it out. labelled: False where anything may stand for the label.
+
+    Raises DataError for missing columns and labels, and for what is no text.
+    """
+    where, columns = f"{path}, line {row.line}", row.columns
+    if task.prepare is not None:
+        try:
+            columns = task.prepare(columns)
+        except (LookupError, TypeError) as error:
+            raise DataError(f"{where} is not as {task.name} has them: {error!r}") from None
+    text = text_in(column(columns, task.text, where, "text"), f"{where}, {task.text}")
+    pair = task.text_pair and text_in(column(columns, task.text_pair, where, "text_pair"), f"{where}, {task.text_pair}")
+    cell = column(columns, task.label, where, "label") if labelled else columns.get(task.label)
+    label = "" if not labelled and isinstance(cell, (list, dict)) else label_in(cell, where)
+    if label in task.skip:
+        return None
+    if labelled and not label:
+        raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
+    return Labelled(text, pair, label)
+
+
+def column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
+    """A cell of a row. Raises DataError where there is no such column."""
+    if name not in row:
+        raise DataError(
+            f"{where} has no column {name!r}{did_you_mean(name, map(str, row))}",
+            f"it has {', '.join(map(str, row))}",
+            f"the task takes its {what} from there",
+        )
+    return row[name]
+
+
+def skipped(task: LabelledTask, path: Path, rows: int, kept: int) -> list[str]:
+    """A note of rows that the task leaves out, if any."""
+    if kept == rows:
+        return []
+    return [f"{path}: {rows - kept} of {rows} rows are left out, whose label is {' or '.join(task.skip)}"]
+
+
 @lru_cache(maxsize=16)
-def read_labelled(path: str) -> LabelledFile:
-    """The rows of a file. Raises DataError that names the line of what is none, or for a file without two labels."""
+def read_labelled(path: str, task: Optional[LabelledTask] = None) -> LabelledFile:
+    """The rows of a file, as the task says, or else by the names that their columns have.
+
+    Raises DataError that names the line of what is none, or for a file without two labels.
+    """
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file", do=f"labelled texts are in files {', '.join(ENDINGS)}")
-    table, notes = read_table(Path(path))
-    rows = tuple(_labelled(row, f"{path}, line {row.line}") for row in table)
+    rows, notes = _as_named(Path(path)) if task is None else _as_published(Path(path), task)
     if not rows:
         raise DataError(f"{path} has no rows", do="give labelled texts, or leave the task out")
-    if len(labels := labels_of(rows)) < 2:
+    if len(found := labels_of(rows)) < 2:
         raise DataError(
-            f"{path}: all {len(rows):,} rows have the label {labels[0]!r}", do="give texts of two labels or more"
+            f"{path}: all {len(rows):,} rows have the label {found[0]!r}", do="give texts of two labels or more"
         )
-    return LabelledFile(rows, tuple(notes))
+    return LabelledFile(tuple(rows), tuple(task.labels if task else found), tuple(notes))
 
 
-def labels_of(rows: tuple[Labelled, ...]) -> list[str]:
-    """The labels that rows have, in the order of text: the number of a class is its place here."""
+def labels_of(rows: Sequence[Labelled]) -> list[str]:
+    """The labels that rows have, in the order of text."""
     return sorted({row.label for row in rows})
 
 
-def _labelled(row: Row, where: str) -> Labelled:
-    columns = row.columns
-    first, second, label = (
-        next((columns[name] for name in names if columns.get(name) is not None), None)
-        for names in (FIRST, SECOND, LABEL)
-    )
-    if first is None or label is None:
-        wanted = f"a text ({', '.join(FIRST)}) and a label" if first is None else "a label"
+def _as_published(path: Path, task: LabelledTask) -> tuple[list[Labelled], list[str]]:
+    """(rows, notes) of a file of a task whose labels are known."""
+    table, notes = task_table(task, path)
+    rows = []
+    try:
+        for row in table:
+            if (found := task_row(task, row, path)) is None:
+                continue
+            if found.label not in task.labels:
+                raise DataError(
+                    f"{path}, line {row.line}: the label {found.label!r} is none of {task.name}'s",
+                    f"it has {', '.join(task.labels[:20])}{', ...' * (len(task.labels) > 20)}",
+                    "correct it, or leave the row out",
+                )
+            rows.append(found)
+    except DataError as error:
+        other = f"a file that is not {task.name} as it is published needs another name for its task"
+        raise DataError(error.what, error.why, f"{error.do}; {other}" if error.do else other) from None
+    return rows, notes + skipped(task, path, len(table), len(rows))
+
+
+def _as_named(path: Path) -> tuple[list[Labelled], list[str]]:
+    """(rows, notes) of a file whose columns say by their names what they are."""
+    table, notes = read_table(path)
+    rows, unread = [], {}
+    for row in table:
+        task = _named(row, f"{path}, line {row.line}")
+        rows.append(task_row(task, row, path))
+        used = (task.text, task.text_pair, task.label)
+        unread |= {name: None for name, value in row.columns.items() if name not in used and value is not None}
+    return rows, notes + [f"{path}: not read: {', '.join(unread)}"] * bool(unread)
+
+
+def _named(row: Row, where: str) -> LabelledTask:
+    """Where the texts and the label of a row are."""
+    found = [[name for name in names if row.columns.get(name) is not None] for names in (FIRST, SECOND, LABEL)]
+    first, second, label = found
+    if not (first and label):
+        wanted = f"a text ({', '.join(FIRST)}) and a label" if not first else "a label"
         raise DataError(
             f"{where} lacks {wanted}",
-            f"it has {', '.join(columns) or 'no columns'}",
+            f"it has {', '.join(row.columns) or 'no columns'}",
             "name the columns so; a second text of a pair is one of " + ", ".join(SECOND),
         )
-    if not (word := label_in(label, where)):
-        raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
-    return Labelled(text_in(first, where), None if second is None else text_in(second, where), word)
+    for names in found:
+        if len(names) > 1:
+            raise DataError(
+                f"{where} has {' and '.join(names)}, and one of them would not be read",
+                do="leave out what is not to be read; the texts of a pair are sentence1 and sentence2",
+            )
+    return LabelledTask("", first[0], second[0] if second else None, label[0])
 
 
 def pair_lengths(first: int, second: int, length: int) -> tuple[int, int]:

@@ -13,14 +13,16 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Optional
 from zlib import crc32
 
 import numpy as np
 
 from megatron.data.index_maps import parse_split, sequences_of
-from megatron.data.labelled import Labelled, is_labelled, labels_of, read_labelled
+from megatron.data.labelled import Labelled, LabelledFile, is_labelled, labels_of, read_labelled
 from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
+from megatron.data.published import published_task
 from megatron.data.task_words import parsed_tasks, whole_weights
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
@@ -40,6 +42,10 @@ class MixtureTask:
     path: Optional[str] = None
     labels: tuple[str, ...] = ()
 
+    def read(self) -> LabelledFile:
+        """Its labelled texts: those of GLUE and CLUE as they are published, others by the names of their columns."""
+        return read_labelled(self.path, published_task(self.name))
+
 
 def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
     """The tasks that --task-mixture says; their number in this list is `task` of a sample.
@@ -48,11 +54,21 @@ def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
     """
     parsed = parsed_tasks(words)
     weights = whole_weights([weight for _, weight, _ in parsed])
-    return [MixtureTask(name, weight, path, _labels(path)) for (name, _, path), weight in zip(parsed, weights)]
+    tasks = [MixtureTask(name, weight, path) for (name, _, path), weight in zip(parsed, weights)]
+    return [replace(task, labels=task.read().labels) if _is_labelled(task) else task for task in tasks]
 
 
-def _labels(path: Optional[str]) -> tuple[str, ...]:
-    return tuple(labels_of(read_labelled(path).rows)) if path and is_labelled(path) else ()
+def _is_labelled(task: MixtureTask) -> bool:
+    """Whether its file is one of labelled texts. Raises DataError for a task of numbers."""
+    known = published_task(task.name)
+    # Some of the published files end in .txt; token files are named by what is ahead of their endings.
+    found = task.path and (is_labelled(task.path) or known and Path(task.path).is_file())
+    if found and known and known.regression:
+        raise DataError(
+            f"--task-mixture: {task.name} has numbers for labels, and a mixture tells classes apart",
+            do=f"finetune.py --task {known.name} learns them; with another name its columns are read by their names",
+        )
+    return bool(found)
 
 
 class MixtureOrder:
@@ -189,7 +205,7 @@ def _build_labelled(
     config: Config, task: MixtureTask, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples
 ) -> list:
     """The datasets of a task of labelled texts, None where nothing is wanted or there is none: --split divides its rows."""
-    (rows, notes), built = read_labelled(task.path), []
+    (rows, _, notes), built = task.read(), []
 
     @lru_cache(maxsize=1 << 16)
     def encoded(text: str) -> np.ndarray:

@@ -125,10 +125,12 @@ class T5Samples(MaskedSamples):
         return self._arrays(*self.with_sentinels(tokens.tolist(), spans), truncated)
 
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
-        """As `make`: the encoder reads the text, or a pair end to end, and the decoder writes the label, as text."""
-        pieces = fitted(first, second, self.longest)
-        read, written = np.concatenate(pieces).tolist(), label[: self.decoder - 1].tolist()
-        return self._arrays(read, written, len(read) < len(first) + len(first[:0] if second is None else second))
+        """As `make`: the encoder reads a text, or a pair, each with its end; the decoder writes the label, as text."""
+        pair = second is not None
+        of_first, of_second = fitted(first, second, self.encoder - 1 - pair)
+        cut = len(of_first) + len(of_second) < len(first) + (len(second) if pair else 0)
+        read = with_ends(of_first.tolist(), of_second.tolist() if pair else None, self.eos)
+        return self._arrays(read, label[: self.decoder - 1].tolist(), cut)
 
     def check_labels(self, path: str, labels: Mapping[str, np.ndarray]) -> None:
         room, seen = self.decoder - 1, {}
@@ -173,3 +175,12 @@ class T5Samples(MaskedSamples):
             written += [sentinel, *span.tokens]
             start = span.positions[-1] + 1
         return read + tokens[start:], written
+
+
+def with_ends(text: Sequence[int], pair: Optional[Sequence[int]], eos: int) -> list[int]:
+    """What an encoder reads of a text, or of two: each with an end behind it.
+
+    >>> with_ends([7, 8], None, 1), with_ends([7, 8], [9], 1)
+    ([7, 8, 1], [7, 8, 1, 9, 1])
+    """
+    return [*text, eos] if pair is None else [*text, eos, *pair, eos]

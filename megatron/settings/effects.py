@@ -108,6 +108,10 @@ EFFECTS: dict[str, Needs] = {
     "eval_same_samples": Needs(
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
     ),
+    "stop_at_loss": Needs(
+        "validations ahead of the end (--eval-iters or --full-validation, --eval-interval or --eval-epoch)",
+        lambda s: VALIDATION.met(s) and (s.eval_epoch or s.train_iters is None or s.eval_interval < s.train_iters),
+    ),
     "skip_train": Needs(
         "--eval-iters or --test-iters above 0, or --full-validation",
         lambda s: s.settings.batch.tested_batches or s.eval_iters or s.full_validation,

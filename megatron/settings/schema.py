@@ -439,6 +439,11 @@ class Batch:
         "evaluation",
         None,
     )
+    stop_at_loss: Optional[float] = setting(
+        "training ends when the loss of a validation, the first that the log has, is at most this",
+        None,
+        on_resume="told",
+    )
     skip_train: bool = setting(
         "no training: --eval-iters batches of validation and test data, in the layout that is given",
         False,

@@ -13,53 +13,39 @@ The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the sa
     metrics: [accuracy, macro_f1]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
 import yaml
 
+from megatron.data.labelled import LabelledTask
+from megatron.data.published import PUBLISHED, plain_name, published_task
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
 from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
-class Task:
-    """train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
+class Task(LabelledTask):
+    """See `LabelledTask`.
+
+    train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
                 is read
-    columns:    of files whose first line is no header
-    labels:     None: those of the training files; (): numbers (a regression)
-    skip:       labels of rows that are left out ("-": annotators did not agree)
     id:         column of a row's number in a file of predictions (default: its place in the file, from 0)
     folder:     where its files may be below --data-path
-    prepare:    a row as it is read -> with the columns of text and label that the task names
     answers:    form of predictions: name of a set -> file, whose ending says which
     settings:   of training, where nobody gives others
     """
 
-    name: str
-    train: Mapping[str, tuple[str, ...]]
-    valid: Mapping[str, tuple[str, ...]]
+    train: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    valid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     test: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    text: str = "sentence"
-    text_pair: Optional[str] = None
-    label: str = "label"
-    labels: Optional[tuple[str, ...]] = None
     metrics: tuple[str, ...] = ("accuracy",)
-    columns: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
     id: Optional[str] = None
     folder: str = ""
-    prepare: Optional[Callable[[Row], Row]] = None
     answers: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def regression(self) -> bool:
-        return self.labels == ()
 
     @property
     def outputs(self) -> int:
@@ -96,113 +82,71 @@ FLEETX = dict(
 )
 
 
-def _glue(name: str, folder: str, labels: str, metrics: str = "accuracy", **more) -> Task:
-    sets = dict(train=one("train.tsv"), valid=one("dev.tsv"), test=one("test.tsv"), answers={"": f"{folder}.tsv"})
-    common = dict(folder=folder, labels=tuple(labels.split()), metrics=tuple(metrics.split()), id="index")
-    return Task(name, **{**sets, **common, "settings": FLEETX, **more})
-
-
 FIVE_EPOCHS = {**FLEETX, "train_epochs": 5}
-PAIR = dict(text="sentence1", text_pair="sentence2")
-_COLA = ("source", "label", "star", "sentence")
+LONG = {**FLEETX, "seq_length": 256}
+
+
+def _glue(name: str, folder: str = "", metrics: str = "accuracy", **more) -> Task:
+    folder = folder or name
+    sets = dict(train=one("train.tsv"), valid=one("dev.tsv"), test=one("test.tsv"), answers={"": f"{folder}.tsv"})
+    common = dict(folder=folder, metrics=tuple(metrics.split()), id="index", settings=FLEETX)
+    return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
+
+
 GLUE = (
-    _glue("CoLA", "CoLA", "0 1", "matthews", columns=_COLA),
-    _glue("SST2", "SST-2", "0 1"),
+    _glue("CoLA", metrics="matthews"),
+    _glue("SST2", "SST-2"),
     _glue(
         "MRPC",
-        "MRPC",
-        "0 1",
-        "accuracy f1",
+        metrics="accuracy f1",
         train=one("train.tsv", "msr_paraphrase_train.txt"),
         valid=one("dev.tsv", "msr_paraphrase_test.txt"),
-        text="#1 String",
-        text_pair="#2 String",
-        label="Quality",
         settings=FIVE_EPOCHS,
     ),
-    _glue("QQP", "QQP", "0 1", "accuracy f1", text="question1", text_pair="question2", label="is_duplicate", id="id"),
-    _glue("STSB", "STS-B", "", "pearson spearman", label="score", **PAIR),
+    _glue("QQP", metrics="accuracy f1", id="id"),
+    _glue("STSB", "STS-B", "pearson spearman"),
     _glue(
         "MNLI",
-        "MNLI",
-        "contradiction entailment neutral",
         valid={"matched": ("dev_matched.tsv",), "mismatched": ("dev_mismatched.tsv",)},
         test={"matched": ("test_matched.tsv",), "mismatched": ("test_mismatched.tsv",)},
         answers={"matched": "MNLI-m.tsv", "mismatched": "MNLI-mm.tsv"},
-        label="gold_label",
-        skip=("-",),
-        **PAIR,
     ),
-    _glue("QNLI", "QNLI", "entailment not_entailment", text="question", text_pair="sentence"),
-    _glue("RTE", "RTE", "entailment not_entailment", **PAIR),
-    _glue("WNLI", "WNLI", "0 1", settings=FIVE_EPOCHS, **PAIR),
+    _glue("QNLI"),
+    _glue("RTE"),
+    _glue("WNLI", settings=FIVE_EPOCHS),
 )
 
 
-def _clue(name: str, labels: str, **more) -> Task:
+def _clue(name: str, **more) -> Task:
     low = name.lower()
     sets = dict(train=one("train.json"), valid=one("dev.json"), test=one("test.json", "test1.0.json", "test1.1.json"))
-    common = dict(folder=low, labels=tuple(labels.split()), answers={"": f"{low}_predict.json"}, id="id")
-    return Task(name, **{**sets, **common, "settings": FLEETX, **more})
+    common = dict(folder=low, answers={"": f"{low}_predict.json"}, id="id", settings=FLEETX)
+    return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
-def _marked(row: Row) -> Row:
-    """CLUEWSC2020: the text with _the pronoun_ and [the noun] marked, of which it is asked whether they are the same."""
-    text, target = row["text"], row["target"]
-    spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
-    for start, words, marks in sorted(spans, reverse=True):
-        end = start + len(words)
-        text = text[:start] + marks[0] + text[start:end] + marks[1] + text[end:]
-    return {**row, "text": text}
-
-
-def _joined_keywords(row: Row) -> Row:
-    """CSL: are these the keywords of the abstract?"""
-    return {**row, "keywords": " ".join(row["keyword"])}
-
-
-INFERENCE = "contradiction entailment neutral"
 CLUE = (
-    _clue("AFQMC", "0 1", **PAIR),
-    _clue("TNEWS", " ".join(str(code) for code in range(100, 117) if code not in (105, 111))),
-    _clue("IFLYTEK", " ".join(map(str, range(119))), settings={**FLEETX, "seq_length": 256}),
-    _clue("CMNLI", INFERENCE, skip=("-",), **PAIR),
-    _clue("CLUEWSC", "false true", text="text", prepare=_marked, folder="cluewsc2020"),
-    _clue(
-        "CSL",
-        "0 1",
-        text="keywords",
-        text_pair="abst",
-        prepare=_joined_keywords,
-        settings={**FLEETX, "seq_length": 256},
-    ),
-    _clue(
-        "OCNLI",
-        INFERENCE,
-        train=one("train.json", "train.50k.json"),
-        answers={"": "ocnli_50k_predict.json"},
-        skip=("-",),
-        **PAIR,
-    ),
+    _clue("AFQMC"),
+    _clue("TNEWS"),
+    _clue("IFLYTEK", settings=LONG),
+    _clue("CMNLI"),
+    _clue("CLUEWSC", folder="cluewsc2020"),
+    _clue("CSL", settings=LONG),
+    _clue("OCNLI", train=one("train.json", "train.50k.json"), answers={"": "ocnli_50k_predict.json"}),
 )
 TASKS = {task.name: task for task in (*GLUE, *CLUE)}
 _NOT_HERE = {
     **dict.fromkeys(("c3", "chid", "cmrc", "cmrc2018"), "its answers are no labels, and such tasks are not there"),
     "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
 }
-_OTHER_NAMES = {"wsc": "CLUEWSC", "cluewsc2020": "CLUEWSC", "qqpairs": "QQP"}
 
 
 def find_task(name: str) -> Task:
     """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError."""
     if name.endswith((".yaml", ".yml")):
         return read_task(Path(name))
-    plain = name.lower().replace("-", "").replace("_", "")
-    plain = plain[4:] if plain.startswith(("clue", "glue")) and not plain.startswith("cluewsc") else plain
-    plain = _OTHER_NAMES.get(plain, plain).lower()
-    for known, task in TASKS.items():
-        if plain == known.lower():
-            return task
+    if known := published_task(name):
+        return TASKS[known.name]
+    plain = plain_name(name)
     if plain in _NOT_HERE:
         raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
     raise UsageError(

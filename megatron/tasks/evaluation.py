@@ -25,7 +25,7 @@ class TaskMeasures(Measures):
         super().__init__(config)
         settings = task_settings(config)
         self.task = open_task(settings).task
-        self.patience, self.stop_at_loss = settings.patience, settings.stop_at_loss
+        self.patience = settings.patience
         self.smaller_is_better = self.task.smaller_is_better
         sets = open_task(settings).files["valid"]
         self.keeps_best = settings.best_checkpoint

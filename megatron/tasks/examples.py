@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
-from megatron.data.tables import Row, label_in, read_table, text_in
+from megatron.data.labelled import column, skipped, task_row, task_table
+from megatron.data.tables import Row, label_in
 from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.tasks.description import Task, with_labels
 
@@ -61,12 +62,11 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
     rows, sets, notes = [], {}, []
     for name, path in files.items():
         start = len(rows)
-        found, told = read_table(path, task.columns, (task.text,))
+        found, told = task_table(task, path)
         rows += _examples(task, path, found, labelled)
         if len(rows) == start:
             raise DataError(f"{path} holds no examples")
-        if skipped := len(found) - (len(rows) - start):
-            told.append(f"{path}: {skipped} of {len(found)} rows are left out, whose label is {' or '.join(task.skip)}")
+        told += skipped(task, path, len(found), len(rows) - start)
         sets[name] = range(start, len(rows))
         notes += told
     return Examples(tuple(rows), sets, tuple(notes))
@@ -74,36 +74,14 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
 
 def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> Iterator[TaskExample]:
     numbers = {label: number for number, label in enumerate(task.labels or ())}
-    for place, line, row in rows:
-        where = f"{path}, line {line}"
-        if task.prepare is not None:
-            try:
-                row = task.prepare(row)
-            except (LookupError, TypeError) as error:
-                raise DataError(f"{where} is not as {task.name} has them: {error!r}") from None
-        text = text_in(_column(row, task.text, where, "text"), f"{where}, {task.text}")
-        pair = task.text_pair and text_in(
-            _column(row, task.text_pair, where, "text_pair"), f"{where}, {task.text_pair}"
-        )
-        cell = _column(row, task.label, where, "label") if labelled else row.get(task.label)
-        word = "" if not labelled and isinstance(cell, (list, dict)) else label_in(cell, where)
-        if word in task.skip:
+    for row in rows:
+        found = task_row(task, row, path, labelled)
+        if found is None:
             continue
-        if labelled and not word:
-            raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
-        label = _label(task, word, numbers, where, strict=labelled) if word else None
-        id = row.get(task.id) if task.id else None
-        yield TaskExample(text, pair, label, str(place if id is None else id))
-
-
-def _column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
-    if name not in row:
-        raise DataError(
-            f"{where} has no column {name!r}{did_you_mean(name, map(str, row))}",
-            f"it has {', '.join(map(str, row))}",
-            f"the task takes its {what} from there",
-        )
-    return row[name]
+        where = f"{path}, line {row.line}"
+        label = _label(task, found.label, numbers, where, strict=labelled) if found.label else None
+        id = row.columns.get(task.id) if task.id else None
+        yield TaskExample(found.first, found.second, label, str(row.place if id is None else id))
 
 
 def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, strict: bool) -> Optional[float]:
@@ -133,9 +111,9 @@ def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
     """The labels of files, sorted: numbers by value. Raises DataError, SettingsError where there are no two."""
     words = []
     for path in paths:
-        for row in read_table(path, task.columns, (task.text,))[0]:
+        for row in task_table(task, path)[0]:
             where = f"{path}, line {row.line}"
-            words.append(label_in(_column(row.columns, task.label, where, "label"), where))
+            words.append(label_in(column(row.columns, task.label, where, "label"), where))
     found = set(words) - set(task.skip) - {""}
     plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
     if len(plain) < 2:

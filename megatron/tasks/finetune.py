@@ -66,7 +66,7 @@ def recipe() -> Recipe:
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
-        heads=(f"{HEAD}.weight",),  # a BERT has others in the unit of its head for words
+        anew=lambda name, stored: name == f"{HEAD}.weight",  # a BERT has others in the unit of its head for words
         starts_from=tuple(BACKBONES),
         part=part_of_trunk,
         settled=settled_trunk,

@@ -72,9 +72,6 @@ class TaskSettings:
     patience: Optional[int] = setting(
         "training ends when so many evaluations in a row were no better than the best one", None, on_resume="told"
     )
-    stop_at_loss: Optional[float] = setting(
-        "training ends when the loss of an evaluation is at most this", None, on_resume="told"
-    )
     best_checkpoint: bool = setting(
         "keep the weights of the best evaluation in a folder best below --save, and predict with them",
         True,

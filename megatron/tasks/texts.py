@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.data.bert_dataset import join_pair, padded
 from megatron.data.masked_dataset import special_tokens
+from megatron.data.t5_dataset import with_ends
 from megatron.model.bert.settings import own_settings as bert_settings
 from megatron.model.sample_arrays import SampleArray
 from megatron.model.t5.facts import T5Facts
@@ -167,7 +168,7 @@ class T5Reader(TextReader):
         return self.length - 1 - pair
 
     def read(self, text: Ids, pair: Optional[Ids]) -> Arrays:
-        ids = [*text, self.eos] if pair is None else [*text, self.eos, *pair, self.eos]
+        ids = with_ends(text, pair, self.eos)
         source = {"text_enc": _filled(ids, self.length), "enc_mask": _filled([1] * len(ids), self.length)}
         if not self.target:
             return source

@@ -59,9 +59,7 @@ def load(
         settings.finetune or settings.no_load_optim or config.batch.skip_train
     )  # an evaluation updates nothing
     compare = _refuse_another_trunk if settings.finetune else changes.refuse_another_run
-    pieces, heads = optimizer.pieces(moments=not weights_only), recipe_of(config).heads if settings.finetune else ()
-    anew = sorted({piece.name for piece in pieces if piece.name.startswith(heads)}) if heads else []
-    pieces = [piece for piece in pieces if piece.name not in anew]
+    pieces, recipe = optimizer.pieces(moments=not weights_only), recipe_of(config)
 
     def fits(record: dict[str, Any]) -> None:
         compare(config, record["config"])
@@ -85,6 +83,7 @@ def load(
         rank=context.mesh.rank,
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
+        anew=recipe.anew if settings.finetune else lambda name, stored: False,
     )
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
@@ -92,8 +91,8 @@ def load(
     optimizer.copy_main_params_to_model_params()
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if settings.finetune:
-        anew = sorted({name for names in all_gather_object(anew) for name in names})
-        return fresh, record, notices + [f"new, and not out of the checkpoint: {', '.join(anew)}"] * bool(anew)
+        new = [f"new, and not out of the checkpoint: {', '.join(restored.anew)}"] if restored.anew else []
+        return fresh, record, notices + new
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])

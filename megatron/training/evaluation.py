@@ -14,7 +14,7 @@ from megatron.settings import schema
 from megatron.telemetry.phases import phase
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import evaluation_facts
-from megatron.training.measures import Measures, RequestMeasures, judge
+from megatron.training.measures import Measures, RequestMeasures, judge, judges
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
 
@@ -43,7 +43,7 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
             judge(run, evaluate(run, run.valid_loader, "validation", final=final))
         evaluate_requests(run, final=last)
         garbage.collect()
-    return saves and run.measures is None  # what is judged is part of the state
+    return saves and not judges(run)  # what is judged is part of the state
 
 
 def save_ahead(run: Run) -> None:

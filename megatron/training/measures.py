@@ -60,7 +60,7 @@ class Measures:
     best_by: name of the figure that the best evaluation has most of; None: they are not compared
     keeps_best: whether the weights of the best one are kept
     of_choices: whether samples are possible continuations, of which a mean loss says nothing; `figures` may have one
-    patience, stop_at_loss: evaluations in a row without a better one, and the loss, at which training ends
+    patience: evaluations in a row without a better one at which training ends
     """
 
     best_by: Optional[str] = None
@@ -68,7 +68,6 @@ class Measures:
     of_choices = False
     smaller_is_better = False
     patience: Optional[int] = None
-    stop_at_loss: Optional[float] = None
 
     def __init__(self, config: schema.Config):
         self.config, self.collected = config, Collected()
@@ -126,15 +125,16 @@ def best_folder(config: schema.Config) -> str:
 
 
 def judge(run, means: dict[str, float]) -> None:
-    """Note how good a validation was, and keep the weights of the best one. A figure that is no number is not good.
+    """Note how good a validation was where that is asked for, and keep the weights of the best one. A figure that is no
+    number is not good.
 
     run: `training.state.Run`.
     """
     measures, state = run.measures, run.state
-    if measures is None:
+    if not judges(run):
         return
     run.state = state = replace(state, valid_loss=next(iter(means.values())))
-    if measures.best_by is None:
+    if measures is None or measures.best_by is None:
         return
     value = means[measures.best_by]
     better = state.best is None or (value < state.best if measures.smaller_is_better else value > state.best)
@@ -147,13 +147,18 @@ def judge(run, means: dict[str, float]) -> None:
         run.metrics.log(f"  best {measures.best_by} so far: {value:.6g}; its weights are in {best_folder(run.config)}")
 
 
+def judges(run) -> bool:
+    """Whether a validation leaves something in the state."""
+    return run.measures is not None or run.config.batch.stop_at_loss is not None
+
+
 def enough(run) -> Optional[str]:
     """Why training need not go on, in words; None: it does. A function of the state, so a resumed run knows it too."""
-    measures, state = run.measures, run.state
+    measures, state, wanted = run.measures, run.state, run.config.batch.stop_at_loss
+    if wanted is not None and state.valid_loss is not None and state.valid_loss <= wanted:
+        return f"--stop-at-loss {wanted:g}: the last evaluation had {state.valid_loss:.6g}"
     if measures is None:
         return None
-    if measures.stop_at_loss is not None and state.valid_loss is not None and state.valid_loss <= measures.stop_at_loss:
-        return f"--stop-at-loss {measures.stop_at_loss:g}: the last evaluation had {state.valid_loss:.6g}"
     if measures.patience is not None and state.evaluations_since_best >= measures.patience:
         if state.best is None:
             return f"--patience {measures.patience}: no evaluation had a {measures.best_by} that is a number"

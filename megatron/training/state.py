@@ -50,7 +50,7 @@ class State:
     left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
     rollbacks: int = 0
     # Of a recipe with measures (`training.measures`): the best validation's figure, where it was, how many were no better
-    # since; and the loss of the last one.
+    # since; and the loss of the last one, also where --stop-at-loss asks for it.
     best: Optional[float] = None
     best_iteration: int = 0
     evaluations_since_best: int = 0

@@ -150,11 +150,29 @@ def test_encoder_decoders_write_labels(folder):
         if sample["task"] == 0:
             assert sample["text_dec"][1] >= corpus.WORDS + 2
             continue
-        read = " ".join(f"w{id}" for id in sample["text_enc"][sample["enc_mask"] > 0])
+        read = " ".join(f"w{id}" for id in sample["text_enc"][sample["enc_mask"] > 0]).replace(f"w{bos + 1}", "[EOS]")
         label = int(sample["text_dec"][1])
-        assert (read, f"w{label}") in {(f"{a} {b}", c) for a, b, c in ROWS}
+        assert (read, f"w{label}") in {(f"{a} [EOS] {b} [EOS]", c) for a, b, c in ROWS}  # as fine-tuning reads a pair
         assert sample["text_dec"][:2].tolist() == [bos, label] and sample["labels"][:2].tolist() == [label, bos + 1]
         assert sample["loss_mask"].sum() == 2
+
+
+def test_encoders_read_labelled_texts_up_to_their_length(folder):
+    """The longer text of a pair gives way, and its end mark stays; what was cut off is told."""
+    config = config_of(folder, "masked=1")
+    samples = t5_dataset.t5_samples(
+        config, tokenizer := build_tokenizer(config.tokenizer), tokenizer.vocab_size, 9, print
+    )
+    end, label = samples[0].eos, np.array([9])
+    for first, second, wanted, cut in (
+        (47, None, [*range(47), end], 0),
+        (48, None, [*range(47), end], 1),
+        (40, 6, [*range(40), end, *range(6), end], 0),
+        (60, 6, [*range(40), end, *range(6), end], 1),
+        (3, 0, [0, 1, 2, end, end], 0),
+    ):
+        sample = samples[0].labelled(np.arange(first), None if second is None else np.arange(second), label)
+        assert sample["text_enc"][sample["enc_mask"] > 0].tolist() == wanted and sample["truncated"] == cut
 
 
 def test_long_texts_lose_their_ends():
@@ -187,8 +205,17 @@ def test_files_of_labelled_texts(folder, tmp_path):
         ("label.jsonl", '{"text": "a"}\n', "line 1 lacks a label"),
         ("text.tsv", "content\tlabel\na\t1\n", "line 2 lacks a text"),
         ("kind.jsonl", '{"text": "a", "label": [1]}\n', r"line 1: \[1\] stands where a label is wanted"),
-        ("text.jsonl", '{"text": ["a"], "label": 1}\n', "line 1: .* stands where a text is wanted"),
-        ("second.jsonl", '{"text": "a", "sentence2": ["b"], "label": 1}\n', "line 1: .* stands where a text is wanted"),
+        ("text.jsonl", '{"text": ["a"], "label": 1}\n', "line 1, text: .* stands where a text is wanted"),
+        (
+            "second.jsonl",
+            '{"text": "a", "sentence2": ["b"], "label": 1}\n',
+            "line 1, sentence2: .* stands where a text is wanted",
+        ),
+        (
+            "qnli.tsv",
+            "index\tquestion\tsentence\tlabel\n0\tWhen?\tIn 1990.\t1\n",
+            "line 2 has sentence and question, and one of them would not be read",
+        ),
         ("list.jsonl", "[1, 2]\n", "line 1: list, no object"),
         ("empty.tsv", "text\tlabel\na\t \nb\t0\n", "line 2: the label is empty"),
         ("more.csv", "text,label\n" + "A fine, film.,good\n" * 9, "line 2: 3 columns, where the header names 2"),
@@ -232,6 +259,38 @@ def test_what_labelled_texts_lose_is_told(folder, tmp_path):
         "of 3 labels 1 are in the part for training alone: 0",
         "of 3 labels 1 are in the part for validation alone: 2",
     ]
+
+
+def test_columns_that_are_not_read_are_told(tmp_path):
+    rows = [dict(id=1, text="a", label="1", keywords=None), dict(text="b", text_pair="c", label="0", level="easy")]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_labelled(f"{tmp_path}/own.jsonl")
+    assert found.rows == (Labelled("a", None, "1"), Labelled("b", "c", "0"))
+    assert found.notes == (f"{tmp_path}/own.jsonl: not read: id, level",)
+
+
+def test_tasks_with_known_names_are_read_as_those(folder, tmp_path):
+    """CMNLI's rows without a label teach nothing, and classes are the task's, not the file's."""
+    labels = ["neutral", "-", "entailment"] * 20
+    lines = [json.dumps(dict(sentence1=f"w{6 + i}", sentence2="w7", label=label)) for i, label in enumerate(labels)]
+    (tmp_path / "train.json").write_text("\n".join(lines) + "\n")
+    told = []
+    train = build(folder, "masked=1", f"cmnli=1:{tmp_path}/train.json", sizes=(64, 4, 0), log=told.append)[0]
+    assert " > cmnli: 40 labelled texts, 3 classes" in told
+    assert f"note: {tmp_path}/train.json: 20 of 60 rows are left out, whose label is -" in told
+    seen = {(int(s["text"][1]) - 6) % 3: int(s["class_label"]) for s in train if s["task"] == 1}
+    assert seen == {0: 2, 2: 1}  # contradiction, entailment, neutral: as all of CMNLI's files are numbered
+    for text, words in (
+        (
+            lines[0] + '\n{"sentence1": "a", "sentence2": "b", "label": "no"}',
+            "line 2: the label 'no' is none of CMNLI's",
+        ),
+        ('{"text": "a", "label": "neutral"}', "(?s)has no column 'sentence1'.*needs another name for its task"),
+    ):
+        (tmp_path / "wrong.json").write_text(text + "\n")
+        with pytest.raises(DataError, match=words):
+            tasks_of(["masked=1", f"CLUE-CMNLI=1:{tmp_path}/wrong.json"])
+    assert tasks_of(["masked=1", "cmnli=1:cmnli_text_sentence"])[1].labels == ()  # token files
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 """One encoder and several heads: each learns from the samples of its own task, in every layout the same."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import pretrain_bert
+from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
 from megatron.model.recipe import parse_any, recipe_of, shown, sums_of
 from megatron.mpu.mesh import Mesh
@@ -16,6 +20,7 @@ from megatron.training.rules import resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
 S, V = 24, len(WORDS) + 2
+PARTS = ("pooler.bias", "pooler.weight", "scores.bias", "scores.weight")
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +119,30 @@ def test_a_step_without_samples_of_a_task_has_no_part_in_its_mean():
         step = StepMetrics(number, 8, 8, means, 1e-3)
         interval.add(step, means, 0.1)
     assert interval.means == {"lm loss": 3.0, "mood loss": 2.0}
+
+
+def test_heads_that_a_checkpoint_has_not_begin_anew(flags, tmp_path, capsys):
+    """Those that it has are taken out of it, as all other weights are: steps of hardly any rate leave them as they were."""
+    plain = re.sub("--model-type BERT|--task-mixture.*mood.jsonl", "", flags)
+    topic, mood = re.search(r"--task-mixture (.*) (mood\S+)", flags).groups()
+    new = []  # of each run, what its log says
+
+    def weights(seed: int, words: str) -> dict[str, torch.Tensor]:
+        save = f"{tmp_path}/{seed}"
+        small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --micro-batch-size 8 --train-iters 1 --lr 1e-12"
+        pretrain_bert.main(f"{plain} {small} --seed {seed} --save {save} {words}".split())
+        new.append(re.findall("new, and not out of the checkpoint: (.*)", capsys.readouterr().out))
+        with Reader(Path(save) / "iter_0000001") as reader:
+            return {name: reader.read(name) for name in reader.tensors if not name.startswith("optimizer.")}
+
+    heads = lambda name: {f"tasks.{name}.{rest}" for rest in PARTS}
+    first = weights(1, "")
+    second = weights(2, f"--load {tmp_path}/1 --finetune --task-mixture {topic}")
+    third = weights(3, f"--load {tmp_path}/2 --finetune --task-mixture {topic} {mood}")
+    weights(4, f"--load {tmp_path}/3 --finetune")  # it has no use for heads
+    assert new == [[], [", ".join(sorted(heads("topic")))], [", ".join(sorted(heads("mood")))], []]
+    assert second.keys() - first.keys() == heads("topic") and third.keys() - second.keys() == heads("mood")
+    for before, after in ((first, second), (second, third)):
+        torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=1e-9)
+    assert not torch.equal(second["tasks.topic.pooler.weight"], third["tasks.mood.pooler.weight"])
+    assert not pretrain_bert.recipe().anew("binary.pooler.bias", False)  # what is no task's head must be there

@@ -114,6 +114,7 @@ CASES = {
     "verify_data": ("--verify-data", "", "--data-path d"),
     "eval_interval": ("--eval-interval 5", "--eval-iters 0", "--eval-iters 0 --full-validation"),
     "eval_same_samples": ("--eval-same-samples", "--full-validation", ""),
+    "stop_at_loss": ("--stop-at-loss 2", "--eval-iters 0 --eval-interval 5", "--eval-interval 5"),
     "skip_train": ("--skip-train", "--eval-iters 0", "--eval-iters 0 --full-validation"),
     "min_lr": ("--min-lr 1e-5", RATE, "--lr-decay-style cosine"),
     "lr_decay_iters": ("--lr-decay-iters 9", RATE, f"{RATE} --lr-warmup-fraction 0.1"),

@@ -147,6 +147,7 @@ CHECKS = dict(
         eval_epoch="test_epochs::test_validation_behind_every_second_epoch",
         eval_requests="test_requests::test_requests_in_the_loop_are_those_of_the_plain_network",
         eval_same_samples="test_validation::test_the_same_samples_each_time",
+        stop_at_loss="test_validation::test_a_loss_that_is_reached_ends_training",
         skip_train="test_skip_train::test_the_last_evaluation_of_training_in_another_layout",
         exit_interval=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",
         exit_duration_in_mins=f"{STEP}::test_a_run_stops_early_with_a_checkpoint",

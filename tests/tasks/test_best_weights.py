@@ -96,11 +96,12 @@ def test_what_patience_has_nothing_to_judge_by_is_told(line, capsys):
 
 
 def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
-    measures = SimpleNamespace(best_by="mse", smaller_is_better=True, patience=2, stop_at_loss=None)
+    measures = SimpleNamespace(best_by="mse", smaller_is_better=True, patience=2)
+    config = SimpleNamespace(batch=SimpleNamespace(stop_at_loss=None))
     from megatron.optimizer.scaler import LossScaler
     from megatron.training.state import State
 
-    run = SimpleNamespace(measures=measures, state=State(LossScaler(1.0)), best_manager=None)
+    run = SimpleNamespace(config=config, measures=measures, state=State(LossScaler(1.0)), best_manager=None)
     since = []
     for value in (math.nan, math.nan):
         judge(run, {"mse": value})

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.mixture import tasks_of
 from megatron.errors import DataError, Failure, SettingsError, UsageError
 from megatron.tasks.description import CLUE, GLUE, find_task
 from megatron.tasks.evaluation import TaskMeasures, draw_confusion, write_predictions
@@ -176,12 +177,23 @@ def triples(examples) -> list:
     return [(row.text, row.pair, row.label) for row in examples.rows]
 
 
+def triples_of_a_mixture(name: str, path: Path) -> list:
+    """The same out of --task-mixture, where a known name says how the file is read."""
+    task = tasks_of(["masked=1", f"{name.lower()}=1:{path}"])[1]
+    return [(first, second, task.labels.index(label)) for first, second, label in task.read().rows]
+
+
 @pytest.mark.parametrize("name", GLUE_FILES)
 def test_files_of_glue_are_read_as_they_are(name, tmp_path):
     files, wanted = GLUE_FILES[name]
     own = settings(name, write(tmp_path / find_task(name).folder, files))
     assert triples(examples_of(own, "train")) == wanted
     assert triples(examples_of(settings(name, tmp_path), "train")) == wanted  # the folder of all tasks
+    if name == "STSB":
+        with pytest.raises(DataError, match="numbers for labels"):
+            triples_of_a_mixture(name, tmp_path / "STS-B" / "train.tsv")
+    else:
+        assert triples_of_a_mixture(name, tmp_path / find_task(name).folder / next(iter(files))) == wanted
     valid = examples_of(own, "valid")
     assert len(valid.rows) == (2 if name == "MNLI" else 1) and all(row.label is not None for row in valid.rows)
     if name == "MNLI":
@@ -198,6 +210,7 @@ def test_files_of_clue_are_read_as_they_are(name, tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     folder = write(tmp_path, {"train.json": lines, "dev.json": lines})
     assert triples(examples_of(settings(f"CLUE-{name}", folder), "train")) == wanted
+    assert triples_of_a_mixture(name, folder / "train.json") == wanted
 
 
 def test_all_tasks_are_there():

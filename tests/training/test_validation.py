@@ -155,3 +155,27 @@ def test_a_recipes_set_that_ends_before_the_run_does_is_refused_at_the_start(tmp
     for number, (held, more) in enumerate(((24, ""), (8, "--eval-same-samples"), (5, "--full-validation"))):
         start([*flags, *more.split(), "--save", str(tmp_path / f"{number}")], mine)
         assert records(tmp_path / f"{number}", "eval")[-1]["samples"] == min(held, 8)
+
+
+def test_a_loss_that_is_reached_ends_training(tmp_path, capsys):
+    """The run is that without the flag, up to the first validation that is good enough; a run that goes on knows it."""
+    flags = "--lr 3e-3 --lr-decay-style constant --global-batch-size 8 --eval-interval 2 --eval-iters 2 --test-iters 0"
+    flags += " --eval-same-samples"
+    reached = lambda folder: [(one["iteration"], one["lm loss"]) for one in records(tmp_path / folder, "eval")]
+    steps = lambda folder: [one["iteration"] for one in records(tmp_path / folder, "step")]
+    pretrain(0, f"{flags} --train-iters 10 --save {tmp_path / 'whole'}")
+    whole = reached("whole")
+    losses = [loss for _, loss in whole]
+    assert losses == sorted(losses, reverse=True) and [at for at, _ in whole] == [2, 4, 6, 8, 10]
+
+    wanted = f"--stop-at-loss {(losses[1] + losses[2]) / 2:.6f}"  # that of step 4 is above it
+    for folder, words in (("early", "--train-iters 10"), ("last", "--train-iters 6")):
+        line = f"{flags} {wanted} --save {tmp_path / folder}"
+        pretrain(0, f"{line} {words}")
+        assert reached(folder)[:3] == whole[:3] and {at for at, _ in reached(folder)[3:]} <= {6}
+        capsys.readouterr()
+        pretrain(0, f"{line} --train-iters 10 --load {tmp_path / folder}")
+        assert "training ends at iteration 6 of 10: --stop-at-loss" in capsys.readouterr().out
+        assert steps(folder) == [1, 2, 3, 4, 5, 6]
+    pretrain(0, f"{flags} --stop-at-loss 0.001 --train-iters 8 --save {tmp_path / 'last'} --load {tmp_path / 'last'}")
+    assert steps("last") == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megatron.model.bert.facts import BertFacts, dense
 from megatron.model.weights import Unit, add_prefix
 
+TASKS = "tasks."  # what names of their weights begin with
 TAKEN = ("lm", "sop", "z")  # no names of tasks: "lm loss" and its like are sums of the model itself
 
 
@@ -25,7 +26,7 @@ class TaskHead(NamedTuple):
 
     @property
     def unit(self) -> str:
-        return f"tasks.{self.name}"
+        return f"{TASKS}{self.name}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the files of GLUE and CLUE are read, as they are published: columns of texts and labels, and what the labels are."""
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from megatron.data.labelled import LabelledTask
+
+Columns = Mapping[str, Any]
+
+
+def _marked(row: Columns) -> Columns:
+    """CLUEWSC2020: the text with _the pronoun_ and [the noun] marked, of which it is asked whether they are the same."""
+    text, target = row["text"], row["target"]
+    spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
+    for start, words, marks in sorted(spans, reverse=True):
+        end = start + len(words)
+        text = text[:start] + marks[0] + text[start:end] + marks[1] + text[end:]
+    return {**row, "text": text}
+
+
+def _joined_keywords(row: Columns) -> Columns:
+    """CSL: are these the keywords of the abstract?"""
+    return {**row, "keywords": " ".join(row["keyword"])}
+
+
+def _task(name: str, labels: str, **more) -> LabelledTask:
+    return LabelledTask(name, labels=tuple(labels.split()), **more)
+
+
+PAIR = dict(text="sentence1", text_pair="sentence2")
+BINARY, ENTAILMENT, INFERENCE = "0 1", "entailment not_entailment", "contradiction entailment neutral"
+GLUE = (
+    _task("CoLA", BINARY, columns=("source", "label", "star", "sentence")),
+    _task("SST2", BINARY),
+    _task("MRPC", BINARY, text="#1 String", text_pair="#2 String", label="Quality"),
+    _task("QQP", BINARY, text="question1", text_pair="question2", label="is_duplicate"),
+    _task("STSB", "", label="score", **PAIR),
+    _task("MNLI", INFERENCE, label="gold_label", skip=("-",), **PAIR),
+    _task("QNLI", ENTAILMENT, text="question", text_pair="sentence"),
+    _task("RTE", ENTAILMENT, **PAIR),
+    _task("WNLI", BINARY, **PAIR),
+)
+CLUE = (
+    _task("AFQMC", BINARY, **PAIR),
+    _task("TNEWS", " ".join(str(code) for code in range(100, 117) if code not in (105, 111))),
+    _task("IFLYTEK", " ".join(map(str, range(119)))),
+    _task("CMNLI", INFERENCE, skip=("-",), **PAIR),
+    _task("CLUEWSC", "false true", text="text", prepare=_marked),
+    _task("CSL", BINARY, text="keywords", text_pair="abst", prepare=_joined_keywords),
+    _task("OCNLI", INFERENCE, skip=("-",), **PAIR),
+)
+PUBLISHED = {task.name: task for task in (*GLUE, *CLUE)}
+_OTHER_NAMES = {"wsc": "cluewsc", "cluewsc2020": "cluewsc", "qqpairs": "qqp"}
+
+
+def plain_name(name: str) -> str:
+    """What spellings of a task's name share: SST-2 and sst2 are sst2, CLUE-TNEWS is tnews."""
+    plain = name.lower().replace("-", "").replace("_", "")
+    plain = plain[4:] if plain.startswith(("clue", "glue")) and not plain.startswith("cluewsc") else plain
+    return _OTHER_NAMES.get(plain, plain)
+
+
+def published_task(name: str) -> Optional[LabelledTask]:
+    """The task of GLUE or CLUE with this name, however it is spelled."""
+    return next((task for known, task in PUBLISHED.items() if plain_name(name) == known.lower()), None)
