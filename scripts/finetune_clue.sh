@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fine-tune a pretrained model on the tasks of CLUE, one after the other, and keep a file for its leaderboard of each:
-# [TASK ...] [flags]. Default: AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL, those of them that are there.
+# [TASK ...] [flags]. Default: AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL C3 CHID, those of
+# them that are there.
 #
 #   DATA=clue CHECKPOINTS=checkpoints/gpt_cn bash scripts/finetune_clue.sh
 #   DATA=clue CHECKPOINTS=checkpoints/gpt_cn bash scripts/finetune_clue.sh TNEWS AFQMC --train-epochs 5
@@ -14,7 +15,7 @@ while [ $# -gt 0 ] && [[ $1 != -* ]]; do
     shift
 done
 if [ ${#tasks[@]} -eq 0 ]; then
-    for task in AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL; do
+    for task in AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL C3 CHID; do
         folder=$(tr '[:upper:]' '[:lower:]' <<<"$task")
         [ ! -d "${DATA:-clue}/$folder" ] && [ ! -d "${DATA:-clue}/${folder}2020" ] || tasks+=("$task")
     done

@@ -76,7 +76,7 @@ def task_row(task: LabelledTask, row: Row, path: Path, labelled: bool = True) ->
 
     Raises DataError for missing columns and labels, and for what is no text.
     """
-    where, columns = f"{path}, line {row.line}", row.columns
+    where, columns = f"{path}, {row.where}", row.columns
     if task.prepare is not None:
         try:
             columns = task.prepare(columns)
@@ -144,7 +144,7 @@ def _as_published(path: Path, task: LabelledTask) -> tuple[list[Labelled], list[
                 continue
             if found.label not in task.labels:
                 raise DataError(
-                    f"{path}, line {row.line}: the label {found.label!r} is none of {task.name}'s",
+                    f"{path}, {row.where}: the label {found.label!r} is none of {task.name}'s",
                     f"it has {', '.join(task.labels[:20])}{', ...' * (len(task.labels) > 20)}",
                     "correct it, or leave the row out",
                 )
@@ -160,7 +160,7 @@ def _as_named(path: Path) -> tuple[list[Labelled], list[str]]:
     table, notes = read_table(path)
     rows, unread = [], {}
     for row in table:
-        task = _named(row, f"{path}, line {row.line}")
+        task = _named(row, f"{path}, {row.where}")
         rows.append(task_row(task, row, path))
         used = (task.text, task.text_pair, task.label)
         unread |= {name: None for name, value in row.columns.items() if name not in used and value is not None}

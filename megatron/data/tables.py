@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of texts and labels: .tsv as GLUE has it (no quotes), .csv (quoted), .jsonl or .json (an object a line)."""
+"""Tables of texts and labels: .tsv as GLUE has it (no quotes), .csv (quoted), .jsonl or .json (an object a line, or an
+array of them), or a folder of .txt files with an object a line, as RACE's.
+"""
 
 import csv
 import io
@@ -15,11 +17,13 @@ SPOILT = 0.01  # of the rows that may have another number of columns than the he
 
 
 class Row(NamedTuple):
-    """place: from 0, among all rows of the file, also those that are left out; line: of the file, where it begins."""
+    """place: from 0, among all rows of the file, also those that are left out; where: it begins ("line 3"); columns: of a
+    list in place of an object, by their numbers from 0.
+    """
 
     place: int
-    line: int
-    columns: dict[str, Any]
+    where: str
+    columns: dict[Any, Any]
 
 
 def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = ()) -> tuple[list[Row], list[str]]:
@@ -28,16 +32,11 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
     columns: of a file whose first line does not name `wanted`, and is a row then.
     Raises DataError for what cannot be read, naming the line.
     """
-    try:
-        # A lone "\r" is part of a text: as the end of a line it would leave half of one.
-        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8", str(error), "iconv -f ENCODING -t UTF-8 writes it so") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from None
     ending = path.suffix.lower()
-    if ending in (".json", ".jsonl"):
-        return [Row(place, *found) for place, found in enumerate(_objects(path, text))], []
+    if path.is_dir() or ending in (".json", ".jsonl"):
+        found = _in_folder(path) if path.is_dir() else _objects(path, _text(path))
+        return [Row(place, *row) for place, row in enumerate(found)], []
+    text = _text(path)
     # Without quotes where it is no .csv: in GLUE a quotation mark is text.
     lines = _quoted(path, text) if ending == ".csv" else _plain(text)
     table = list(lines)
@@ -49,12 +48,22 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
     else:
         table = table[1:]
     good = [
-        Row(place, line, dict(zip(header, cells)))
+        Row(place, f"line {line}", dict(zip(header, cells)))
         for place, (line, cells) in enumerate(table)
         if len(cells) == len(header)
     ]
     bad = [(line, len(cells)) for line, cells in table if len(cells) != len(header)]
     return good, _spoilt(path, bad, len(table), len(header))
+
+
+def _text(path: Path) -> str:
+    try:
+        # A lone "\r" is part of a text: as the end of a line it would leave half of one.
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8", str(error), "iconv -f ENCODING -t UTF-8 writes it so") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
 
 
 def _spoilt(path: Path, bad: list[tuple[int, int]], rows: int, columns: int) -> list[str]:
@@ -96,8 +105,33 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         ) from None
 
 
-def _objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each line that is not empty."""
+def _in_folder(path: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(where, object) of each line of the .txt files in a folder and below it, in the order of their names."""
+    files = sorted(path.rglob("*.txt"))
+    if not files:
+        raise DataError(f"{path} is a folder without .txt files", do="give a file, or a folder of texts as RACE's")
+    for file in files:
+        for where, row in _objects(file, _text(file)):
+            yield f"{file.relative_to(path)}, {where}", row
+
+
+def _in_array(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(number, columns) of each object or list in an array."""
+    try:
+        items = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON", str(error), "give an array of objects, or one object a line") from None
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, (dict, list)):
+            raise DataError(f"{path}, item {number}: {type(item).__name__}, no object", do="give an array of objects")
+        yield f"item {number}", item if isinstance(item, dict) else dict(enumerate(item))
+
+
+def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(where, object) of each line that is not empty; or of an array."""
+    if text.lstrip().startswith("["):
+        yield from _in_array(path, text)
+        return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -107,7 +141,7 @@ def _objects(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(f"{path}, line {number}: not JSON", str(error), "give one object a line") from None
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: {type(row).__name__}, no object", do="give one object a line")
-        yield number, row
+        yield f"line {number}", row
 
 
 def text_in(value: Any, where: str) -> str:

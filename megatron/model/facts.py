@@ -33,6 +33,7 @@ class RankSetup:
     """How a rank works on the model: its part of each layer and of each sequence, the samples of a pass, number format,
     kernels.
 
+    micro_batch_size: sequences of a pass, as many as its samples have (`Facts.sequences`).
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention whose scores are whole, as other suites have it. plain_softmax:
     --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
@@ -130,6 +131,7 @@ class Facts:
     vocab_size: int
 
     name = "language model"
+    sequences = 1  # that each sample has
 
     # ---- what a model has to say ------------------------------------------------------------------------------------
 
@@ -230,6 +232,11 @@ class Facts:
     @property
     def seq_length(self) -> int:
         return self.settings.seq_length
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample."""
+        return self.sequences * self.seq_length
 
     @property
     def tied(self) -> bool:

@@ -181,7 +181,7 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
 
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
     samples = batch.total_samples(config.batch, layout.dp)
-    wanted = samples * job.facts.seq_length
+    wanted = samples * job.facts.sample_tokens
     yield (
         f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {count(wanted)} tokens"
     )

@@ -80,7 +80,8 @@ class Job:
         """How a rank works on the model in a layout."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
         shared = (cp, cp > 1 and by_heads, self.documents)
-        return RankSetup(tp, sp, micro_batch_size, self.device, self.precision, self.element, *kernels, *shared)
+        sequences = micro_batch_size * self.facts.sequences
+        return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
 
 
 def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:

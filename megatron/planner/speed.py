@@ -63,7 +63,7 @@ class StepTime:
     flops: float  # model FLOPs of all ranks
 
     def tokens_per_second(self, job: Job) -> float:
-        return job.global_batch * job.facts.seq_length / self.seconds
+        return job.global_batch * job.facts.sample_tokens / self.seconds
 
     def tflops_per_rank(self, world_size: int) -> float:
         return self.flops / self.seconds / world_size / 1e12
@@ -131,7 +131,7 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
 
 def useful_flops(job: Job) -> float:
     """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.flops() * job.global_batch * job.facts.seq_length
+    return job.facts.flops() * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:

@@ -149,7 +149,7 @@ def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
     lines = [f"{each:,.0f} tokens/s, {count(each * 86400)} tokens a day {rests}"]
     if tokens:
         hours = tokens / each / 3600 * cluster.world_size
-        steps = tokens / (plan.job.global_batch * plan.job.facts.seq_length)
+        steps = tokens / (plan.job.global_batch * plan.job.facts.sample_tokens)
         lines.append(f"{count(tokens)} tokens: {seconds(tokens / each)}, {count(hours)} device hours {rests}")
         lines.append(f"{count(tokens)} tokens: {steps:,.0f} steps of {plan.job.global_batch:,} samples")
     return lines

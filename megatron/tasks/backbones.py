@@ -270,10 +270,11 @@ def pattern_facts(name: str, config, vocab_size: int) -> Facts:
     return trunk_facts(name, find_backbone(name).words_alone(config), vocab_size)
 
 
-def classifier_facts(name: str, config, vocab_size: int, outputs: int) -> Facts:
-    """The facts of that model with a head of so many outputs in the place of the output layer."""
+def classifier_facts(name: str, config, vocab_size: int, outputs: int, options: int = 1) -> Facts:
+    """The facts of that model with a head of so many outputs in the place of the output layer. options: of a sample."""
     facts = trunk_facts(name, config, vocab_size)
-    return _with_head(type(facts), find_backbone(name).replaced)(**_own(facts), num_outputs=outputs)
+    kind = _with_head(type(facts), find_backbone(name).replaced)
+    return kind(**_own(facts), num_outputs=outputs, sequences=options)
 
 
 def chooser_facts(name: str, config, vocab_size: int, outputs: int, tokens: int) -> Facts:
@@ -337,11 +338,15 @@ def _choosing(trunk: type[Facts]) -> type[Facts]:
 def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
     @dataclass(frozen=True)
     class ClassifierFacts(_scoring(trunk)):
+        """sequences: options that are scored of each sample, each read by itself."""
+
+        sequences: int = 1
         word_head = False
 
         @property
         def name(self) -> str:
-            return f"{super().name} with a head of {self.num_outputs}"
+            head = f"{super().name} with a head of {self.num_outputs}"
+            return f"{head} for each of {self.sequences} options" if self.sequences > 1 else head
 
         @property
         def tied(self) -> bool:

@@ -2,8 +2,8 @@
 """Scores of classes, or a number, for each sample: of a head on a language model's trunk, from a pooled token; or of the
 model's own output layer, from what it says of the tokens of each label in a pattern (pet.py).
 
-Legend: s sequence, b micro-batch, h hidden, c classes or outputs of the head, w tokens of a label, v vocabulary, tp ranks
-that divide each matrix.
+Legend: s sequence, b micro-batch, h hidden, c classes or outputs of the head, o options of a sample, w tokens of a label, v
+vocabulary, tp ranks that divide each matrix.
 """
 
 from functools import cache
@@ -19,10 +19,11 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
 from megatron.tasks.cloze import CHOICES, GAP
-from megatron.tasks.samples import ABOVE, BELOW, SHARES
+from megatron.tasks.samples import ABOVE, BELOW, OF_SAMPLES, OPTIONS, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
+NEVER = -1e9  # the score of an option that is not there
 MASKS = ("padding_mask", "enc_mask")  # arrays of samples that are 1 at the tokens of a text; others have its length
 
 
@@ -81,6 +82,26 @@ def with_hidden_words(batch, dropout: Dropout):
     return named_batch(arrays, batch.samples, batch.hash)
 
 
+def with_options_apart(batch, options: int):
+    """The micro-batch [s, b o] in which each option of a sample is one: arrays of texts hold those of a sample one behind
+    the other, [o s, b], and numbers of texts [o, b].
+    """
+    if options == 1:
+        return batch
+    arrays = {
+        name: array if name in OF_SAMPLES else _apart(array, options, number=name == LENGTHS)
+        for name, array in batch.arrays.items()
+    }
+    samples = (batch.samples.unsqueeze(-1) * options + torch.arange(options)).flatten()
+    return named_batch(arrays, samples, batch.hash)
+
+
+def _apart(array: torch.Tensor, options: int, number: bool) -> torch.Tensor:
+    """[o s, b] -> [s, b o]; or of a number for each option [o, b] -> [b o]."""
+    apart = array.view(options, -1, array.shape[-1]).permute(1, 2, 0).flatten(1)
+    return apart[0] if number else apart.contiguous()
+
+
 @cache
 def scoring(trunk: type) -> type:
     """The class of a trunk's models that give each sample scores of classes, or a number. A subclass says `scores`."""
@@ -92,18 +113,23 @@ def scoring(trunk: type) -> type:
             """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
             label}).
             """
+            read = self.read(batch)
             with self.region():
-                x, sums = self.trunk(x, batch)
+                x, sums = self.trunk(x, read)
                 if not self.last:
                     return (x, sums) if sums else x
-                scores = self.scores(x, batch)
+                scores = self.scores(x, read)
             if self.collect is not None and not self.training:
                 self.collect(batch, scores)
             losses = losses_of(scores, batch)
             return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
 
+        def read(self, batch):
+            """What the trunk reads of a micro-batch."""
+            return batch
+
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
-            """[b, c] fp32 of the last stage's states [s, b, h], or [s/tp, b, h]."""
+            """[b, c] fp32 of the last stage's states [s, b, h], or [s/tp, b, h]. batch: what the trunk has read."""
             raise NotImplementedError
 
         @property
@@ -131,15 +157,24 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
                 [weights] = [unit.weights for unit in self.units if unit.name == HEAD]
                 self.head = Head(weights, **self.factory_kwargs)
 
-        def forward(self, x, batch):
-            return super().forward(x, with_hidden_words(batch, self.word_dropout))
+        def read(self, batch):
+            return with_hidden_words(with_options_apart(batch, self.facts.sequences), self.word_dropout)
 
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
+            scores, options = self.head(self._pooled(x, batch)), self.facts.sequences
+            if options == 1:
+                return scores
+            places = torch.arange(options, device=x.device)
+            missing = places >= batch.arrays[OPTIONS].unsqueeze(-1)  # [b, o]
+            return scores.view(-1, options).masked_fill(missing, NEVER)
+
+        def _pooled(self, x: torch.Tensor, batch) -> torch.Tensor:
+            """What the head sees of each sequence [b, h]."""
+            mask = text_mask(batch)
             if pooling == "mean":
-                return self.head(averaged(x, text_mask(batch), self.tp, self.cut))
-            first = pooling == "first"
-            rows = torch.zeros_like(batch.labels) if first else text_mask(batch).sum(0).long() - 1
-            return self.head(pooled(x, rows, self.tp, self.cut))
+                return averaged(x, mask, self.tp, self.cut)
+            last = mask.sum(0).long() - 1
+            return pooled(x, torch.zeros_like(last) if pooling == "first" else last, self.tp, self.cut)
 
     return Classifier
 

@@ -8,12 +8,13 @@ The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the sa
     valid: dev.tsv
     text: review                    # a column, or a key of JSON lines
     text_pair: title                # of tasks on pairs
+    options: choices                # a list of texts, of which one is right: the label is its place, from 0, or itself
     label: stars
     labels: ["1", "2", "3"]         # default: those of the training files, sorted; [] or regression: true for numbers
     metrics: [accuracy, macro_f1]
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -21,9 +22,12 @@ from typing import Any, Optional
 import yaml
 
 from megatron.data.labelled import LabelledTask
-from megatron.data.published import PUBLISHED, plain_name, published_task
+from megatron.data.published import PUBLISHED, plain_name
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
 from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
+from megatron.tasks.questions import c3, chid, race
+
+Split = Callable[[Mapping[Any, Any], Path, bool], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Task(LabelledTask):
 
     train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
                 is read
+    options:    column of a list, one of which is right: the label is its place, or itself
+    split:      (a row as it is read, its file, whether it has labels) -> a row for each of its questions
+    one_answer: the file of predictions is one JSON object, id -> label
     id:         column of a row's number in a file of predictions (default: its place in the file, from 0)
     folder:     where its files may be below --data-path
     answers:    form of predictions: name of a set -> file, whose ending says which
@@ -41,6 +48,9 @@ class Task(LabelledTask):
     train: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     valid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     test: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    options: Optional[str] = None
+    split: Optional[Split] = None
+    one_answer: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     id: Optional[str] = None
     folder: str = ""
@@ -49,7 +59,7 @@ class Task(LabelledTask):
 
     @property
     def outputs(self) -> int:
-        """Numbers that the head gives: a score of each class, or one."""
+        """Numbers that are found of a sample: a score of each class or option, or one."""
         return 1 if self.regression else len(self.labels)
 
     @property
@@ -83,7 +93,7 @@ FLEETX = dict(
 
 
 FIVE_EPOCHS = {**FLEETX, "train_epochs": 5}
-LONG = {**FLEETX, "seq_length": 256}
+LONG, LONGEST = {**FLEETX, "seq_length": 256}, {**FLEETX, "seq_length": 512}
 
 
 def _glue(name: str, folder: str = "", metrics: str = "accuracy", **more) -> Task:
@@ -117,25 +127,74 @@ GLUE = (
 )
 
 
+def _versions(name: str) -> dict[str, Any]:
+    """CLUE's test sets of a task that has two, and what predictions for them are called."""
+    answers = {version: f"{name}{version.replace('.', '')}_predict.json" for version in ("1.1", "1.0")}
+    test = {"1.1": ("test1.1.json",), "1.0": ("test1.0.json", "test.json")}
+    return dict(test=test, answers={"": answers["1.1"], **answers})
+
+
 def _clue(name: str, **more) -> Task:
     low = name.lower()
-    sets = dict(train=one("train.json"), valid=one("dev.json"), test=one("test.json", "test1.0.json", "test1.1.json"))
+    sets = dict(train=one("train.json"), valid=one("dev.json"), test=one("test.json"))
     common = dict(folder=low, answers={"": f"{low}_predict.json"}, id="id", settings=FLEETX)
     return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
 CLUE = (
     _clue("AFQMC"),
-    _clue("TNEWS"),
+    _clue("TNEWS", **_versions("tnews")),
     _clue("IFLYTEK", settings=LONG),
     _clue("CMNLI"),
-    _clue("CLUEWSC", folder="cluewsc2020"),
+    _clue("CLUEWSC", folder="cluewsc2020", **_versions("cluewsc")),
     _clue("CSL", settings=LONG),
     _clue("OCNLI", train=one("train.json", "train.50k.json"), answers={"": "ocnli_50k_predict.json"}),
 )
-TASKS = {task.name: task for task in (*GLUE, *CLUE)}
+
+
+def _questions(name: str, split: Split, labels: str, **more) -> Task:
+    common = dict(text="question", options="options", label="answer", labels=tuple(labels.split()), id="id")
+    return Task(name, split=split, **{**common, **more})
+
+
+QUESTIONS = (
+    _questions(
+        "RACE",
+        race,
+        "A B C D",
+        text_pair="passage",
+        train=one("train"),
+        valid={"middle": ("dev/middle",), "high": ("dev/high",)},
+        test={"middle": ("test/middle",), "high": ("test/high",)},
+        folder="RACE",
+        settings=LONGEST,
+    ),
+    _questions(
+        "C3",
+        c3,
+        "0 1 2 3",
+        text_pair="passage",
+        train={"m": ("m-train.json", "c3-m-train.json"), "d": ("d-train.json", "c3-d-train.json")},
+        valid={"m": ("m-dev.json", "c3-m-dev.json"), "d": ("d-dev.json", "c3-d-dev.json")},
+        folder="c3",
+        settings=LONGEST,
+        **_versions("c3"),
+    ),
+    _questions(
+        "CHID",
+        chid,
+        "0 1 2 3 4 5 6 7 8 9",
+        train=one("train.json"),
+        valid=one("dev.json"),
+        folder="chid",
+        settings=FLEETX,
+        one_answer=True,
+        **_versions("chid"),
+    ),
+)
+TASKS = {task.name: task for task in (*GLUE, *CLUE, *QUESTIONS)}
 _NOT_HERE = {
-    **dict.fromkeys(("c3", "chid", "cmrc", "cmrc2018"), "its answers are no labels, and such tasks are not there"),
+    **dict.fromkeys(("cmrc", "cmrc2018"), "its answers are pieces of a text, and such tasks are not there"),
     "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
 }
 
@@ -144,9 +203,10 @@ def find_task(name: str) -> Task:
     """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError."""
     if name.endswith((".yaml", ".yml")):
         return read_task(Path(name))
-    if known := published_task(name):
-        return TASKS[known.name]
     plain = plain_name(name)
+    for known, task in TASKS.items():
+        if plain == known.lower():
+            return task
     if plain in _NOT_HERE:
         raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
     raise UsageError(
@@ -156,7 +216,7 @@ def find_task(name: str) -> Task:
     )
 
 
-_KEYS = {f.name for f in fields(Task)} - {"prepare", "answers"} | {"regression", "metric"}
+_KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "answers", "one_answer"} | {"regression", "metric"}
 
 
 def read_task(path: Path) -> Task:
@@ -175,7 +235,11 @@ def read_task(path: Path) -> Task:
             )
     if missing := [key for key in ("train", "text", "label") if not given.get(key)]:
         raise DataError(f"--task {path} says nothing of {', '.join(missing)}", do="see docs/finetuning.md")
-    words = {key: given[key] for key in ("text", "text_pair", "label", "id", "folder") if given.get(key) is not None}
+    words = {
+        key: given[key]
+        for key in ("text", "text_pair", "options", "label", "id", "folder")
+        if given.get(key) is not None
+    }
     lists = {key: _words(given[key], key, path) for key in ("columns", "skip", "metrics", "labels") if key in given}
     if "metric" in given:
         lists["metrics"] = _words(given["metric"], "metric", path)
@@ -191,6 +255,10 @@ def read_task(path: Path) -> Task:
     if not isinstance(settings, dict):
         raise DataError(f"--task {path}: settings is no mapping of names to values", do="settings: {lr: 1.0e-4}")
     answers = {key: f"{name}{f'-{key}' if key else ''}.tsv" for key in sets.get("test", {})}
+    if "options" in words and lists.get("labels") == ():
+        raise DataError(
+            f"--task {path}: options are chosen among, and the labels are numbers", do="leave one of them out"
+        )
     task = Task(name, **{**sets, **lists, **words}, answers=answers, settings={**FLEETX, **settings})
     refuse_metrics(task, str(path))
     return task
@@ -228,6 +296,10 @@ def refuse_metrics(task: Task, where: str) -> None:
         if (needs == "numbers") != task.regression:
             what = "numbers" if task.regression else "classes"
             raise DataError(f"{where}: the metric {name} is for {needs}, and the labels are {what}")
+        if task.options and name != "accuracy":
+            raise DataError(
+                f"{where}: the metric {name} is for classes, and {task.options} are options", do="use accuracy"
+            )
         if needs == "two classes" and task.labels is not None and len(task.labels) != 2:
             raise DataError(
                 f"{where}: the metric {name} is for two classes, and there are {len(task.labels)}", do="use macro_f1"

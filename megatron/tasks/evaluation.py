@@ -63,7 +63,7 @@ class TaskMeasures(Measures):
         if self.task.regression:
             return
         write_probabilities(self.task, scores, ids, path)
-        if all(row.label is not None for row in rows):
+        if not self.task.options and all(row.label is not None for row in rows):
             counts = confusion(predicted, [row.label for row in rows], self.classes)
             draw_confusion(counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png")
 
@@ -87,9 +87,15 @@ def predicted_of(task: Task, values: np.ndarray) -> np.ndarray:
 
 
 def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str], path: Path) -> None:
-    """As GLUE takes them, "index<TAB>prediction" lines, or CLUE, {"id": 0, "label": "1"} lines; by the file's ending."""
+    """As GLUE takes them, "index<TAB>prediction" lines, or CLUE, {"id": 0, "label": "1"} lines, of options with places, and
+    of some tasks one object; by the file's ending.
+    """
     words = [f"{value:.6g}" if task.regression else task.labels[int(value)] for value in predicted]
-    if path.suffix == ".json":
+    if path.suffix == ".json" and task.options:
+        words = [int(value) for value in predicted]
+    if path.suffix == ".json" and task.one_answer:
+        lines = [json.dumps(dict(zip(ids, words, strict=True)), indent=1)]
+    elif path.suffix == ".json":
         lines = [json.dumps(dict(id=int(id) if id.isdecimal() else id, label=word)) for id, word in zip(ids, words)]
     else:
         lines = ["index\tprediction", *(f"{id}\t{word}" for id, word in zip(ids, words))]

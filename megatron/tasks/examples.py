@@ -12,11 +12,13 @@ from megatron.data.labelled import column, skipped, task_row, task_table
 from megatron.data.tables import Row, label_in
 from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.tasks.description import Task, with_labels
+from megatron.tasks.options import options_in, place_of, questions_in
 
 
 class TaskExample(NamedTuple):
     """A text, or two. label: number of its class, or a number; None: not known. id: what predictions name it by. shares:
-    how likely each class is, where that is learned (soft_labels.py).
+    how likely each class is, where that is learned (soft_labels.py). options: what is chosen among; the label is the place
+    of one of them.
     """
 
     text: str
@@ -24,6 +26,7 @@ class TaskExample(NamedTuple):
     label: Optional[float]
     id: str
     shares: Optional[tuple[float, ...]] = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
     or in the task's own folder below it.
     """
     if given is not None:
-        if Path(given).is_file():
+        if Path(given).exists():
             return Path(given)
         found = file_of(task, folder, (given,))
         if found is None:
@@ -51,7 +54,7 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
     if not Path(folder).is_dir():
         raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
     places = [Path(folder), Path(folder) / (task.folder or "."), Path(folder) / (task.folder or ".").lower()]
-    return next((place / name for place in places for name in names if (place / name).is_file()), None)
+    return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
 def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = True) -> Examples:
@@ -63,6 +66,8 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
     for name, path in files.items():
         start = len(rows)
         found, told = task_table(task, path)
+        if task.split:
+            found = questions_in(task, path, found, labelled)
         rows += _examples(task, path, found, labelled)
         if len(rows) == start:
             raise DataError(f"{path} holds no examples")
@@ -78,10 +83,12 @@ def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> It
         found = task_row(task, row, path, labelled)
         if found is None:
             continue
-        where = f"{path}, line {row.line}"
-        label = _label(task, found.label, numbers, where, strict=labelled) if found.label else None
+        where = f"{path}, {row.where}"
+        options = options_in(task, row.columns, where) if task.options else ()
+        word = place_of(task, found.label, options, where, strict=labelled) if options else found.label
+        label = _label(task, word, numbers, where, strict=labelled) if word else None
         id = row.columns.get(task.id) if task.id else None
-        yield TaskExample(found.first, found.second, label, str(row.place if id is None else id))
+        yield TaskExample(found.first, found.second, label, str(row.place if id is None else id), options=options)
 
 
 def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, strict: bool) -> Optional[float]:
@@ -108,12 +115,14 @@ def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, stric
 
 
 def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
-    """The labels of files, sorted: numbers by value. Raises DataError, SettingsError where there are no two."""
-    words = []
-    for path in paths:
-        for row in task_table(task, path)[0]:
-            where = f"{path}, line {row.line}"
-            words.append(label_in(column(row.columns, task.label, where, "label"), where))
+    """The labels of files, sorted: numbers by value; of options their places. Raises DataError, SettingsError where there
+    are no two.
+    """
+    rows = [(f"{path}, {row.where}", row.columns) for path in paths for row in task_table(task, path)[0]]
+    if task.options:
+        most = max((len(options_in(task, row, where)) for where, row in rows), default=0)
+        return with_labels(task, map(str, range(most))).labels
+    words = [label_in(column(row, task.label, where, "label"), where) for where, row in rows]
     found = set(words) - set(task.skip) - {""}
     plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
     if len(plain) < 2:
@@ -133,6 +142,8 @@ def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
     """Raise DataError where all training examples have one label: nothing could be learned. Returns notes of classes
     without any.
     """
+    if task.options:
+        return []  # each of its own sample
     if task.regression:
         if len({example.label for example in examples.rows}) == 1:
             raise DataError(f"{path}: all {len(examples.rows)} examples have the same number: nothing can be learned")
@@ -148,8 +159,9 @@ def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
 
 def few(examples: Examples, task: Task, count: int) -> Examples:
     """The first `count` examples of each class. Raises SettingsError for numbers, which are no classes."""
-    if task.regression:
-        raise SettingsError(f"--examples-per-class {count}: the labels of {task.name} are numbers, not classes")
+    if task.regression or task.options:
+        what = "options" if task.options else "numbers"
+        raise SettingsError(f"--examples-per-class {count}: the labels of {task.name} are {what}, not classes")
     seen, kept = Counter(), []
     for example in examples.rows:
         seen[example.label] += 1

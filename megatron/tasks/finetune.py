@@ -198,11 +198,12 @@ def facts(config, vocab_size: int):
     settings = task_settings(config)
     if finds_words(settings):
         return pattern_facts(settings.backbone, config, vocab_size)
-    outputs = open_task(settings).task.outputs
+    task = open_task(settings).task
     if settings.pet_pattern is None:
-        return classifier_facts(settings.backbone, config, vocab_size, outputs)
+        outputs, options = (1, task.outputs) if task.options else (task.outputs, 1)
+        return classifier_facts(settings.backbone, config, vocab_size, outputs, options)
     tokens = find_backbone(settings.backbone).cloze_class().label_tokens
-    return chooser_facts(settings.backbone, config, vocab_size, outputs, tokens)
+    return chooser_facts(settings.backbone, config, vocab_size, task.outputs, tokens)
 
 
 def build_model(config, mesh, vocab_size, **stage):

@@ -238,6 +238,10 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
     task = open_task(settings).task
     if task.regression:
         raise UsageError(f"--pet-pattern: {task.name} has numbers for labels, which no words stand for")
+    if task.options:
+        raise UsageError(
+            f"--pet-pattern: {task.name} has options of each text's own, for which a verbalizer has no words"
+        )
     pattern = Pattern.of(settings.pet_pattern, task.text_pair is not None)
     words, encode = read_verbalizer(settings.pet_verbalizer, task), tokenizer.encode
     labels = {word: pattern.label_ids(word, encode) for word in words}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples as samples of training: what the model reads of a text, and what is to be found out of it."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -11,10 +12,13 @@ from megatron.data.labelled import pair_lengths
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.texts import HIDDEN, Ids, TextReader
+from megatron.tasks.texts import HIDDEN, Arrays, Ids, TextReader
 
 ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
 SHARES = "shares"  # how likely each class is, where that is learned
+OPTIONS = "options"  # how many there are to choose among
+GAPS = re.compile("_+")  # in a question, for an option
+OF_SAMPLES = (LABELS, LOSS_MASK, ABOVE, BELOW, SHARES, OPTIONS)  # not of what is read of an option
 
 
 def sample_arrays(
@@ -25,6 +29,9 @@ def sample_arrays(
     """
     if hides:
         text = {**text, HIDDEN: next(iter(text.values()))}
+    if task.options:
+        text = {name: replace(array, length=task.outputs * (array.length or 1)) for name, array in text.items()}
+        text[OPTIONS] = SampleArray(0, below=task.outputs + 1)
     numbers = {ABOVE: SampleArray(0, mask=True), BELOW: SampleArray(0, mask=True)} if task.regression else {}
     shares = {SHARES: SampleArray(task.outputs, mask=True)} if soft else {}
     return {
@@ -57,11 +64,22 @@ class TaskSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples.rows[index]
-        texts = ids_of(example, self.tokenizer, self.reader)
+        texts = [ids_of(one, self.tokenizer, self.reader) for one in with_options(example)]
         return {
-            **self.reader.read_hidden(*texts, self.hidden),
+            **together([self.reader.read_hidden(*text, self.hidden) for text in texts], self.task),
             **wanted(self.task, example.label, example.shares, self.soft),
         }
+
+
+def together(options: Sequence[Arrays], task: Task) -> Arrays:
+    """What is read of a sample: of its text, or of each of its options, one behind the other. There is room for as many as
+    the task may have, and the first one stands where there are fewer.
+    """
+    if not task.options:
+        return options[0]
+    filled = [*options, *[options[0]] * (task.outputs - len(options))]
+    arrays = {name: np.concatenate([np.atleast_1d(one[name]) for one in filled]) for name in filled[0]}
+    return {**arrays, OPTIONS: len(options)}
 
 
 def wanted(
@@ -78,7 +96,9 @@ def wanted(
 
 @dataclass(frozen=True)
 class MockTaskSamples:
-    """Samples that are made up (--mock-data): texts of any length whose first token says the label."""
+    """Samples that are made up (--mock-data): texts of any length whose first token says the label. Of several options it
+    is the one whose first token has the largest number.
+    """
 
     size: int
     task: Task
@@ -95,11 +115,24 @@ class MockTaskSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = np.random.default_rng((self.seed, self.split, index))
-        text = draw.integers(self.vocab_size, size=draw.integers(1, self.reader.room(False) + 1)).tolist()
+        count = self.task.outputs if self.task.options else 1
+        texts = [self._text(draw) for _ in range(count)]
+        label = np.argmax([text[0] for text in texts]) if count > 1 else texts[0][0] % max(self.task.outputs, 2)
         return {
-            **self.reader.read_hidden(text, None, self.hidden),
-            **wanted(self.task, text[0] % max(self.task.outputs, 2), soft=self.soft),
+            **together([self.reader.read_hidden(text, None, self.hidden) for text in texts], self.task),
+            **wanted(self.task, label, soft=self.soft),
         }
+
+    def _text(self, draw: np.random.Generator) -> Ids:
+        return draw.integers(self.vocab_size, size=draw.integers(1, self.reader.room(False) + 1)).tolist()
+
+
+def with_options(example: TaskExample) -> list[TaskExample]:
+    """The example; or one for each of its options, which stands in the gaps of the text, or behind a text without any."""
+    if not example.options:
+        return [example]
+    text = example.text if GAPS.search(example.text) else f"{example.text} _".strip()
+    return [example._replace(text=option.join(GAPS.split(text))) for option in example.options]
 
 
 def ids_of(example: TaskExample, tokenizer, reader: TextReader) -> tuple[Ids, Optional[Ids]]:
@@ -119,6 +152,6 @@ def longest_cut(samples: Optional[TaskSamples], most: int = 2000) -> int:
     if samples is None:
         return 0
     encode, room = samples.tokenizer.encode, samples.reader.room
-    rows = samples.examples.rows[:most]
+    rows = [max(with_options(row), key=lambda one: len(one.text)) for row in samples.examples.rows[:most]]
     lengths = [(len(encode(row.text)) + len(encode(row.pair or "")), row.pair is not None) for row in rows]
     return sum(length > room(pair) for length, pair in lengths)

@@ -24,7 +24,7 @@ LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
 class TaskSettings:
     """What is learned, from which files, and what is kept."""
 
-    task: str = setting("a task of GLUE or CLUE (SST2, MNLI, TNEWS ...), or a YAML file that describes one")
+    task: str = setting("a task of GLUE or CLUE (SST2, MNLI, TNEWS ...), RACE, or a YAML file that describes one")
     task_data: Optional[str] = setting(
         "folder with the task's files (finetune.py takes --data-path for it)", None, on_resume="told"
     )

@@ -228,7 +228,7 @@ class Metrics:
     def record_save(self, iteration: int, consumed_samples: int, in_background: bool) -> None:
         """A line of progress.txt (--log-progress)."""
         if self.progress:
-            tokens = consumed_samples * self.run.seq_length
+            tokens = consumed_samples * self.run.sample_tokens
             try:
                 self.progress.saved(iteration, self._operations(consumed_samples), tokens, in_background)
             except OSError as error:
@@ -236,7 +236,7 @@ class Metrics:
                 self.progress = None
 
     def _operations(self, samples: int) -> float:
-        return samples * self.run.seq_length * self.run.flops_per_token
+        return samples * self.run.sample_tokens * self.run.flops_per_token
 
     def note(self, kind: str, iteration: int, **facts) -> None:
         """A record of something that happened behind an iteration, for the report alone."""
@@ -280,7 +280,7 @@ class Metrics:
 
     def _rates(self, samples: int, seconds: float, steps: int = 1) -> dict[str, float]:
         per_second, each = samples / max(seconds, 1e-9), self.run.data_ranks
-        tokens = per_second * self.run.seq_length
+        tokens = per_second * self.run.sample_tokens
         flops = tokens * self.run.flops_per_token / self.run.ranks
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
         return {

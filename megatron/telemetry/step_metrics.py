@@ -11,7 +11,7 @@ class RunSizes:
     """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
 
     train_iters: int
-    seq_length: int
+    sample_tokens: int
     ranks: int = 1
     data_ranks: int = 1  # of data parallelism
     flops_per_token: float = 0.0

@@ -113,7 +113,7 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
     beside = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
     memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{beside}"
     pace = (
-        f"{seconds(took.seconds)} a step of {batch * job.facts.seq_length:,} tokens, "
+        f"{seconds(took.seconds)} a step of {batch * job.facts.sample_tokens:,} tokens, "
         f"{took.tokens_per_second(job):,.0f} tokens/s"
     )
     rate = f"{took.tflops_per_rank(ranks):.0f} TFLOP/s a GPU" + (f", bubble {took.bubble:.1%}" if layout.pp > 1 else "")

@@ -221,7 +221,7 @@ def build_p2p_communicator(
             tp=mesh.tp.size,
             cp=mesh.cp.size,
             sp=config.parallel.sequence_parallel,
-            micro_batch_size=config.batch.micro_batch_size,
+            micro_batch_size=config.batch.micro_batch_size * facts.sequences,
         )
     )
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
@@ -256,7 +256,7 @@ def build_metrics(
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         state.train_iters(config.batch, context.mesh.dp.size),
-        facts.seq_length,
+        facts.sample_tokens,
         ranks=context.mesh.world_size,
         data_ranks=context.mesh.dp.size,
         flops_per_token=facts.flops(),

@@ -216,7 +216,7 @@ def test_files_of_labelled_texts(folder, tmp_path):
             "index\tquestion\tsentence\tlabel\n0\tWhen?\tIn 1990.\t1\n",
             "line 2 has sentence and question, and one of them would not be read",
         ),
-        ("list.jsonl", "[1, 2]\n", "line 1: list, no object"),
+        ("list.jsonl", "[1, 2]\n", "item 1: int, no object"),
         ("empty.tsv", "text\tlabel\na\t \nb\t0\n", "line 2: the label is empty"),
         ("more.csv", "text,label\n" + "A fine, film.,good\n" * 9, "line 2: 3 columns, where the header names 2"),
         ("break.csv", "text,label\na\rb,1\nc,0\n", "break.csv, line 2: new-line character seen in unquoted field"),

@@ -270,10 +270,17 @@ def test_a_target_that_ranks_share_has_the_dropout_of_one_process(words, tmp_pat
 SMALL = f"""--task SST2 --mock-data --hidden-size 32 --num-attention-heads 4 --seq-length 24 --num-layers 4
     --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --micro-batch-size 2
     --save none {WORDS}"""
-PLANNED = [("BERT", "tp2sp"), ("T5", "tp2sp"), ("BERT pattern", "tp2sp"), ("T5 mean", "tp2sp"), ("T5 mean", "pp2")]
+PLANNED = [
+    ("BERT", "tp2sp"),
+    ("T5", "tp2sp"),
+    ("BERT options", "pp2"),
+    ("BERT pattern", "tp2sp"),
+    ("T5 mean", "tp2sp"),
+    ("T5 mean", "pp2"),
+]
 MORE = [("BERT", "pp2"), ("BERT", "dp2-zero3"), ("T5", "pp2"), ("T5", "tp2"), ("GPT", "tp2"), ("GPT", "tp2sp")]
 MORE += [("BERT pattern", "tp2"), ("T5 pattern", "tp2sp"), ("GPT pattern", "tp2"), ("BERT pattern", "pp2")]
-MORE += [("T5 mean", "tp2"), ("T5 mean", "dp2-zero3")]
+MORE += [("T5 mean", "tp2"), ("T5 mean", "dp2-zero3"), ("BERT options", "tp2"), ("T5 options", "tp2sp")]
 PLANNED += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
 
 
@@ -282,7 +289,8 @@ def settings_of(kind: str, layout: str):
     kind, *more = kind.split()
     shared += " --pet-pattern {text}{label} --pet-verbalizer none.json" if "pattern" in more else ""
     shared += " --pooling mean --position-embedding-type relative" if "mean" in more else ""
-    argv, recipe = recipe_for(f"{SMALL} --backbone {kind} {shared}".split())
+    line = SMALL.replace("SST2", "C3") if "options" in more else SMALL
+    argv, recipe = recipe_for(f"{line} --backbone {kind} {shared}".split())
     argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
     defaults = {"model_type": recipe.model_type, **recipe.defaults}
     return laid_out(recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults)), parse_layout(layout))

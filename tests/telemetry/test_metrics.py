@@ -49,7 +49,7 @@ def take(metrics: Metrics, clock: Clock, seconds: float, *steps: StepMetrics) ->
 
 
 def test_console_line_is_megatrons_with_rates_behind_it(clock, capsys):
-    run = RunSizes(train_iters=40, seq_length=16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
+    run = RunSizes(train_iters=40, sample_tokens=16, ranks=2, flops_per_token=1e9, peak_flops=1e12, device="cuda")
     metrics = Metrics(Logging(log_interval=2), run)
     take(metrics, clock, 0.5, step(1, 4.0), step(2, 2.0, loss_scale=4096.0))
     line = capsys.readouterr().out.rstrip("\n")

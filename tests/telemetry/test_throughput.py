@@ -13,7 +13,7 @@ from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 
 # 4 ranks, of which 2 are data parallel; samples of 16 tokens; 1 GFLOP a token
-SIZES = dict(seq_length=16, ranks=4, data_ranks=2, flops_per_token=1e9)
+SIZES = dict(sample_tokens=16, ranks=4, data_ranks=2, flops_per_token=1e9)
 
 
 def take(monkeypatch, folder, seconds, *, ignore=0, left_out=(), wanted=True, train_iters=None):

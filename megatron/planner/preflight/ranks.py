@@ -348,8 +348,9 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     for tensors that have none.
     """
     b, config = design.config.batch.micro_batch_size, design.config
+    rows = b * design.facts.sequences
     wire = design.facts.message(
-        RankSetup(tp=mesh.tp.size, cp=mesh.cp.size, sp=config.parallel.sequence_parallel, micro_batch_size=b)
+        RankSetup(tp=mesh.tp.size, cp=mesh.cp.size, sp=config.parallel.sequence_parallel, micro_batch_size=rows)
     )
     batch = _meta_batch(design, mesh, b)
     given = None
