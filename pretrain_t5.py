@@ -17,7 +17,7 @@ from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
-from megatron.pipeline.encoder_decoder import settled
+from megatron.planner.stage_cut import settled
 from megatron.settings.effects import Needs
 from megatron.tools.pretrain import start
 

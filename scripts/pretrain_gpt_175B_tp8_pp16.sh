@@ -5,7 +5,7 @@
 #
 # needs      128 x A100-80GB: 16 nodes of 8
 # predicted  39.0 of 85.9 GB on the fullest rank
-# predicted  146.35 s a step of 3,145,728 tokens, 21,495 tokens/s, 181 TFLOP/s a GPU, bubble 1.0% (speeds assumed)
+# predicted  146.27 s a step of 3,145,728 tokens, 21,507 tokens/s, 181 TFLOP/s a GPU, bubble 6.0% (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 A100-80GB \

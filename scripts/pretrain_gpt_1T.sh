@@ -4,7 +4,7 @@
 #
 # needs      512 x A100-80GB: 64 nodes of 8
 # predicted  70.8 of 85.9 GB on the fullest rank
-# predicted  71.82 s a step of 1,048,576 tokens, 14,601 tokens/s, 175 TFLOP/s a GPU, bubble 11.0% (speeds assumed)
+# predicted  71.15 s a step of 1,048,576 tokens, 14,737 tokens/s, 176 TFLOP/s a GPU, bubble 17.7% (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \

@@ -5,7 +5,7 @@
 #
 # needs      280 x A100-80GB: 35 nodes of 8
 # predicted  64.9 of 85.9 GB on the fullest rank
-# predicted  36.00 s a step of 573,440 tokens, 15,928 tokens/s, 184 TFLOP/s a GPU, bubble 3.9% (speeds assumed)
+# predicted  35.98 s a step of 573,440 tokens, 15,939 tokens/s, 184 TFLOP/s a GPU, bubble 10.3% (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 280 A100-80GB \

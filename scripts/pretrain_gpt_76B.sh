@@ -5,7 +5,7 @@
 #
 # needs      1024 x A100-80GB: 128 nodes of 8
 # predicted  29.5 of 85.9 GB on the fullest rank
-# predicted  10.35 s a step of 3,670,016 tokens, 354,755 tokens/s, 163 TFLOP/s a GPU, bubble 9.7% (speeds assumed)
+# predicted  10.33 s a step of 3,670,016 tokens, 355,368 tokens/s, 164 TFLOP/s a GPU, bubble 11.2% (speeds assumed)
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1024 A100-80GB \

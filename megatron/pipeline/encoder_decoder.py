@@ -4,7 +4,7 @@
 `--num-layers`, where only the encoder's layers are meant by it, becomes the number of both halves together, and
 `--pipeline-model-parallel-split-rank` and `--encoder-pipeline-model-parallel-size` become `--pipeline-stage-layers`. Where
 nobody says how layers are cut, stages get them by their work, as the model's facts have it: a decoder layer at 512 and 114
-tokens is 0.4 of an encoder layer.
+tokens is 0.4 of an encoder layer. The planner makes a cut by time of that (`planner/stage_cut.py`).
 """
 
 from dataclasses import replace
@@ -25,6 +25,13 @@ SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-
 def settled(config: Config) -> Config:
     """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
     return _counted(config, *_layers(own_settings(config), config.model.num_layers))
+
+
+def is_cut_by_work(given: Config, found: Config) -> bool:
+    """Whether nobody said how layers are cut, and `settled` did. found: what it made of `given`."""
+    own = own_settings(given)
+    split = own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size
+    return not split and given.parallel.pipeline_stage_layers != found.parallel.pipeline_stage_layers
 
 
 def settled_encoder(config: Config) -> Config:

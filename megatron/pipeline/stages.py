@@ -72,15 +72,15 @@ class Pipeline:
         """What lies where, and what a step wastes, in a line.
 
         >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(num_microbatches=8)
-        'pipeline 1f1b: layers 0-1 | 2-3; bubble 11.1 %, activations of at most 2 of 8 micro-batches'
+        'pipeline 1f1b: layers 0-1 | 2-3; bubble of equal stages 11.1 %, activations of at most 2 of 8 micro-batches'
         """
         plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
         found = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
         name = "interleaved" if self.name == "1f1b" and self.chunks > 1 else self.name
         return (
-            f"pipeline {name}: layers {layers}; bubble {100 * found.bubble:.1f} %, activations of at most "
-            f"{max(found.live) / self.chunks:g} of {num_microbatches} micro-batches"
+            f"pipeline {name}: layers {layers}; bubble of equal stages {100 * found.bubble:.1f} %, activations "
+            f"of at most {max(found.live) / self.chunks:g} of {num_microbatches} micro-batches"
         )
 
     def layers_of(self, rank: int) -> list[range]:

@@ -128,10 +128,10 @@ def sharded_span(
     ratio, split = (b / f, i / b) if exact else (round(4 * b / f) / 4, round(8 * i / b) / 8)
     units = span(schedule, pp, num_microbatches, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
     length = max(num_microbatches * chunks * (f + b), units * (f + b) / (1 + ratio))
-    return _before(sharding, chunks, forward) + length + _behind(sharding, chunks, last)
+    return before(sharding, chunks, forward) + length + behind(sharding, chunks, last)
 
 
-def _before(sharding: Sharding, chunks: int, forward: float) -> float:
+def before(sharding: Sharding, chunks: int, forward: float) -> float:
     """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
     if sharding.zero not in (1, 2):
         return 0.0
@@ -141,7 +141,7 @@ def _before(sharding: Sharding, chunks: int, forward: float) -> float:
     return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
-def _behind(sharding: Sharding, chunks: int, backward: float) -> float:
+def behind(sharding: Sharding, chunks: int, backward: float) -> float:
     """By how much reductions of ZeRO 0 and 1 end later than the last passes of the chunks. backward: one of these."""
     if sharding.zero > 1:
         return 0.0

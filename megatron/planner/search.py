@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.model.balance import balanced
 from megatron.model.facts import RankSetup
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, StepTime, split_even
+from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.schema import Recompute
 
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
@@ -383,15 +383,13 @@ def _spared(plan: Plan, cluster: Cluster) -> Optional[Plan]:
 def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
     """Fewer layers where the embedding or the loss are."""
     layout, job = plan.layout, plan.job
-    if layout.pp == 1 or layout.chunks > 1 or layout.recompute.no_recompute_layers:
+    if layout.pp == 1 or layout.recompute.no_recompute_layers:
         return None
     if len(job.facts.layer_kinds) > 1:  # layers of unequal work
-        ends = dict(zip(("first", "last"), speed.end_costs(job, layout, cluster), strict=True))
-        counts = balanced(speed.layer_costs(job, layout, cluster), layout.pp, **ends)
-        layers = ",".join(map(str, counts))
-        return (
-            evaluate(job, replace(layout, stage_layers=layers), cluster)[0] if layers != layout.stage_layers else None
-        )
+        layers = fastest(job, layout, cluster)
+        return evaluate(job, in_stages(layout, layers), cluster)[0] if layers != layout.stage_layers else None
+    if layout.chunks > 1:
+        return None
     one, first, last = (
         speed.stage_seconds(job, layout, cluster, *ends) for ends in ((False, False), (True, False), (False, True))
     )

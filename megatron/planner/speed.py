@@ -21,6 +21,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.live import sharded_span
 from megatron.planner.parameters import Units, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
+from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute
 
 OPS = 15  # kernels that a branch of a layer starts
@@ -55,11 +56,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one iteration, and what they are made of (each on the slowest rank)."""
+    """Seconds of one iteration, and what they are made of: of the pipeline's passes as a mean over its ranks."""
 
     seconds: float
     parts: dict[str, float]
-    bubble: float  # share of the pipeline's time in which ranks wait
+    bubble: float  # share of the pipeline's time in which ranks wait, for the schedule and for slower stages
     flops: float  # model FLOPs of all ranks
 
     def tokens_per_second(self, job: Job) -> float:
@@ -97,22 +98,39 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """The passes of a step: seconds of one of a chunk, with its message to the next stage, and of all of them."""
+    """The passes of a step, all chunks as slow as those of the slowest rank: seconds of one of a chunk, with its message
+    to the next stage, and of all of them.
+    """
 
     forward: float
     backward: float
     length: float
-    parts: dict[str, float]
-    bubble: float  # share of `length` in which ranks wait
 
 
 def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
-    """The time of one iteration."""
-    work, own = passes(job, layout, cluster), step_communication(job, layout, cluster)
-    total = seconds(work, layout, layout.num_microbatches(job), own)
-    late = {"data parallel": total - work.length - own.sharding.update, "update": own.sharding.update}
-    parts = {name: value for name, value in (work.parts | late).items() if value > 1e-9}
-    return StepTime(total, parts, work.bubble, useful_flops(job))
+    """The time of one iteration: the schedule on a clock, with each stage's own times."""
+    stages, message = _stage_passes(job, layout, cluster), _message(job, layout, cluster)
+    num_microbatches, own = layout.num_microbatches(job), step_communication(job, layout, cluster)
+    times = [(one.forward + message, one.backward + message) for one in stages]
+    clock = lambda sharding: unequal_span(
+        layout.schedule, layout.pp, num_microbatches, layout.chunks, times, sharding=sharding
+    )
+    length = clock(Sharding(0))
+    total = max(length, clock(own.sharding)) + own.after_reductions
+    each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # of a rank, as a mean
+    messages = 2 * num_microbatches * layout.chunks * message
+    waiting = length - each.both - messages
+    parts = {
+        "compute": each.both - each.waiting - each.sharing,
+        "tensor parallel": each.waiting,
+        "context parallel": each.sharing,
+        "pipeline messages": messages,
+        "bubble": waiting,
+        "data parallel": total - length - own.sharding.update,
+        "update": own.sharding.update,
+    }
+    parts = {name: value for name, value in parts.items() if value > 1e-9}
+    return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job))
 
 
 def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
@@ -154,32 +172,32 @@ def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last:
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
-    """All passes of a step, as if they were all that ranks do.
+    """All passes of a step, as if they were all that ranks do, of even stages as long as the slowest.
 
-    A schedule of even stages as long as the slowest is a little pessimistic.
+    A search compares thousands of layouts by this, which is a little pessimistic, before it times the best by `step`.
     """
-    num_microbatches = layout.num_microbatches(job)
     slow = _slowest(job, layout, cluster)
     message = _message(job, layout, cluster)
     forward, backward = slow.forward + message, slow.backward + message
     length = sharded_span(
         layout.schedule,
         layout.pp,
-        num_microbatches,
+        layout.num_microbatches(job),
         layout.chunks,
         forward=forward,
         backward=backward,
         sharding=Sharding(0),
     )
-    useful = num_microbatches * layout.chunks * (forward + backward)
-    parts = {
-        "compute": num_microbatches * layout.chunks * (slow.both - slow.waiting - slow.sharing),
-        "tensor parallel": num_microbatches * layout.chunks * slow.waiting,
-        "context parallel": num_microbatches * layout.chunks * slow.sharing,
-        "pipeline messages": 2 * num_microbatches * layout.chunks * message,
-        "bubble": length - useful,
-    }
-    return Work(forward, backward, length, parts, 1 - useful / length)
+    return Work(forward, backward, length)
+
+
+def _stage_passes(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
+    """A micro-batch through each stage, without messages from stage to stage."""
+    share, facts = layout.rank_setup(job), job.facts
+    cut = layout.pipeline(facts.num_layers).layers
+    kinds = [(_layers(facts, layout.recompute, layers), n == 0, n == len(cut) - 1) for n, layers in enumerate(cut)]
+    took = {kind: _stage(job, share, *kind, cluster) for kind in set(kinds)}
+    return [took[kind] for kind in kinds]
 
 
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:

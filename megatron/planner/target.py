@@ -74,6 +74,17 @@ def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: 
     return this_cpu(memory, local), "this CPU, with assumed speeds"
 
 
+def device_by_flags(config: Config, env: Mapping[str, str] = os.environ) -> Device:
+    """What `cluster_of` finds, but the same on all ranks: of this machine it counts whether there is a GPU."""
+    asked, wanted = config.planner, config.kernels.device
+    if asked.calibration:
+        return devices.choose(None, None, asked.calibration)
+    if (asked.device_name or wanted).lower() == "cpu":
+        return devices.cpu()
+    open_ = not (asked.device_name or asked.world_size or device_memory(asked, env)) and wanted == "auto"
+    return devices.cpu() if open_ and not shutil.which("nvidia-smi") else devices.choose(asked.device_name, None)
+
+
 def this_cpu(memory: Optional[float], local: int) -> Device:
     """A rank's share of this machine's cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

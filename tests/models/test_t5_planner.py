@@ -12,8 +12,6 @@ from megatron.model.recipe import facts_of, parse_any, recipe_of
 from megatron.model.t5.facts import DECODER, T5Facts
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.pipeline.stages import Pipeline
 from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
@@ -120,31 +118,6 @@ def test_kept_activations_are_within_ten_percent(more):
 SHAPE = """--model-type T5 --hidden-size 1024 --num-attention-heads 16 --encoder-num-layers 12 --decoder-num-layers 12
     --seq-length 512 --decoder-seq-length 114 --mock-data --vocab-size 32000 --micro-batch-size 1 --global-batch-size 16
     --train-iters 1 --lr 1e-3 --pipeline-model-parallel-size 4"""
-
-
-def waste(flags: str, vocab_size: int = 1) -> float:
-    """The share of all ranks' time in which they wait, where passes take as long as their layers' products."""
-    config = parse_any(f"{SHAPE} --vocab-size {vocab_size} {flags}".split())
-    facts, p = T5Facts.of(config, vocab_size), config.parallel
-    pipeline = Pipeline.of(p, config.model.num_layers)
-    costs = [sum(facts.layer_flops(n, causal=0.5) for n in layers) for layers in pipeline.layers]
-    plan = make_rank_schedules(p.pipeline_schedule, 4, 16, pipeline.chunks)
-    split = any(op.kind == "W" for rank in plan for op in rank)
-
-    def took(rank, op):
-        cost = costs[pipeline.stages.index((rank, op.chunk))]
-        return cost if op.kind == "F" or split else 2 * cost
-
-    times = simulate(plan, pipeline.stages, took)
-    return 1 - 3 * 16 * sum(costs) / 4 / max(end for _, end in times.values())
-
-
-def test_layers_are_cut_by_their_work():
-    even = waste("--pipeline-stage-layers 6,6,6,6")
-    assert even > 0.3
-    assert round(waste(""), 2) <= 0.20 and waste("--pipeline-schedule zb-h1") <= 0.12
-    assert waste("--pipeline-model-parallel-split-rank 3") < even
-    assert waste("--num-virtual-stages-per-pipeline-rank 2") <= 0.12
 
 
 def test_the_flags_of_megatron_lm_are_stages():

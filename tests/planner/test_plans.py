@@ -208,11 +208,11 @@ def test_what_fits_is_not_cut(shape, ranks, batch):
 
 
 @pytest.mark.parametrize(
-    "shape, pp, chunks, schedule", [((105, 20480, 128), 35, 3, "interleaved"), ((128, 25600, 160), 64, 1, None)]
+    "shape, pp, chunks, schedule", [((105, 20480, 128), 35, 3, "interleaved"), ((128, 25600, 160), 64, 1, "1f1b")]
 )
 def test_the_layouts_of_the_later_paper_are_the_best(shape, pp, chunks, schedule):
     """Korthikanti et al. 2022, table 3: 530B on 280 GPUs and 1T on 512, all of them for one copy of the model: sequence
-    parallelism over the 8 of a node, micro-batches of 1. Among the schedules that there were then: zero-bubble is later.
+    parallelism over the 8 of a node, micro-batches of 1. Among the schedules that there were then: others came later.
     """
     best = best_layout(shape, 8 * pp, 8 * pp, tp=8, schedule=schedule)
     found = (best.tp, best.pp, best.dp, best.sp, best.micro_batch_size, best.chunks)

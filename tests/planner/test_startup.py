@@ -107,7 +107,7 @@ def test_the_planner_says_groups_and_start(capsys):
         asked(words.split())
         told = " ".join(capsys.readouterr().out.split())
         assert re.search(
-            r"groups: \d+ a rank beside that of all ranks, \d\d,\d{3} in the job, 4 channels of a rank", told
+            r"groups: \d+ a rank beside that of all ranks, \d\d,\d{3} in the job, [48] channels of a rank", told
         )
         assert "start-up: groups can be used after about" in told and "(a model, assumed)" in told
     assert (
