@@ -15,7 +15,9 @@ from megatron.data.loader import MicroBatch
 from megatron.model.recipe import parse_any, recipe_of, shown, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
+from megatron.tasks.finetune import recipe_for
 from megatron.telemetry.step_metrics import Interval, StepMetrics
+from megatron.tools.pretrain import start
 from megatron.training.rules import resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
@@ -146,3 +148,17 @@ def test_heads_that_a_checkpoint_has_not_begin_anew(flags, tmp_path, capsys):
         torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=1e-9)
     assert not torch.equal(second["tasks.topic.pooler.weight"], third["tasks.mood.pooler.weight"])
     assert not pretrain_bert.recipe().anew("binary.pooler.bias", False)  # what is no task's head must be there
+
+    # The second stage: one of the tasks by itself, on what all of them have taught.
+    folder = Path(mood.split(":")[1]).parent
+    (folder / "mood.yaml").write_text("train: mood.jsonl\ntext: text\nlabel: label\n")
+    line = f"--task {folder}/mood.yaml --data-path {folder} --load {tmp_path}/3 --save {tmp_path}/own --lr 1e-12"
+    start(*recipe_for(f"{line} --device cpu --precision fp32 --train-epochs 1 --global-batch-size 30".split()))
+    assert re.findall("new, and not out of the checkpoint: (.*)", capsys.readouterr().out) == ["head.weight"]
+    with Reader(tmp_path / "own" / "iter_0000001") as reader:
+        own = {name: reader.read(name) for name in reader.tensors if not name.startswith("optimizer.")}
+    assert third.keys() - own.keys() == {name for name in third if name.startswith(("tasks.", "head.", "binary."))}
+    kept = own.keys() & third.keys()
+    torch.testing.assert_close(
+        {name: own[name] for name in kept}, {name: third[name] for name in kept}, rtol=0, atol=1e-9
+    )
