@@ -42,7 +42,7 @@ class Task(LabelledTask):
     id:         column of a row's number in a file of predictions (default: its place in the file, from 0)
     folder:     where its files may be below --data-path
     answers:    form of predictions: name of a set -> file, whose ending says which
-    settings:   of training, where nobody gives others
+    settings:   of training, where nobody gives others; instead of FLEETX
     """
 
     train: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -72,6 +72,9 @@ class Task(LabelledTask):
         return self.metrics[0] in SMALLER_IS_BETTER
 
 
+IN_FILES = (".yaml", ".yml")  # endings of tasks that files describe
+
+
 def one(*names: str) -> dict[str, tuple[str, ...]]:
     """A set of one file, which may have these names."""
     return {"": names}
@@ -90,16 +93,13 @@ FLEETX = dict(
     global_batch_size=32,
     train_epochs=3,
 )
-
-
-FIVE_EPOCHS = {**FLEETX, "train_epochs": 5}
-LONG, LONGEST = {**FLEETX, "seq_length": 256}, {**FLEETX, "seq_length": 512}
+FIVE_EPOCHS, LONG, LONGEST = dict(train_epochs=5), dict(seq_length=256), dict(seq_length=512)
 
 
 def _glue(name: str, folder: str = "", metrics: str = "accuracy", **more) -> Task:
     folder = folder or name
     sets = dict(train=one("train.tsv"), valid=one("dev.tsv"), test=one("test.tsv"), answers={"": f"{folder}.tsv"})
-    common = dict(folder=folder, metrics=tuple(metrics.split()), id="index", settings=FLEETX)
+    common = dict(folder=folder, metrics=tuple(metrics.split()), id="index")
     return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
@@ -137,7 +137,7 @@ def _versions(name: str) -> dict[str, Any]:
 def _clue(name: str, **more) -> Task:
     low = name.lower()
     sets = dict(train=one("train.json"), valid=one("dev.json"), test=one("test.json"))
-    common = dict(folder=low, answers={"": f"{low}_predict.json"}, id="id", settings=FLEETX)
+    common = dict(folder=low, answers={"": f"{low}_predict.json"}, id="id")
     return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
@@ -187,7 +187,6 @@ QUESTIONS = (
         train=one("train.json"),
         valid=one("dev.json"),
         folder="chid",
-        settings=FLEETX,
         one_answer=True,
         **_versions("chid"),
     ),
@@ -201,7 +200,7 @@ _NOT_HERE = {
 
 def find_task(name: str) -> Task:
     """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError."""
-    if name.endswith((".yaml", ".yml")):
+    if name.endswith(IN_FILES):
         return read_task(Path(name))
     plain = plain_name(name)
     for known, task in TASKS.items():
@@ -259,7 +258,7 @@ def read_task(path: Path) -> Task:
         raise DataError(
             f"--task {path}: options are chosen among, and the labels are numbers", do="leave one of them out"
         )
-    task = Task(name, **{**sets, **lists, **words}, answers=answers, settings={**FLEETX, **settings})
+    task = Task(name, **{**sets, **lists, **words}, answers=answers, settings=settings)
     refuse_metrics(task, str(path))
     return task
 
@@ -282,6 +281,8 @@ def _sets(value: Any, key: str, path: Path) -> dict[str, tuple[str, ...]]:
             f"--task {path}: {key} is neither a file nor names of sets with a file each",
             do=f"{key}: FILE, or {key}: {{one: FILE, two: FILE}}",
         )
+    if len(set(map(str, sets))) < len(sets):
+        raise DataError(f"--task {path}: {key} has two sets of one name", do="give each another one")
     return {str(name): (file,) for name, file in sets.items()}
 
 

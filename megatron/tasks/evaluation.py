@@ -30,7 +30,7 @@ class TaskMeasures(Measures):
         sets = open_task(settings).files["valid"]
         self.keeps_best = settings.best_checkpoint
         if sets and not config.data.mock_data:
-            self.best_by = self.task.judged_by if len(sets) == 1 else f"{self.task.judged_by} {sets[0][0]}"
+            self.best_by = f"{self.task.judged_by} {sets[0][0]}".strip()
         save = config.checkpoint.save
         self.folder = settings.predictions or (f"{save}/predictions" if save and "://" not in save else None)
 

@@ -2,7 +2,7 @@
 """Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from megatron.tasks.backbones import (
     trunk_idle,
     trunk_rules,
 )
-from megatron.tasks.description import find_task
+from megatron.tasks.description import FLEETX, find_task
 from megatron.tasks.settings import (
     GROUP,
     LM_LOSS,
@@ -42,11 +42,12 @@ from megatron.tasks.settings import (
     examples_of,
     learned_labels,
     open_task,
+    said_in_full,
     task_settings,
-    with_labels_said,
 )
 
 MODEL_TYPE = "finetune"
+LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of how long training is, of which there is one
 
 
 def recipe() -> Recipe:
@@ -171,7 +172,8 @@ def settled_trunk(config):
     name = settings.backbone
     if name not in BACKBONES:
         return config
-    return settled(name, with_labels_said(config), settings.pet_pattern is not None, settings.pooling)
+    config = said_in_full(config, BACKBONES[name].pooled)
+    return settled(name, config, settings.pet_pattern is not None, settings.pooling)
 
 
 def part_of_trunk(config, saved):
@@ -345,10 +347,10 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     base = recipe()
     if {"-h", "--help", "--help-all"} & set(argv):
         return argv, base
-    said = partial(_said, argv)
-    defaults = dict(base.defaults)
-    if said("task") is not None:
-        defaults |= _settings_of(str(said("task")))
+    task = _given(argv, "task")
+    of_task = _settings_of(str(task)) if task is not None else {}
+    said = partial(_said, argv, of_task)
+    defaults = {**base.defaults, **FLEETX, **of_task} if task is not None else dict(base.defaults)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
     record, more = _beginning(said)
@@ -363,19 +365,22 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     kind = defaults.get("backbone") or said("backbone")
     if kind in BACKBONES:
         defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}
-    if said("train_iters") is not None or said("train_samples") is not None:
-        defaults.pop("train_epochs", None)
-    if "train_epochs" in defaults or said("train_epochs") is not None:
+    asked = [name for name in LENGTHS if _given(argv, name) is not None]
+    asked = asked or [name for name in LENGTHS if name in of_task] or ["train_epochs"]
+    defaults = {name: value for name, value in defaults.items() if name not in LENGTHS or name in asked}
+    if "train_epochs" in asked:
         defaults.setdefault("eval_epoch", 1)
     return argv, replace(base, defaults=defaults)
 
 
 def _settings_of(name: str) -> dict[str, Any]:
-    """The settings that a task gives. Raises DataError for one that there is not."""
+    """The settings that a task gives. Raises DataError for one that there is not, or that cannot be a task's."""
     known, found = {one.name: one for one in settings_of({**GROUPS, **groups()})}, {}
     for setting, value in find_task(name).settings.items():
         if setting not in known:
             raise DataError(f"--task {name}: settings: there is no setting {setting}{did_you_mean(setting, known)}")
+        if setting == "task":
+            raise DataError(f"--task {name}: settings: a task cannot give another one", do="leave task out of them")
         try:
             found[setting] = known[setting].value([str(one) for one in (value if isinstance(value, list) else [value])])
         except BadValue as bad:
@@ -383,9 +388,15 @@ def _settings_of(name: str) -> dict[str, Any]:
     return found
 
 
-def _said(argv: list[str], name: str) -> Any:
+def _given(argv: list[str], name: str) -> Any:
     """What the command line, with its files, gives a setting."""
     return given(argv, name, {**GROUPS, **groups()})
+
+
+def _said(argv: list[str], of_task: Mapping[str, Any], name: str) -> Any:
+    """The same, or what the task gives it."""
+    value = _given(argv, name)
+    return of_task.get(name) if value is None else value
 
 
 def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Optional
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, setting
 from megatron.tasks.backbones import DEFAULT
-from megatron.tasks.description import Task, find_task, with_labels
+from megatron.tasks.description import IN_FILES, Task, find_task, with_labels
 from megatron.tasks.examples import Examples, few, file_of, labels_in, read_examples, refuse_one_class
 from megatron.tasks.soft_labels import labels_of, with_soft_labels
 
@@ -121,11 +121,26 @@ def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
     return _examples(_key(settings), split)
 
 
-def with_labels_said(config: Config) -> Config:
-    """The settings with the labels that they lead to: checkpoints keep them, since a head's outputs are theirs in order."""
+def said_in_full(config: Config, pooled: str) -> Config:
+    """The settings with what they lead to, for checkpoints, which a run that goes on is compared with: the labels, since a
+    head's outputs are theirs in order; what the head sees (pooled, where nobody says it); and which task it is, however it
+    was spelled.
+    """
     settings = task_settings(config)
-    labels = open_task(settings).task.labels
-    return replace(config, extra={**config.extra, GROUP: replace(settings, labels=list(labels) if labels else None)})
+    task = open_task(settings).task
+    in_file = settings.task.endswith(IN_FILES)
+    return replace(
+        config,
+        extra={
+            **config.extra,
+            GROUP: replace(
+                settings,
+                task=os.path.abspath(settings.task) if in_file else task.name,
+                labels=list(task.labels) if task.labels else None,
+                pooling=settings.pooling or (None if settings.pet_pattern else pooled),
+            ),
+        },
+    )
 
 
 def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, list[str]]:

@@ -173,6 +173,27 @@ def test_an_evaluation_alone_does_not_ask_what_was_learned_and_how(trunk, tmp_pa
     assert first.read_text() == again.read_text()
 
 
+def test_it_is_the_same_run_however_its_task_is_said(trunk, tmp_path, monkeypatch):
+    """Another path of the file, what the head sees said in words; and a length and a set with a name that the file gives."""
+    toy = Toy(tmp_path / "toy")
+    text = toy.yaml.read_text().replace("valid: valid.tsv", "valid: {dev: valid.tsv}")
+    toy.yaml.write_text(f"{text}settings: {{train_iters: 3, eval_interval: 2}}\n")
+    short = TUNE.replace("--train-epochs 2", f"--data-path {toy.folder}")
+    tune(0, f"--task {toy.yaml} {short} --load {trunk} --save {tmp_path}/run")
+    assert [one["iteration"] for one in records(tmp_path / "run", "step")] == [1, 2, 3]
+    monkeypatch.chdir(toy.folder)
+    tune(0, f"--task toy.yaml {short} --load {tmp_path}/run --pooling last --skip-train --predictions {tmp_path}/again")
+    found = [record for record in records(tmp_path / "run", "eval") if record["split"] == "validation"]
+    best = max(record["accuracy dev"] for record in found)
+    assert found[-1]["accuracy dev"] == best
+    both = [(folder / "validation-toy-dev.tsv") for folder in (tmp_path / "run" / "predictions", tmp_path / "again")]
+    assert all(path.exists() for path in both)
+    with pytest.raises(SettingsError, match="--pooling: last in the checkpoint, mean now"):
+        tune(0, f"--task toy.yaml {short} --load {tmp_path}/run --pooling mean")
+    tune(0, f"--task toy.yaml {short} --load {trunk} --save {tmp_path}/epoch --train-epochs 1")
+    assert len(records(tmp_path / "epoch", "step")) == 2  # the command line's length goes before the file's
+
+
 def test_patience_and_a_loss_that_is_reached_end_training(trunk, tmp_path, capsys):
     toy = Toy(tmp_path / "toy")
     common = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} {TUNE} --train-epochs 9 --lr 1e-12"

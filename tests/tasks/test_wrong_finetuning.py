@@ -57,6 +57,9 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
         3,
         "--backbone BERT9: fine-tuning knows",
     ),
+    "--task {toy}/other.yaml --data-path {toy} --load {trunk}": (4, "a task cannot give another one"),
+    "--task {toy}/start.yaml --data-path {toy}": (5, "--load nowhere holds no checkpoint"),
+    "--task {toy}/sets.yaml --data-path {toy} --load {trunk}": (4, "valid has two sets of one name"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --patience 0": (3, "--patience 0 must be at least 1"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --examples-per-class 0": (3, "must be at least 1"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --pet-pattern x": (3, "belong together"),
@@ -108,6 +111,9 @@ def places(trunk, tmp_path_factory):  # noqa: F811
     (toy.folder / "free.yaml").write_text(free)
     (toy.folder / "rate.yaml").write_text(f"{free}\nsettings: {{lr: high}}\n")
     (toy.folder / "odd.yaml").write_text(f"{free}\nsettings: {{lrr: 1.0e-3}}\n")
+    (toy.folder / "other.yaml").write_text(f"{free}\nsettings: {{task: SST2}}\n")
+    (toy.folder / "start.yaml").write_text(f"{free}\nsettings: {{load: nowhere}}\n")
+    (toy.folder / "sets.yaml").write_text(free.replace("valid: valid.tsv", "valid: {1: valid.tsv, '1': test.tsv}"))
     lines = (toy.folder / "train.tsv").read_text().splitlines()
     (toy.folder / "head.tsv").write_text(lines[0] + "\n")
     (toy.folder / "one.tsv").write_text(
