@@ -174,7 +174,7 @@ def test_an_evaluation_alone_does_not_ask_what_was_learned_and_how(trunk, tmp_pa
 
 
 def test_it_is_the_same_run_however_its_task_is_said(trunk, tmp_path, monkeypatch):
-    """Another path of the file, what the head sees said in words; and a length and a set with a name that the file gives."""
+    """Another path of the file, what the head sees said in words; and a length, and a set with a name, out of the file."""
     toy = Toy(tmp_path / "toy")
     text = toy.yaml.read_text().replace("valid: valid.tsv", "valid: {dev: valid.tsv}")
     toy.yaml.write_text(f"{text}settings: {{train_iters: 3, eval_interval: 2}}\n")
