@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("aiohttp", "resiliparse", "tld", "ftfy", "eldc"):
+for package in ("aiohttp", "protego", "resiliparse", "tld", "ftfy", "eldc"):
     pytest.importorskip(package, reason="pip install '.[corpus,openwebtext]'")
 
 HERE = Path(__file__).parent

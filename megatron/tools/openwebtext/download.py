@@ -88,8 +88,11 @@ def main(argv: list[str]) -> None:
     check(options)
     try:
         import aiohttp  # noqa: F401  # said before anything is written
+        import protego  # noqa: F401
     except ImportError as error:
-        raise DataError("download needs the package aiohttp", str(error), "pip install '.[corpus]'") from None
+        raise DataError(
+            "download needs the packages aiohttp and protego", str(error), "pip install '.[corpus]'"
+        ) from None
     download(Path(source), options)
 
 
@@ -343,11 +346,10 @@ class Download:
 
         options, start = self._options, time.monotonic()
         job.tries += 1
-        delay = options.delay
         try:
             page = await self._fetcher.page(job.url)
             self._silent.pop(server, None)
-            delay = max(delay, min(await self._fetcher.delay(page.url), LONGEST_DELAY))
+            delay = await self._delay(page.url)
             taken = dict(status=page.status, bytes=len(page.body), tries=job.tries)
             try:
                 text = await self._scrapers.text(page.body, page.content_type, page.charset)
@@ -360,12 +362,17 @@ class Download:
         except Refused as refused:
             if refused.reason in SILENT:
                 self._silent[server] = self._silent.get(server, 0) + 1
-            wait = max(delay, min(refused.wait or 0.0, options.max_wait))
+            wait = max(await self._delay(job.url), min(refused.wait or 0.0, options.max_wait))
             if refused.again and job.tries <= options.retries and not self._gone(server):
                 return None, max(wait, options.backoff * 2 ** (job.tries - 1))
             seconds = round(time.monotonic() - start, 3)
             end = dict(status=refused.status, seconds=seconds, tries=job.tries, passing=refused.again)
             return PageOutcome(job.number, job.url, refused.reason, **end), wait
+
+    async def _delay(self, url: str) -> float:
+        """Seconds between two requests to the server of an address, which may be none."""
+        wanted = await self._fetcher.delay(url) if _server(url) else 0.0
+        return max(self._options.delay, min(wanted, LONGEST_DELAY))
 
     def _gone(self, server: str) -> bool:
         return self._silent.get(server, 0) >= FAILURES_OF_A_HOST

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Optional
 from urllib.parse import urljoin, urlsplit
-from urllib.robotparser import RobotFileParser
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
+from protego import Protego
 
 AGENT = "megatron-openwebtext/1.0"
 TEXTS = ("text/html", "application/xhtml+xml", "text/plain")
@@ -182,10 +182,10 @@ class Fetcher:
     async def _may_be_fetched(self, url: str) -> None:
         """Raise Refused unless robots.txt of its server lets us."""
         rules = await self._rules(_origin(url))
-        if not rules.can_fetch(self._limits.agent, url):
+        if not rules.can_fetch(url, self._limits.agent):
             raise Refused("robots")
 
-    async def _rules(self, origin: str) -> RobotFileParser:
+    async def _rules(self, origin: str) -> Protego:
         """What robots.txt of a server says, read once. Raises Refused where that cannot be known now (RFC 9309, 2.3.1)."""
         told = self._robots.get(origin)
         if told is None:
@@ -200,18 +200,16 @@ class Fetcher:
                 del self._robots[origin]  # to be asked for again
             raise
 
-    async def _read_rules(self, origin: str) -> RobotFileParser:
-        rules = RobotFileParser()
+    async def _read_rules(self, origin: str) -> Protego:
         try:
             page = await self._timed(self._get(f"{origin}/robots.txt", ROBOTS_BYTES, None, cut=True))
-            lines = page.body.decode("utf-8", errors="replace").splitlines()
+            text = page.body.decode("utf-8", errors="replace")
         except Refused as refused:
             if refused.again:
                 reason = "robots_unreachable" if refused.status else refused.reason
                 raise Refused(reason, True, refused.wait, refused.status) from None
-            lines = []  # there is none: everything may be fetched
-        rules.parse(lines)
-        return rules
+            text = ""  # there is none: everything may be fetched
+        return Protego.parse(text)
 
 
 def _refuse(reason: str):
