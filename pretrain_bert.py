@@ -10,7 +10,7 @@ docs/encoder_decoder.md says what is where.
 """
 
 from megatron.data.masked_settings import GROUP as MASKED
-from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
+from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
 from megatron.errors import SettingsError, run_main
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.rules import IDLE, RULES
@@ -35,7 +35,7 @@ def recipe() -> Recipe:
         build_datasets,
         groups={GROUP: BertSettings, MASKED: MaskedSettings},
         rules=(*RULES, *MASKED_RULES),
-        idle=IDLE,
+        idle={**IDLE, **MASKED_IDLE},
         sums=sums,
         counts=counts,
         anew=lambda name, stored: name.startswith(TASKS) and not stored,

@@ -10,7 +10,7 @@ docs/encoder_decoder.md says what is where.
 """
 
 from megatron.data.masked_settings import GROUP as MASKED
-from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
+from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
 from megatron.errors import run_main
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
@@ -37,7 +37,11 @@ def recipe() -> Recipe:
         groups={GROUP: T5Settings, MASKED: MaskedSettings},
         defaults=dict(num_layers=0),
         rules=(*RULES, *MASKED_RULES),
-        idle={**IDLE, "mask_strategy": Needs("pretrain_bert.py: a T5 reads a sentinel", lambda s: False)},
+        idle={
+            **IDLE,
+            **MASKED_IDLE,
+            "mask_strategy": Needs("pretrain_bert.py: a T5 reads a sentinel", lambda s: False),
+        },
         settled=settled,
         arrays=arrays,
         collate=collate,

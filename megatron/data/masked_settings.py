@@ -9,6 +9,7 @@ from typing import Literal, Optional
 
 from megatron.data.task_words import parsed_tasks
 from megatron.errors import SettingsError
+from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import setting
 
@@ -57,6 +58,12 @@ def _wrong_mixture(s) -> str:
     return ""
 
 
+MASKED_IDLE = {
+    "split": Needs(
+        "--data-path or --task-mixture",
+        lambda s: s.data_path or getattr(s.settings.extra.get(GROUP), "task_mixture", None),
+    )
+}
 MASKED_RULES = (
     Rule(
         lambda s: not 0 < _own(s).mask_prob < 1,

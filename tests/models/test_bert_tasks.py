@@ -18,7 +18,7 @@ from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.tasks.finetune import recipe_for
 from megatron.telemetry.step_metrics import Interval, StepMetrics
 from megatron.tools.pretrain import start
-from megatron.training.rules import resolve
+from megatron.training.rules import idle, resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
 S, V = 24, len(WORDS) + 2
@@ -162,3 +162,9 @@ def test_heads_that_a_checkpoint_has_not_begin_anew(flags, tmp_path, capsys):
     torch.testing.assert_close(
         {name: own[name] for name in kept}, {name: third[name] for name in kept}, rtol=0, atol=1e-9
     )
+
+
+def test_a_split_divides_the_rows_of_a_mixture(flags):
+    said = lambda line: idle(parse_any(f"{line} --micro-batch-size 4".split()), 1)
+    assert "split" not in said(flags)
+    assert "split" in said(re.sub("--task-mixture.*mood.jsonl", "", flags))
