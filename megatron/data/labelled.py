@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from megatron.data.tables import ENDINGS, Row, label_in, read_table, text_in
+from megatron.data.tables import ENDINGS, Row, label_in, read_table, refuse_half_letters, text_in
 from megatron.errors import DataError, did_you_mean
 
 # Names of columns, of GLUE's and CLUE's files and others: the text, one that belongs to it, and the label.
@@ -80,17 +80,28 @@ def task_row(task: LabelledTask, row: Row, path: Path, labelled: bool = True) ->
     if task.prepare is not None:
         try:
             columns = task.prepare(columns)
-        except (LookupError, TypeError) as error:
-            raise DataError(f"{where} is not as {task.name} has them: {error!r}") from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise unlike_published(where, task.name, error) from None
     text = text_in(column(columns, task.text, where, "text"), f"{where}, {task.text}")
     pair = task.text_pair and text_in(column(columns, task.text_pair, where, "text_pair"), f"{where}, {task.text_pair}")
     cell = column(columns, task.label, where, "label") if labelled else columns.get(task.label)
-    label = "" if not labelled and isinstance(cell, (list, dict)) else label_in(cell, where)
+    try:
+        label = label_in(cell, where)
+    except DataError:
+        if labelled:
+            raise
+        label = ""
     if label in task.skip:
         return None
     if labelled and not label:
         raise DataError(f"{where}: the label is empty", do="give it one, or leave the row out")
     return Labelled(text, pair, label)
+
+
+def unlike_published(where: str, name: str, error: Exception) -> DataError:
+    """What to raise for a row of a published task that cannot be read as the task's rows are."""
+    told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return DataError(f"{where} is not as {name} has them: {told}")
 
 
 def column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
@@ -164,6 +175,8 @@ def _as_named(path: Path) -> tuple[list[Labelled], list[str]]:
         rows.append(task_row(task, row, path))
         used = (task.text, task.text_pair, task.label)
         unread |= {name: None for name, value in row.columns.items() if name not in used and value is not None}
+    for name in unread:
+        refuse_half_letters(name, f"{path}: the name of a column")
     return rows, notes + [f"{path}: not read: {', '.join(unread)}"] * bool(unread)
 
 

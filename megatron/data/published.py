@@ -15,13 +15,23 @@ def _marked(row: Columns) -> Columns:
     spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
     for start, words, marks in sorted(spans, reverse=True):
         end = start + len(words)
+        if not words or start < 0 or row["text"][start:end] != words:
+            raise ValueError(f"{words!r} does not stand at {start} of its text")
         text = text[:start] + marks[0] + text[start:end] + marks[1] + text[end:]
     return {**row, "text": text}
 
 
 def _joined_keywords(row: Columns) -> Columns:
     """CSL: are these the keywords of the abstract?"""
-    return {**row, "keywords": " ".join(row["keyword"])}
+    return {**row, "keywords": " ".join(texts_of(row, "keyword"))}
+
+
+def texts_of(row: Mapping[Any, Any], name: Any) -> list[str]:
+    """A list of texts. Raises ValueError for a text in its place, of which Python would take letter by letter."""
+    found = row[name]
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{name} is no list of texts")
+    return found
 
 
 def _task(name: str, labels: str, **more) -> LabelledTask:

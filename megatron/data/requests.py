@@ -7,7 +7,6 @@ the one or the other):
     {"context": "The capital of France is", "continuations": [" Paris", " Rome"], "gold": 0, "task": "capitals"}
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
+from megatron.data.tables import json_in, refuse_half_letters
 from megatron.errors import DataError, SettingsError
 
 FORM = '{"context": "...", "continuations": ["...", "..."], "gold": 0}'
@@ -49,10 +49,10 @@ def read_requests(path: str) -> list[Request]:
 
 
 def _request(where: str, line: str) -> Request:
+    row = json_in(line, where, f"lines of the form {FORM}")
     try:
-        row = json.loads(line)
         context, continuations, gold = row["context"], row["continuations"], row["gold"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{where} is no request: {told}", do=f"lines of the form {FORM}") from None
     texts = isinstance(continuations, list) and all(isinstance(text, str) and text for text in continuations)
@@ -63,7 +63,10 @@ def _request(where: str, line: str) -> Request:
         )
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(continuations):
         raise DataError(f"{where}: gold is {gold!r}, and the continuations have numbers 0 to {len(continuations) - 1}")
-    return Request(context, tuple(continuations), gold, str(row.get("task", "")))
+    task = str(row.get("task", ""))
+    for text in (context, *continuations, task):
+        refuse_half_letters(text, where)
+    return Request(context, tuple(continuations), gold, task)
 
 
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:

@@ -6,9 +6,9 @@ array of them), or a folder of .txt files with an object a line, as RACE's.
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from megatron.errors import DataError
 
@@ -44,9 +44,11 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
         raise DataError(f"{path} is empty")
     header = [name.strip() for name in table[0][1]]
     if columns and not set(wanted) <= set(header):
-        header = list(columns)
+        header, said_by = list(columns), f"{path}: columns"
     else:
-        table = table[1:]
+        said_by, table = f"{path}, line {table[0][0]}: the header", table[1:]
+    if twice := _twice(name for name in header if name):  # those without a name are not read
+        raise DataError(f"{said_by} names {twice!r} twice", "the second one would stand for both", "rename one of them")
     good = [
         Row(place, f"line {line}", dict(zip(header, cells)))
         for place, (line, cells) in enumerate(table)
@@ -98,6 +100,11 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
                 yield begin, cells
             begin = reader.line_num + 1
     except csv.Error as error:
+        if "new-line character" in str(error):
+            raise DataError(
+                f"{path}, line {reader.line_num}: a carriage return without a line feed, outside of quotation marks",
+                do="quote the cell that it belongs to; where all lines end so, tr '\\r' '\\n' < FILE repairs them",
+            ) from None
         raise DataError(
             f"{path}, line {begin}: {error} (line {reader.line_num})",
             "a cell that begins with a quotation mark ends with the next one, maybe many lines below",
@@ -117,10 +124,7 @@ def _in_folder(path: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 def _in_array(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(number, columns) of each object or list in an array."""
-    try:
-        items = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON", str(error), "give an array of objects, or one object a line") from None
+    items = json_in(text, str(path), "give an array of objects, or one object a line")
     for number, item in enumerate(items, 1):
         if not isinstance(item, (dict, list)):
             raise DataError(f"{path}, item {number}: {type(item).__name__}, no object", do="give an array of objects")
@@ -135,13 +139,66 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON", str(error), "give one object a line") from None
+        row = json_in(line, f"{path}, line {number}", "give one object a line")
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: {type(row).__name__}, no object", do="give one object a line")
         yield f"line {number}", row
+
+
+class _NamedTwice(ValueError):
+    """An object with one name twice: Python takes the last one in silence."""
+
+
+def json_in(text: str, where: str, do: str) -> Any:
+    """What a JSON text says. Raises DataError for what is none, for one name twice, and for nesting without end."""
+    try:
+        return json.loads(text, object_pairs_hook=_named_once)
+    except _NamedTwice as error:
+        raise DataError(
+            f"{where}: an object has {error} twice", "the second one would stand for both", "rename one of them"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON", str(error), do) from None
+    except RecursionError:
+        raise DataError(
+            f"{where}: lists or objects stand inside of each other, more deeply than can be read", do=do
+        ) from None
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _NamedTwice(repr(_twice(name for name, _ in pairs)))
+    return found
+
+
+def _twice(names: Iterable[str]) -> Optional[str]:
+    """The first name that has been there before."""
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)
+
+
+def refuse_half_letters(text: str, where: str) -> None:
+    """Raise DataError for half of a surrogate pair, which JSON may have ("\\ud83d", a cut emoji), and no tokenizer or file
+    can take.
+    """
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {text[error.start : error.start + 1]!a} is half of a surrogate pair, which is no text",
+            "an emoji was cut in two, perhaps",
+            "write the whole one, or leave it out",
+        ) from None
+
+
+def refuse_many_lines(word: str, where: str) -> None:
+    """Raise DataError for a tab or an end of line, which a table of predictions cannot hold inside of a cell."""
+    if set("\t\n\r") & set(word):
+        raise DataError(
+            f"{where}: {word[:60]!r} has a tab or an end of line inside, and tables of predictions would be torn there",
+            do="write it as one line without tabs",
+        )
 
 
 def text_in(value: Any, where: str) -> str:
@@ -151,7 +208,8 @@ def text_in(value: Any, where: str) -> str:
             f"{where}: {json.dumps(value, ensure_ascii=False)[:60]} stands where a text is wanted",
             do="give a string, or leave the row out",
         )
-    return str(value)
+    refuse_half_letters(text := str(value), where)
+    return text
 
 
 def label_in(value: Any, where: str) -> str:
@@ -163,4 +221,5 @@ def label_in(value: Any, where: str) -> str:
         )
     if value is None or value != value:  # NaN is what tables in memory have for an empty cell
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(value).strip()
+    refuse_half_letters(word := str(value).strip(), where)
+    return word.lower() if isinstance(value, bool) else word

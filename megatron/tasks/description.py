@@ -23,6 +23,7 @@ import yaml
 
 from megatron.data.labelled import LabelledTask
 from megatron.data.published import PUBLISHED, plain_name
+from megatron.data.tables import refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
 from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
 from megatron.tasks.questions import c3, chid, race
@@ -314,7 +315,7 @@ def refuse_metrics(task: Task, where: str) -> None:
 
 
 def with_labels(task: Task, labels) -> Task:
-    """The task with these labels. Raises SettingsError where they are no two."""
+    """The task with these labels. Raises SettingsError where they are no two, DataError for what is no line of text."""
     labels = tuple(labels)
     if len(labels) < 2:
         told = f"one, {labels[0]!r}" if labels else "none"
@@ -322,6 +323,9 @@ def with_labels(task: Task, labels) -> Task:
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise SettingsError(f"{task.name}: the label {twice!r} is there twice")
+    for label in labels:
+        refuse_half_letters(label, f"{task.name}: labels")
+        refuse_many_lines(label, f"{task.name}: labels")
     found = replace(task, labels=labels)
     refuse_metrics(found, task.name)
     return found

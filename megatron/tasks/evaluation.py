@@ -4,12 +4,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Optional
 
 import numpy as np
 import torch
 
 from megatron.errors import StorageError
+from megatron.storage.durable import replace_file
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 from megatron.tasks.metrics import confusion, figures
@@ -115,9 +117,26 @@ def write_probabilities(task: Task, logits: np.ndarray, ids: Sequence[str], path
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        replace_file(path, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
-        raise StorageError(f"predictions cannot be written: {error}", do="give another folder: --predictions") from None
+        raise _not_written(error) from None
+
+
+def refuse_folder(folder: Optional[str]) -> None:
+    """Make the folder of --predictions, and raise StorageError where it cannot be written, ahead of a training that would
+    end in that. The first rank alone writes there.
+    """
+    if folder is None or (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _not_written(error) from None
+
+
+def _not_written(error: OSError) -> StorageError:
+    return StorageError(f"predictions cannot be written: {error}", do="give another folder: --predictions")
 
 
 def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Optional[Path]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from megatron.data.labelled import column, skipped, task_row, task_table
-from megatron.data.tables import Row, label_in
+from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, did_you_mean
-from megatron.tasks.description import Task, with_labels
+from megatron.tasks.description import TASKS, Task, with_labels
 from megatron.tasks.options import options_in, place_of, questions_in
 
 
@@ -72,6 +72,7 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
         if len(rows) == start:
             raise DataError(f"{path} holds no examples")
         told += skipped(task, path, len(found), len(rows) - start)
+        told += _ids_told(task, path, found, rows[start:], labelled)
         sets[name] = range(start, len(rows))
         notes += told
     return Examples(tuple(rows), sets, tuple(notes))
@@ -87,8 +88,41 @@ def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> It
         options = options_in(task, row.columns, where) if task.options else ()
         word = place_of(task, found.label, options, where, strict=labelled) if options else found.label
         label = _label(task, word, numbers, where, strict=labelled) if word else None
-        id = row.columns.get(task.id) if task.id else None
-        yield TaskExample(found.first, found.second, label, str(row.place if id is None else id), options=options)
+        yield TaskExample(found.first, found.second, label, _id(task, row, where), options=options)
+
+
+def _id(task: Task, row: Row, where: str) -> str:
+    """What predictions name an example by: its place where it has no id."""
+    found = row.columns.get(task.id) if task.id else None
+    if isinstance(found, (list, dict)):
+        raise DataError(f"{where}: the id is a list or an object", do="give a word or number")
+    id = str(row.place if found is None else found)
+    refuse_half_letters(id, f"{where}, {task.id}")
+    refuse_many_lines(id, f"{where}, {task.id}")
+    return id
+
+
+def _ids_told(
+    task: Task, path: Path, table: Sequence[Row], rows: Sequence[TaskExample], labelled: bool
+) -> Iterator[str]:
+    """Notes of ids that are not there, or there twice. Raises DataError where a test set has none and a description of
+    one's own says where they are; published files may have them or not.
+    """
+    if task.id and task.name not in TASKS and not any(task.id in row.columns for row in table):
+        names = [str(name) for name in table[0].columns]
+        told = f"{path} has no column {task.id!r}{did_you_mean(task.id, names)}"
+        if not labelled:
+            raise DataError(
+                told, f"it has {', '.join(names)}", "the task's id names examples in predictions; correct it"
+            )
+        yield f"{told}; predictions name its examples by their places"
+    twice = {id: count for id, count in Counter(row.id for row in rows).items() if count > 1}
+    if twice:
+        first = next(iter(twice))
+        yield (
+            f"{path}: {len(twice):,} ids stand for several examples each, whose predictions cannot be told apart (first: "
+            f"{first!r}, {twice[first]} times)"
+        )
 
 
 def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, strict: bool) -> Optional[float]:
@@ -122,12 +156,17 @@ def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
     if task.options:
         most = max((len(options_in(task, row, where)) for where, row in rows), default=0)
         return with_labels(task, map(str, range(most))).labels
-    words = [label_in(column(row, task.label, where, "label"), where) for where, row in rows]
-    found = set(words) - set(task.skip) - {""}
+    words = {where: label_in(column(row, task.label, where, "label"), where) for where, row in rows}
+    found = set(words.values()) - set(task.skip) - {""}
     plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
     if len(plain) < 2:
-        told = f"all {len(words):,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
+        if empty := next((where for where, word in words.items() if not word), None):
+            raise DataError(f"{empty}: the label is empty", do="give it one, or leave the row out")
+        count = sum(word in plain for word in words.values())
+        told = f"all {count:,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
         raise DataError(f"{', '.join(map(str, paths))}: {told}", do="give examples of two classes or more")
+    for where, word in words.items():
+        refuse_many_lines(word, where)
     return with_labels(task, plain).labels
 
 

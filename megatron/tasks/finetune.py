@@ -325,6 +325,9 @@ def tell(log, opened, split: str, examples) -> None:
 
 def measures(config):
     """What evaluations find out: the task's metrics."""
+    from megatron.tasks.evaluation import refuse_folder
+
+    refuse_folder(task_settings(config).predictions)
     if finds_words(task_settings(config)):
         from megatron.tasks.pet import PetMeasures
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron.data.tables import refuse_half_letters
 from megatron.errors import DataError
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import summed
@@ -42,6 +43,7 @@ def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
             head, word = split_last_word(text)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{path}, line {number}: no passage", 'expected {"text": "at least two words"}') from None
+        refuse_half_letters(text, f"{path}, line {number}")
         if strict:
             answer = tokenizer.encode(" " + word)
             examples.append(Example(tokenizer.encode(head) + answer, len(answer)))

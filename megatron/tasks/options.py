@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.data.labelled import column
+from megatron.data.labelled import column, unlike_published
 from megatron.data.tables import Row, text_in
 from megatron.errors import DataError
 from megatron.tasks.description import Task
@@ -54,6 +54,6 @@ def questions_in(task: Task, path: Path, rows: Sequence[Row], labelled: bool) ->
         try:
             questions = list(task.split(row.columns, path, labelled))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{where} is not as {task.name} has them: {error!r}") from None
+            raise unlike_published(where, task.name, error) from None
         found += [Row(len(found) + number, row.where, question) for number, question in enumerate(questions)]
     return found

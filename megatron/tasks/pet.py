@@ -11,7 +11,6 @@ paper: then each example is read once, with a gap for labels of equally many tok
 all words there are: then labels may have any number of tokens, and an evaluation reads an example with each of them.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 
 from megatron.data.labelled import pair_lengths
 from megatron.data.requests import Scored
+from megatron.data.tables import json_in, refuse_half_letters
 from megatron.errors import DataError, UsageError, did_you_mean
 from megatron.tasks.cloze import Cloze, with_gap
 from megatron.tasks.description import Task
@@ -123,11 +123,12 @@ class Pattern:
 
 def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
     """What stands for each label of the task, in order. Raises DataError where labels are missing, unknown or alike."""
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"--pet-verbalizer {path}: {getattr(error, 'strerror', None) or error}") from None
     form = '{"0": "bad", "1": "good"}'
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--pet-verbalizer {path}: {getattr(error, 'strerror', None) or error}") from None
+    given = json_in(text, f"--pet-verbalizer {path}", f"a mapping of labels to words, as {form}")
     if not isinstance(given, Mapping) or not all(isinstance(words, str) and words.strip() for words in given.values()):
         raise DataError(f"--pet-verbalizer {path} is no mapping of labels to words", do=f"as {form}")
     for label in given:
@@ -139,6 +140,8 @@ def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
     if missing := [label for label in task.labels if label not in given]:
         raise DataError(f"--pet-verbalizer {path} says nothing of {', '.join(missing[:20])}", do=f"as {form}")
     words = tuple(given[label] for label in task.labels)
+    for word in words:
+        refuse_half_letters(word, f"--pet-verbalizer {path}")
     if twice := next((one for one in words if words.count(one) > 1), None):
         raise DataError(f"--pet-verbalizer {path}: {twice!r} stands for two labels")
     return words

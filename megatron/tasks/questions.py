@@ -3,20 +3,24 @@
 options and the name of the right one's place. Needs no torch.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron.data.published import texts_of
+from megatron.data.tables import json_in
 from megatron.errors import DataError
 
 
 def race(row: Mapping[str, Any], path: Path, labelled: bool) -> Iterator[dict[str, Any]]:
     """RACE: an article, and questions about it."""
-    answers = row["answers"] if labelled else row.get("answers", [""] * len(row["questions"]))
-    questions = zip(row["questions"], row["options"], answers, strict=True)
+    asked, all_options = texts_of(row, "questions"), row["options"]
+    answers = row["answers"] if labelled else row.get("answers", [""] * len(asked))
+    if not (isinstance(all_options, list) and isinstance(answers, list)):
+        raise ValueError("options and answers are no lists, with something for each question")
+    questions = zip(asked, all_options, answers, strict=True)
     for number, (question, options, answer) in enumerate(questions):
         yield dict(
             id=f"{row['id']}-{number}", passage=row["article"], question=question, options=options, answer=answer
@@ -25,9 +29,12 @@ def race(row: Mapping[str, Any], path: Path, labelled: bool) -> Iterator[dict[st
 
 def c3(row: Mapping[int, Any], path: Path, labelled: bool) -> Iterator[dict[str, Any]]:
     """C3: [[paragraphs, or turns of a dialogue], [questions], id]."""
+    passage = "\n".join(texts_of(row, 0))
     for question in row[1]:
-        options, answer = question["choice"], question["answer"] if labelled else question.get("answer", "")
-        found = dict(passage="\n".join(row[0]), question=question["question"], options=options)
+        options, answer = texts_of(question, "choice"), question["answer"] if labelled else question.get("answer", "")
+        found = dict(passage=passage, question=question["question"], options=options)
+        if labelled and answer not in options:
+            raise ValueError(f"the answer {answer!r} is none of the options")
         found["answer"] = str(options.index(answer)) if labelled or answer in options else ""
         yield found | ({"id": question["id"]} if "id" in question else {})
 
@@ -39,20 +46,25 @@ AROUND = 48  # characters of a passage that are read on either side of a gap
 def chid(row: Mapping[str, Any], path: Path, labelled: bool) -> Iterator[dict[str, Any]]:
     """CHID: passages with gaps for idioms. Their numbers are in a file of their own, beside that of the passages."""
     answers = _answers(path.with_name(f"{path.stem}_answer.json"), labelled)
-    for passage in row["content"]:
+    for passage in texts_of(row, "content"):
         for gap in GAP.finditer(passage):
             before, behind = (GAP.sub("...", part) for part in (passage[: gap.start()], passage[gap.end() :]))
-            found = dict(id=gap[0], question=f"{before[-AROUND:]}_{behind[:AROUND]}", options=row["candidates"])
+            found = dict(
+                id=gap[0], question=f"{before[-AROUND:]}_{behind[:AROUND]}", options=texts_of(row, "candidates")
+            )
             yield found | {"answer": str(answers[gap[0]] if labelled else answers.get(gap[0], ""))}
 
 
 @lru_cache(maxsize=8)
 def _answers(path: Path, labelled: bool) -> dict[str, int]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json_in(path.read_text(encoding="utf-8"), str(path), "give an object: a gap's name, and its answer")
     except FileNotFoundError:
         if not labelled:
             return {}
         raise DataError(f"{path}: no such file, with the answers to the questions of the one beside it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} holds no answers: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no answers: it is no object of the names of gaps")
+    return found

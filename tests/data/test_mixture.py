@@ -219,7 +219,18 @@ def test_files_of_labelled_texts(folder, tmp_path):
         ("list.jsonl", "[1, 2]\n", "item 1: int, no object"),
         ("empty.tsv", "text\tlabel\na\t \nb\t0\n", "line 2: the label is empty"),
         ("more.csv", "text,label\n" + "A fine, film.,good\n" * 9, "line 2: 3 columns, where the header names 2"),
-        ("break.csv", "text,label\na\rb,1\nc,0\n", "break.csv, line 2: new-line character seen in unquoted field"),
+        ("break.csv", "text,label\na\rb,1\nc,0\n", "break.csv, line 2: a carriage return without a line feed"),
+        ("twice.tsv", "text\tlabel\tlabel\na\t1\t2\nb\t2\t1\n", "twice.tsv, line 1: the header names 'label' twice"),
+        ("twice.csv", "text,text,label\na,b,1\nc,d,2\n", "twice.csv, line 1: the header names 'text' twice"),
+        ("twice.jsonl", '{"text": "a", "label": 1, "label": 2}\n', "line 1: an object has 'label' twice"),
+        (
+            "deep.jsonl",
+            '{"text": ' + "[" * 100_000 + "}\n",
+            "deep.jsonl, line 1: lists or objects stand inside of each",
+        ),
+        ("half.jsonl", '{"text": "a \\ud83d", "label": 1}\n', r"line 1, text: '.ud83d' is half of a surrogate pair"),
+        ("half.jsonl", '{"text": "a", "label": "\\ud83d"}\n', r"line 1: '.ud83d' is half of a surrogate pair"),
+        ("half.jsonl", '{"text": "a", "label": 1, "\\ud83d": 2}\n', "half of a surrogate pair"),
         ("quote.csv", 'text,label\na,1\n"b,1\n' + "c,0\n" * 300, "quote.csv, line 3: unexpected end of data"),
     ):
         (tmp_path / name).write_text(text)

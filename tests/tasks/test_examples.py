@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of GLUE and CLUE as they are published, written here line by line, and what is wrong with others."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +12,10 @@ import numpy as np
 import pytest
 
 from megatron.data.mixture import tasks_of
-from megatron.errors import DataError, Failure, SettingsError, UsageError
+from megatron.errors import DataError, Failure, SettingsError, StorageError, UsageError
 from megatron.tasks.description import CLUE, GLUE, find_task
 from megatron.tasks.evaluation import TaskMeasures, draw_confusion, write_predictions
+from megatron.tasks.examples import read_examples
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
 
 MNLI = (
@@ -323,6 +326,59 @@ WRONG = {  # what is wrong -> (YAML, files, what the message says)
         {"a.csv": ["text,label", "a,x", '"b,y', *["c,x"] * 300, '"d, e",y'], "dev.tsv": ROWS},
         "a.csv, line 3: ',' expected after '\"' (line 304)",
     ),
+    "a column twice": (
+        YAML,
+        {"train.tsv": ["text\tlabel\tlabel", "a\tx\ty"], "dev.tsv": ROWS},
+        "train.tsv, line 1: the header names 'label' twice",
+    ),
+    "columns of a description twice": (
+        YAML + "columns: [text, text]\n",
+        {"train.tsv": ["a\tx"], "dev.tsv": ROWS},
+        "train.tsv: columns names 'text' twice",
+    ),
+    "half of an emoji": (
+        JSONL,
+        {"a.jsonl": ['{"text": "a", "label": "x"}', '{"text": "\\ud83d", "label": "y"}'], "dev.tsv": ROWS},
+        "a.jsonl, line 2, text: '\\ud83d' is half of a surrogate pair",
+    ),
+    "tab in a label": (
+        JSONL.replace("labels: [x, y]", ""),
+        {"a.jsonl": ['{"text": "a", "label": "x"}', '{"text": "b", "label": "y\\tz"}'], "dev.tsv": ROWS},
+        "a.jsonl, line 2: 'y\\tz' has a tab or an end of line inside",
+    ),
+    "tab in a label of the description": (
+        YAML + 'labels: [x, "y\\tz"]\n',
+        {"train.tsv": ROWS, "dev.tsv": ROWS},
+        "'y\\tz' has",
+    ),
+    "end of line in an id": (
+        JSONL + "id: id\n",
+        {
+            "a.jsonl": ['{"text": "a", "label": "x", "id": 1}', '{"text": "b", "label": "y", "id": "2\\n"}'],
+            "dev.tsv": ROWS,
+        },
+        "a.jsonl, line 2, id: '2\\n' has a tab or an end of line inside",
+    ),
+    "half of an emoji in an id": (
+        JSONL + "id: id\n",
+        {"a.jsonl": ['{"text": "a", "label": "x", "id": "\\udc00"}'], "dev.tsv": ROWS},
+        "a.jsonl, line 1, id: '\\udc00' is half",
+    ),
+    "list as id": (
+        JSONL + "id: id\n",
+        {"a.jsonl": ['{"text": "a", "label": "x", "id": [1]}'], "dev.tsv": ROWS},
+        "a.jsonl, line 1: the id is a list or an object",
+    ),
+    "one label beside an empty one": (
+        YAML,
+        {"train.tsv": ["text\tlabel", "a\tx", "b\t"], "dev.tsv": ROWS},
+        "train.tsv, line 3: the label is empty",
+    ),
+    "one label beside one that is left out": (
+        YAML + "skip: ['-']\n",
+        {"train.tsv": ["text\tlabel", "a\tx", "b\t-"], "dev.tsv": ROWS},
+        "all 1 examples have the label 'x'",
+    ),
     "files in a list": (YAML.replace("train.tsv", "[a, b]"), {}, "train is neither a file nor names of sets"),
     "set without a file": (YAML.replace("dev.tsv", "{a: }"), {}, "valid is neither a file nor names of sets"),
 }
@@ -350,6 +406,56 @@ def test_ids_are_places_in_the_file_whatever_is_left_out(tmp_path):
     write(tmp_path, {"test.tsv": ["text\tlabel", "a\tx", "b\tbad\tx", "c\t-", "", "d\ty"]})
     rows = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.tsv")]), "test").rows
     assert [(row.id, row.text) for row in rows] == [("0", "a"), ("3", "d")]
+
+
+def test_ids_that_are_not_there_or_there_twice(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "test: test.tsv\nlabels: [x, y]\nid: number\n")
+    write(
+        tmp_path,
+        {
+            "train.tsv": ROWS,
+            "dev.tsv": ["number\ttext\tlabel", *["7\ta\tx"] * 2, "8\tb\ty"],
+            "test.tsv": ["numbr\ttext", "1\ta"],
+        },
+    )
+    own = settings(str(tmp_path / "task.yaml"), tmp_path)
+    [note] = examples_of(own, "train").notes
+    assert note == f"{tmp_path}/train.tsv has no column 'number'; predictions name its examples by their places"
+    [note] = examples_of(own, "valid").notes
+    assert "1 ids stand for several examples each" in note and "(first: '7', 2 times)" in note
+    with pytest.raises(DataError, match="test.tsv has no column 'number'; did you mean numbr\\?\n  it has numbr, text"):
+        examples_of(own, "test")
+    write(tmp_path, {"sst.tsv": ["sentence", "a"]})  # published files have ids or not
+    found = examples_of(settings("SST2", test_data=[str(tmp_path / "sst.tsv")]), "test")
+    assert [row.id for row in found.rows] == ["0"] and not found.notes
+
+
+def test_labels_of_a_test_set_may_be_half_an_emoji(tmp_path):
+    (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y]\n")
+    write(tmp_path, {"test.jsonl": ['{"text": "a", "label": "\\ud83d"}']})
+    [row] = examples_of(settings(str(tmp_path / "task.yaml"), test_data=[str(tmp_path / "test.jsonl")]), "test").rows
+    assert row.label is None
+
+
+@pytest.mark.parametrize(
+    "name, row, words",
+    [
+        ("CSL", dict(id=1, abst="b", keyword="oops", label="1"), "keyword is no list of texts"),
+        ("CSL", dict(id=1, abst="b", keyword=["a", 1], label="1"), "keyword is no list of texts"),
+        ("CLUEWSC", dict(WSC, text="abc"), "does not stand at 4 of its text"),
+        (
+            "CLUEWSC",
+            dict(WSC, text="\u9a6c\u514bab\u4ed6", target=dict(WSC["target"], span1_index=-5)),
+            "does not stand at -5",
+        ),
+    ],
+)
+def test_rows_that_are_not_as_published(name, row, words, tmp_path):
+    write(tmp_path, {"train.json": [json.dumps(row)]})
+    with pytest.raises(DataError, match=f"train.json, line 1 is not as {name} has them: .*{words}"):
+        read_examples(find_task(name), {"": tmp_path / "train.json"})
+    with pytest.raises(DataError, match=words):
+        triples_of_a_mixture(name, tmp_path / "train.json")
 
 
 @pytest.mark.parametrize("more, known", [("labels: [x, y]\n", [0, None, None]), ("labels: []\n", [None, None, 2.5])])
@@ -439,6 +545,18 @@ def test_predictions_as_clue_takes_them(tmp_path):
     ]
     write_predictions(find_task("STSB"), [2.5, -0.00012345678], ["0", "1"], tmp_path / "STS-B.tsv")
     assert (tmp_path / "STS-B.tsv").read_text() == "index\tprediction\n0\t2.5\n1\t-0.000123457\n"
+
+
+def test_predictions_are_whole_or_those_before(tmp_path, monkeypatch):
+    write_predictions(find_task("SST2"), [0, 1], ["0", "1"], path := tmp_path / "SST-2.tsv")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="predictions cannot be written: .*No space left"):
+        write_predictions(find_task("SST2"), [1, 1], ["0", "1"], path)
+    assert path.read_text() == "index\tprediction\n0\t0\n1\t1\n"
 
 
 def test_labels_are_no_formulas(tmp_path):

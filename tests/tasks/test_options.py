@@ -16,6 +16,7 @@ from megatron.data.tables import read_table
 from megatron.errors import Failure
 from megatron.inference.load import load_model
 from megatron.mpu.random import seed_of
+from megatron.tasks import questions
 from megatron.tasks.description import find_task, read_task
 from megatron.tasks.evaluation import write_predictions
 from megatron.tasks.examples import labels_in, read_examples
@@ -235,6 +236,42 @@ def test_chid_is_read_as_it_is_published(tmp_path):
     (tmp_path / "train.json").rename(tmp_path / "alone" / "train.json")
     with pytest.raises(Failure, match="train_answer.json: no such file, with the answers"):
         read_examples(find_task("CHID"), {"": tmp_path / "alone" / "train.json"})
+
+
+LISTS = {  # task -> (its file, a row with something else where a list is wanted, what is told)
+    "RACE": [
+        (dict(ARTICLE, answers="AB"), "options and answers are no lists"),
+        (dict(ARTICLE, options="ab"), "options and answers are no lists"),
+        (dict(ARTICLE, questions="ab"), "questions is no list of texts"),
+        ({"id": 1}, "there is no 'questions'"),
+    ],
+    "C3": [
+        (["A: hello.", *TALK[1:]], "0 is no list of texts"),
+        ([TALK[0], [{**TALK[1][0], "choice": "BA"}], "1-1"], "choice is no list of texts"),
+        ([TALK[0], [{**TALK[1][0], "answer": "C"}], "1-1"], "the answer 'C' is none of the options"),
+    ],
+    "CHID": [
+        (dict(PASSAGE, content="He#idiom000001#ly"), "content is no list of texts"),
+        (dict(PASSAGE, candidates="abcdefghij"), "candidates is no list of texts"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_texts_in_the_place_of_lists(name, tmp_path):
+    (tmp_path / "train_answer.json").write_text(json.dumps(ANSWERS))
+    for row, words in LISTS[name]:
+        (tmp_path / "train.json").write_text(json.dumps([row]))
+        with pytest.raises(Failure, match=f"train.json, item 1 is not as {name} has them: {words}"):
+            read_examples(find_task(name), {"": tmp_path / "train.json"})
+    if name == "CHID":
+        (tmp_path / "train.json").write_text(json.dumps(PASSAGE))
+        for text, words in {"[1]": "it is no object", '{"#idiom000001#": 1, "#idiom000001#": 2}': "twice"}.items():
+            (tmp_path / "other_answer.json").write_text(text)
+            (tmp_path / "other.json").write_text(json.dumps(PASSAGE))
+            with pytest.raises(Failure, match=f"other_answer.json.*{words}"):
+                read_examples(find_task(name), {"": tmp_path / "other.json"})
+            questions._answers.cache_clear()
 
 
 WRONG = [

@@ -133,7 +133,13 @@ def test_spaces_at_the_end_of_a_context_belong_to_the_continuation():
 
 
 WRONG = {
-    "not JSON": ('{"context": "a"', "line 1 is no request"),
+    "not JSON": ('{"context": "a"', "line 1: not JSON"),
+    "half of an emoji": (
+        '{"context": "a", "continuations": ["b", "\\ud83d"], "gold": 0}',
+        "line 1: '.ud83d' is half of a surrogate pair",
+    ),
+    "nested without end": ("[" * 100_000, "line 1: lists or objects stand inside of each other"),
+    "gold twice": ('{"context": "a", "continuations": ["b", "c"], "gold": 0, "gold": 1}', "an object has 'gold' twice"),
     "no gold": ('{"context": "a", "continuations": ["b", "c"]}', "there is no 'gold'"),
     "one continuation": ('{"context": "a", "continuations": ["b"], "gold": 0}', "at least two continuations"),
     "an empty one": ('{"context": "a", "continuations": ["b", ""], "gold": 0}', "not empty"),
@@ -240,6 +246,9 @@ def test_wrong_patterns(pattern, told):
         ('{"0": "bad", "1": " "}', "no mapping of labels to words"),
         ("[]", "no mapping"),
         ("{", "Expecting"),
+        ('{"0": "bad", "1": "\\ud83d"}', "words.json: '.ud83d' is half of a surrogate pair"),
+        ('{"0": "bad", "1": "good", "1": "fine"}', "an object has '1' twice"),
+        ("[" * 100_000, "lists or objects stand inside of each other"),
     ],
 )
 def test_wrong_verbalizers(words, told, tmp_path):

@@ -78,7 +78,11 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
 
 
 def test_bad_files(tmp_path):
-    for name, text, words in (("empty", "\n", "no passages"), ("words", '{"text": "a b"}\n\n[]\n', "line 3")):
+    for name, text, words in (
+        ("empty", "\n", "no passages"),
+        ("words", '{"text": "a b"}\n\n[]\n', "line 3"),
+        ("half", '{"text": "a \\ud83d"}', "line 1: .* half of"),
+    ):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=words):
             lambada.read_examples(tmp_path / name, SimpleNamespace(encode=str.split), strict=True)

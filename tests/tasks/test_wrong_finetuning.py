@@ -2,6 +2,7 @@
 """Command lines of finetune.py that cannot work: one message each, which says what to do."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -141,6 +142,13 @@ def test_what_cannot_work_is_told(line, places):
     with pytest.raises(Failure, match=told) as problem:
         finetune.main(f"{line.format(**places)} {TUNE}".split())
     assert problem.value.code == code, problem.value
+
+
+def test_a_folder_for_predictions_is_tried_ahead_of_training(places, capsys):
+    line = f"--task {places['toy']}/toy.yaml --data-path {places['toy']} --load {places['trunk']} {TUNE}"
+    with pytest.raises(Failure, match="predictions cannot be written") as problem:
+        finetune.main(f"{line} --predictions {places['toy']}/toy.yaml/below".split())
+    assert problem.value.code == 6 and not re.search("iteration +[0-9]+/", capsys.readouterr().out)
 
 
 def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
