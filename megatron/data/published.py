@@ -15,8 +15,8 @@ def _marked(row: Columns) -> Columns:
     spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
     for start, words, marks in sorted(spans, reverse=True):
         end = start + len(words)
-        if not words or start < 0 or row["text"][start:end] != words:
-            raise ValueError(f"{words!r} does not stand at {start} of its text")
+        if not 0 <= start < end <= len(row["text"]):
+            raise ValueError(f"{words!r} cannot stand at {start} of its text")
         text = text[:start] + marks[0] + text[start:end] + marks[1] + text[end:]
     return {**row, "text": text}
 

@@ -442,11 +442,11 @@ def test_labels_of_a_test_set_may_be_half_an_emoji(tmp_path):
     [
         ("CSL", dict(id=1, abst="b", keyword="oops", label="1"), "keyword is no list of texts"),
         ("CSL", dict(id=1, abst="b", keyword=["a", 1], label="1"), "keyword is no list of texts"),
-        ("CLUEWSC", dict(WSC, text="abc"), "does not stand at 4 of its text"),
+        ("CLUEWSC", dict(WSC, text="abc"), "cannot stand at 4 of its text"),
         (
             "CLUEWSC",
             dict(WSC, text="\u9a6c\u514bab\u4ed6", target=dict(WSC["target"], span1_index=-5)),
-            "does not stand at -5",
+            "cannot stand at -5",
         ),
     ],
 )
