@@ -35,6 +35,28 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
     if saves:
         with run.metrics.paused("saving"):
             save_ahead(run)
+    evaluate_and_judge(run, garbage)
+    return saves and not judges(run)  # what is judged is part of the state
+
+
+def evaluate_if_missed(run: Run, garbage: GarbageCollection) -> bool:
+    """Evaluate now where the run that saved this state ended in the evaluation behind it, which may say that training is
+    over or which weights are best. Returns whether that was so.
+    """
+    if not (run.state.evaluation_due and run.valid_loader) or run.config.batch.skip_train:
+        return False
+    run.metrics.log(f" > the evaluation behind iteration {run.state.iteration} was not finished: it is done now")
+    run.state = replace(run.state, evaluation_due=0)
+    evaluate_and_judge(run, garbage)
+    if run.checkpoint_manager and not run.config.checkpoint.no_load_optim:  # the one that is there has moments
+        with run.metrics.paused("saving"):
+            run.save()
+    return True
+
+
+def evaluate_and_judge(run: Run, garbage: GarbageCollection) -> None:
+    """Evaluate behind this step."""
+    last = run.state.iteration >= run.train_iters
     with run.metrics.paused("evaluating"):
         if run.valid_loader:
             final = (
@@ -43,14 +65,18 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
             judge(run, evaluate(run, run.valid_loader, "validation", final=final))
         evaluate_requests(run, final=last)
         garbage.collect()
-    return saves and not judges(run)  # what is judged is part of the state
 
 
 def save_ahead(run: Run) -> None:
-    """Save the state as the evaluation that comes will leave it."""
+    """Save the state as the evaluation that comes will leave it; nobody knows what a judge will say of it, so such a state
+    says that it is due.
+    """
     now, batch = run.state, run.config.batch
     more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
-    run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
+    if run.valid_loader and judges(run):
+        run.state = replace(now, evaluation_due=1)
+    else:
+        run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
     try:
         run.save()
     finally:

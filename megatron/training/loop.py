@@ -17,7 +17,13 @@ from megatron.settings import schema
 from megatron.telemetry.memory import memory_line, memory_use
 from megatron.telemetry.phases import Listening
 from megatron.training.build import build_run
-from megatron.training.evaluation import ends_with_validation, evaluate, evaluate_if_due, evaluate_requests
+from megatron.training.evaluation import (
+    ends_with_validation,
+    evaluate,
+    evaluate_if_due,
+    evaluate_if_missed,
+    evaluate_requests,
+)
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
 from megatron.training.measures import enough, restore_best
@@ -54,6 +60,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     run.hooks.call("before_training", run)
     run.metrics.start(run.watch.heartbeat.startup)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
+        missed = evaluate_if_missed(run, garbage)
         while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not enough(run):
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
@@ -83,7 +90,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             run.save()
     tell_end_of_training(run)
     restore_best(run)
-    validated = first < run.train_iters <= run.state.iteration and ends_with_validation(run) and not run.best_manager
+    ended = (missed or first < run.train_iters) and run.train_iters <= run.state.iteration
+    validated = ended and ends_with_validation(run) and not run.best_manager
     for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)

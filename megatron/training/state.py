@@ -55,10 +55,12 @@ class State:
     best_iteration: int = 0
     evaluations_since_best: int = 0
     valid_loss: Optional[float] = None
+    evaluation_due: int = 0  # 1 in what is saved ahead of an evaluation that is judged: it is still to come
 
     def behind(self, samples: int) -> "State":
         """The state behind a step of this many samples; what came of it is for `judged` to say."""
-        return replace(self, iteration=self.iteration + 1, consumed_samples=self.consumed_samples + samples)
+        consumed = self.consumed_samples + samples
+        return replace(self, iteration=self.iteration + 1, consumed_samples=consumed, evaluation_due=0)
 
     def judged(
         self, samples: int, verdict: StepVerdict, loss: float = 0.0, norm: float = 0.0, window: int = 0

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import pretrain_gpt
 from megatron.errors import SettingsError
 from megatron.settings.from_checkpoint import saved_record
+from megatron.telemetry.metrics import Metrics
 from megatron.training.measures import enough, judge
-from tests.tasks.classification import Toy
+from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 from tests.training.test_plain_loop import records
 
@@ -46,6 +48,73 @@ def test_the_last_checkpoint_knows_the_best_weights(line, tmp_path, capsys):
     assert (run / "predictions" / "validation-toy.tsv").read_text() == predictions
     tune(0, f"{line} --train-epochs 4 --lr 1")  # such steps spoil it
     assert validations(run)[-1] == (10, best, True) and kept(run) == ["iter_0000005"]
+
+
+class Killed(BaseException):
+    """What no part of a run expects."""
+
+
+@pytest.fixture
+def kill(monkeypatch):
+    """kill(n): until `monkeypatch.undo` runs end within their evaluation behind step n."""
+
+    def at(iteration: int):
+        def record_eval(self, found, *rest, **more):
+            if found == iteration:
+                raise Killed
+            return whole(self, found, *rest, **more)
+
+        whole = Metrics.record_eval
+        monkeypatch.setattr(Metrics, "record_eval", record_eval)
+
+    return at
+
+
+def state_of(folder) -> dict:
+    return saved_record(str(folder))[1]["state"]
+
+
+EARLY_END = "--save-interval 3 --eval-interval 3 --patience 1 --lr 1e-12 --train-epochs 4"
+
+
+@pytest.mark.parametrize("iteration, words", [(5, ""), (6, EARLY_END)])
+def test_an_evaluation_that_was_not_finished_is_made_up_for(
+    iteration, words, line, tmp_path, monkeypatch, kill, capsys
+):
+    """A run that is killed in its last evaluation and goes on judges as one that was not."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    tune(0, f"{line} {words}".replace(str(run), str(whole)))
+    kill(iteration)
+    with pytest.raises(Killed):
+        tune(0, f"{line} {words}")
+    monkeypatch.undo()
+    tune(0, f"{line} {words}")
+    assert state_of(run) == state_of(whole) and kept(run) == kept(whole)
+    assert validations(run) == validations(whole)
+    predictions = "predictions/validation-toy.tsv"
+    assert (run / predictions).read_text() == (whole / predictions).read_text()
+    assert state_of(run)["iteration"] == iteration
+    capsys.readouterr()
+    tune(0, f"{line} {words}")  # it is made up for once
+    assert "was not finished" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss", [0.1, 9.0])
+def test_pretraining_makes_up_for_the_evaluation_that_may_end_it(loss, tmp_path, monkeypatch, kill):
+    line = f"{SIZE} --mock-data --train-iters 4 --lr 1e-2 --eval-iters 2 --eval-interval 4 --stop-at-loss {loss}"
+    run, whole = (
+        f"{line} --load {folder} --save {folder}".split() for folder in (tmp_path / "run", tmp_path / "whole")
+    )
+    pretrain_gpt.main(whole)
+    kill(4)
+    with pytest.raises(Killed):
+        pretrain_gpt.main(run)
+    monkeypatch.undo()
+    for words in ([], ["--train-iters", "6"]):
+        pretrain_gpt.main([*whole, *words])
+        pretrain_gpt.main([*run, *words])
+        assert state_of(tmp_path / "run") == state_of(tmp_path / "whole")
+    assert state_of(tmp_path / "run")["iteration"] == (4 if loss == 9.0 else 6)
 
 
 def test_a_run_that_goes_on_elsewhere_finds_the_best_weights_where_it_came_from(line, tmp_path, capsys):
