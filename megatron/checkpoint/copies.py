@@ -7,6 +7,7 @@ One thread of the first rank copies while training goes on. A copy that fails is
 import contextlib
 import os
 import queue
+import re
 import secrets
 import shlex
 import shutil
@@ -99,14 +100,22 @@ class Copies:
             self._lock = self._lock or storage_of(folder).claim(folder, self.log)
             self._lock.check()
             clean(folder)
-        (_upload if isinstance(folder, UrlPath) else _copy_folder)(checkpoint, folder)
+        copy_checkpoint(checkpoint, folder)
         prune(folder, *self.keep)
 
 
-def _copy_folder(checkpoint: CheckpointPath, folder: Path) -> None:
+def copy_checkpoint(checkpoint: CheckpointPath, folder: CheckpointPath) -> None:
+    """Copy a checkpoint into another folder, which loads it then. Only for the holder of that folder's lock. Raises
+    StorageError where the copy is not what was copied.
+    """
+    (_upload if isinstance(folder, UrlPath) else _copy_folder)(checkpoint, folder, _iteration(checkpoint))
+
+
+def _copy_folder(checkpoint: CheckpointPath, folder: Path, iteration: int) -> None:
     """Copy a checkpoint to a file system: aside, synced, every byte compared, renamed."""
+    final = folder / f"iter_{iteration:07d}"
     with storage_errors(folder):
-        temporary = folder / f".tmp-{checkpoint.name}-{secrets.token_hex(4)}"
+        temporary = folder / f".tmp-{final.name}-{secrets.token_hex(4)}"
         if isinstance(checkpoint, UrlPath):
             temporary.mkdir()
             for path in checkpoint.iterdir():
@@ -120,14 +129,14 @@ def _copy_folder(checkpoint: CheckpointPath, folder: Path) -> None:
         if problems:
             raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
         with storage_errors(folder):
-            appear(temporary, folder / checkpoint.name)
-            _track(folder, checkpoint)
+            appear(temporary, final)
+            _track(folder, iteration)
             clean(folder)
 
 
-def _upload(checkpoint: CheckpointPath, folder: UrlPath) -> None:
+def _upload(checkpoint: CheckpointPath, folder: UrlPath, iteration: int) -> None:
     """Copy a checkpoint to an object store. Its index.json comes last, when every byte was read back and is as it was."""
-    final, store = folder / checkpoint.name, storage_of(folder)
+    final, store = folder / f"iter_{iteration:07d}", storage_of(folder)
     if (final / INDEX).exists():  # of an earlier run: the files have the same names
         store.remove(final)
     sizes = {}
@@ -145,7 +154,7 @@ def _upload(checkpoint: CheckpointPath, folder: UrlPath) -> None:
         if after.digest() != before.digest():
             raise StorageError(f"{target} is not what was copied", do="check the object store")
     store.publish(final, final, (checkpoint / INDEX).read_bytes(), sizes, [])
-    _track(folder, checkpoint)
+    _track(folder, iteration)
 
 
 def _parts(path: CheckpointPath, size: int) -> Iterator[bytes]:
@@ -158,9 +167,14 @@ def _parts(path: CheckpointPath, size: int) -> Iterator[bytes]:
             yield part
 
 
-def _track(folder: CheckpointPath, checkpoint: CheckpointPath) -> None:
-    """Have the tracker of `folder` name the iteration of a checkpoint."""
-    storage_of(folder).replace(folder / TRACKER, str(int(checkpoint.name.removeprefix("iter_"))).encode())
+def _iteration(checkpoint: CheckpointPath) -> int:
+    """Of one that was set aside (`.old-iter_...`), too."""
+    return int(re.search(r"iter_(\d+)", checkpoint.name)[1])
+
+
+def _track(folder: CheckpointPath, iteration: int) -> None:
+    """Have the tracker of `folder` name an iteration."""
+    storage_of(folder).replace(folder / TRACKER, str(iteration).encode())
 
 
 def _copy_synced(source: str, target: str) -> str:

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import AllGatherObject, Saver, alone
+from megatron.checkpoint.copies import Copies, copy_checkpoint
+from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, lost_share
+from megatron.checkpoint.storage import CheckpointPath
 from megatron.checkpoint.store import Piece, StablePiece
 from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
-from megatron.storage.durable import Damaged
+from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import location
 
 RETRY_AFTER = 2.0  # seconds; twice as long before each further try
@@ -120,6 +121,20 @@ class CheckpointManager:
         stall = time.perf_counter() - started
         self._plan(iteration, stall - waited)
         return stall
+
+    def copy(self, checkpoint: CheckpointPath) -> None:
+        """Have a checkpoint of another folder in this one, too: the first rank copies it, and the others wait. A copy that
+        fails is told and changes nothing else.
+        """
+        if self.rank == 0:
+            folder = location(self.settings.save)
+            try:
+                with storage_errors(folder):
+                    copy_checkpoint(checkpoint, folder)
+                prune(folder, self.settings.keep_last, self.settings.save_retain_interval)
+            except (Failure, OSError) as problem:
+                self.log(f"WARNING: {checkpoint} was not copied to {folder}: {problem}")
+        self.all_gather_object(None)
 
     def wait(self, timeout: Optional[float] = None) -> None:
         """Let a save in the background come to its end. Raises what `save` raises.

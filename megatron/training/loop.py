@@ -26,7 +26,7 @@ from megatron.training.evaluation import (
 )
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
-from megatron.training.measures import enough, restore_best
+from megatron.training.measures import bring_best, enough, restore_best
 from megatron.training.recovery import interrupted, interruptible, stop_early
 from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
@@ -59,6 +59,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         stage.train()
     run.hooks.call("before_training", run)
     run.metrics.start(run.watch.heartbeat.startup)
+    bring_best(run)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         missed = evaluate_if_missed(run, garbage)
         while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not enough(run):

@@ -15,6 +15,7 @@ import torch
 
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.storage import INDEX
 from megatron.data.requests import request_figures
 from megatron.errors import Failure
 from megatron.mpu.initialize import RankContext
@@ -111,6 +112,8 @@ def best_manager(config: schema.Config, measures: Optional[Measures], context: R
     settings = config.checkpoint
     if measures is None or measures.best_by is None or not measures.keeps_best or settings.save is None:
         return None
+    if config.batch.skip_train:
+        return None
     own = dict(save=best_folder(config), keep_last=1, save_retain_interval=None, save_mirror=None, save_copy=None)
     return CheckpointManager(
         replace(settings, async_save=False, save_interval=None, **own),
@@ -169,10 +172,23 @@ def enough(run) -> Optional[str]:
     return None
 
 
+def bring_best(run) -> None:
+    """Have the best weights in this run's own folder where it goes on from one that saved elsewhere: whoever goes on from
+    here looks for them here.
+    """
+    step = run.state.best_iteration
+    if run.best_manager is None or not step:
+        return
+    folder = run.context.all_gather_object(folder_with(step, run.config))[0]
+    if folder not in (None, best_folder(run.config)):
+        with run.phase("save"):
+            run.best_manager.copy(checkpoints(location(folder))[step])
+
+
 def restore_best(run) -> None:
     """Bring back the weights of the best evaluation for those at the end, unless they are there."""
     manager, state = run.best_manager, run.state
-    if manager is None or run.config.batch.skip_train or state.best_iteration in (0, state.iteration):
+    if manager is None or state.best_iteration in (0, state.iteration):
         return
     step = state.best_iteration
     folder = run.context.all_gather_object(folder_with(step, run.config))[0]
@@ -197,7 +213,10 @@ def folder_with(iteration: int, config: schema.Config) -> Optional[str]:
     """
     folders, settings = [best_folder(config)], config.checkpoint
     if settings.load is not None and not settings.finetune:
-        folders += [f"{settings.load.rstrip('/')}/{BEST}", settings.load]
+        folder = settings.load.rstrip("/")
+        if (location(folder) / INDEX).exists():  # one of the checkpoints in a folder
+            folder = folder.rpartition("/")[0] or "."
+        folders += [f"{folder}/{BEST}", folder]
     return next((folder for folder in folders if iteration in checkpoints(location(folder))), None)
 
 

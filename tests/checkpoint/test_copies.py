@@ -12,13 +12,14 @@ from megatron.checkpoint import copies as module
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import TRACKER, alone, checkpoints
+from megatron.checkpoint.folder import TRACKER, alone, checkpoints, read_tracker
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.settings import schema
 from megatron.settings.parse import parse_pretrain
+from megatron.storage.urls import location
 from megatron.training import checkpointing
 from megatron.training.rules import check
 
@@ -33,7 +34,7 @@ def run(tmp_path):
 
     def save(where, steps, **more):
         said = []
-        settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=str(where), **more)
+        settings = schema.Checkpoint(save=str(tmp_path / "home"), save_copy=where and str(where), **more)
         manager = CheckpointManager(settings, log=said.append)
         for step in steps:
             manager.save(step, pieces(step), {})
@@ -101,6 +102,28 @@ def test_a_copy_that_fails_is_told_and_changes_nothing_else(run, tmp_path, monke
     (tmp_path / "file").touch()
     assert any("WARNING" in line for line in run(tmp_path / "file", [3]))
     assert list(checkpoints(tmp_path / "home")) == [1, 2, 3]
+
+
+def test_a_manager_takes_a_checkpoint_of_another_folder_over(run, bucket, tmp_path, monkeypatch):
+    run(None, [4, 5])
+    home, said = checkpoints(tmp_path / "home"), []
+    for place in (bucket, str(tmp_path / "here")):
+        manager = CheckpointManager(schema.Checkpoint(save=place, keep_last=1), log=said.append)
+        manager.save(3, pieces(3), {})
+        manager.copy(home[4])
+        home[5].rename(aside := home[5].with_name(".old-iter_0000005-91aa"))  # by a save that was killed
+        manager.copy(aside)
+        aside.rename(home[5])
+        manager.close()
+        assert list(checkpoints(location(place))) == [5] and read_tracker(location(place)) == 5
+        with Reader(location(place) / "iter_0000005") as copy, Reader(home[5]) as wanted:
+            assert not list(differences(copy, wanted))
+    assert not any("WARNING" in line for line in said)
+    monkeypatch.setattr(module.survey, "verify", lambda path: (0, ["a byte differs"]))
+    manager = CheckpointManager(schema.Checkpoint(save=str(tmp_path / "here"), keep_last=1), log=said.append)
+    manager.copy(home[4])
+    manager.close()
+    assert "WARNING" in said[-1] and "a byte differs" in said[-1] and list(checkpoints(tmp_path / "here")) == [5]
 
 
 def test_retention_leaves_the_one_that_is_being_copied(tmp_path, monkeypatch):

@@ -117,18 +117,29 @@ def test_pretraining_makes_up_for_the_evaluation_that_may_end_it(loss, tmp_path,
     assert state_of(tmp_path / "run")["iteration"] == (4 if loss == 9.0 else 6)
 
 
-def test_a_run_that_goes_on_elsewhere_finds_the_best_weights_where_it_came_from(line, tmp_path, capsys):
+@pytest.mark.parametrize("one", ["", "/iter_0000005"])
+def test_a_run_that_goes_on_elsewhere_takes_the_best_weights_along(one, line, tmp_path, capsys):
     run, other = tmp_path / "run", tmp_path / "other"
     tune(0, line)
     best = validations(run)[-1][1]
-    tune(0, f"{line} --save {other} --train-epochs 4 --lr 1")
-    assert validations(other)[-1] == (10, best, True) and not kept(other)
-    for path in (run / "best").iterdir():
-        path.rename(tmp_path / path.name)
-    for path in run.glob("iter_*5"):
-        path.rename(tmp_path / f"{path.name}-of-the-run")
+    predictions = (run / "predictions" / "validation-toy.tsv").read_text()
+    tune(0, f"{line} --load {run}{one} --save {other} --train-epochs 4 --lr 1")
+    assert validations(other)[-1] == (10, best, True) and kept(other) == ["iter_0000005"]
+    run.rename(tmp_path / "gone")
+    tune(0, f"{line} --save {other} --load {other} --train-epochs 4 --lr 1")
+    assert validations(other)[-1] == (10, best, True) and "WARNING" not in capsys.readouterr().out
+    assert (other / "predictions" / "validation-toy.tsv").read_text() == predictions
+    if not one:
+        return
+    (other / "best" / "iter_0000005").rename(tmp_path / "lost")
     tune(0, f"{line} --save {other} --load {other} --train-epochs 5 --lr 1")
     assert "has lost the weights of iteration 5, whose accuracy was best" in capsys.readouterr().out
+
+
+def test_an_evaluation_alone_keeps_no_best_weights(line, tmp_path):
+    tune(0, line)
+    tune(0, f"{line} --skip-train --save {tmp_path / 'other'}")
+    assert not (tmp_path / "other" / "best").exists()
 
 
 def test_a_run_that_went_back_has_the_best_weights_that_it_knows(line, tmp_path, capsys):
@@ -142,6 +153,7 @@ def test_a_run_that_went_back_has_the_best_weights_that_it_knows(line, tmp_path,
     tune(0, f"{line} --lr 1e-12")  # so it stays with what it was
     assert " > the weights of iteration 3, whose accuracy was best" in capsys.readouterr().out
     assert validations(run)[-1][1] == validations(run)[0][1]
+    assert sorted(kept(run)) == ["iter_0000003", "iter_0000005"]
 
 
 @pytest.mark.parametrize("words", ["--train-iters 6 --eval-interval 4", "--train-epochs 3 --eval-epoch 2"])
