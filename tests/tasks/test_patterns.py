@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.errors import Failure
+from megatron.tools import checkpoint
 from tests.tasks.classification import LABELS, Toy
 from tests.tasks.test_backbones import BOS, CLS, EOS, LAYOUTS, MASK, SEP, WORDS, given, model_of  # noqa: F401
 from tests.tasks.test_finetune import STEPS, TUNE, tune
@@ -134,8 +135,12 @@ def test_words_in_a_gap_are_hugging_faces(kind, learned, layout, given, tmp_path
     ]
     final = next(one for one in records(tmp_path / "run", "eval") if one["final"] and one["split"] == "validation")
     assert final[name] == pytest.approx(mean, rel=5e-5)
-    told = (tmp_path / "run" / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
-    assert [row.split("\t")[1] for row in told] == labels
+    assert predicted(tmp_path / "run") == labels
+
+
+def predicted(folder) -> list[str]:
+    rows = (folder / "predictions" / "validation-toy.tsv").read_text().splitlines()[1:]
+    return [row.split("\t")[1] for row in rows]
 
 
 WRONG = {
@@ -145,6 +150,28 @@ WRONG = {
         "has no \\[BOS\\], no sentinels"
     ),
 }
+
+
+@pytest.mark.parametrize("case", ["BERT labels", "BERT words", "T5 words", "T5 1.0 labels"])
+def test_what_was_tuned_is_exported(case, given, tmp_path, capsys):  # noqa: F811
+    """Hugging Face's model of the folder predicts what the run did."""
+    kind, learned = case.rsplit(" ", 1)
+    name, toy = kind.split()[0], Toy(tmp_path / "toy")
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} --save {tmp_path / 'run'} {TUNE} {WORDS}"
+    line = f"{line} --seq-length {LENGTH} --no-best-checkpoint --train-epochs 1".split()
+    run(0, [*line, *spoken_file(tmp_path, name, learned)])
+    checkpoint.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")])
+    assert "both models agree" in capsys.readouterr().out
+    model = type(model_of(kind)).from_pretrained(tmp_path / "hf").eval()
+    spoken = SPOKEN if learned == "words" else EQUAL[name]
+    longest = max(map(len, spoken.values()))
+    with torch.no_grad():
+        losses = [
+            [loss_of(model, name, row[0], spoken[label], longest) for label in LABELS] for row in toy.rows["valid"]
+        ]
+    assert predicted(tmp_path / "run") == [LABELS[one] for one in torch.tensor(losses).argmin(1).tolist()]
+
+
 UNEQUAL = {  # kind, pattern, words of the labels -> what the message says
     ("BERT", PATTERN, ("11", "12 13", "14")): "'11' and '12 13' have 1 and 2 tokens\n.*a gap for each token",
     ("BERT", PATTERN, ("1 " * 9, "2 " * 9, "3 " * 9)): "has 9 tokens, and this model finds 8 at once",

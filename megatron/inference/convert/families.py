@@ -17,6 +17,7 @@ from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_names import Match
+from megatron.model.recipe import facts_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
@@ -55,15 +56,15 @@ class Family:
 
 
 def exported(config: Config, vocab_size: int) -> Family:
-    """The family of a trained model. Raises SettingsError where transformers has none of its shape."""
-    kind = config.model.model_type
-    if kind == "T5":
-        facts = T5Facts.of(config, vocab_size)
+    """The family of a trained model, as it was pretrained or with its words fine-tuned. Raises SettingsError where
+    transformers has none of its shape.
+    """
+    facts = facts_of(config, vocab_size)
+    if isinstance(facts, T5Facts):
         t5_names.refuse_other(facts)
         told = (COPIED,) if t5_names.copies_table(facts) else ()
         return replace(_t5(facts), matches=t5_names.exported(facts), told=told)
-    if kind == "BERT":
-        facts = BertFacts.of(config, vocab_size)
+    if isinstance(facts, BertFacts):
         bert_names.refuse_other(facts)
         return _bert(facts)
     return _gpt(GPTFacts.of(config, vocab_size))
