@@ -177,9 +177,9 @@ def settled_trunk(config):
 
 
 def part_of_trunk(config, saved):
-    """`Recipe.part`. A head that begins anew looks where it is told to."""
+    """`Recipe.part`. A head that begins anew looks where it is told to, and a pattern is this run's own."""
     extra, settings = saved.get("extra", {}), task_settings(config)
-    anew = {name: value for name, value in extra.get(GROUP, {}).items() if name != "pooling"}
+    anew = {name: value for name, value in extra.get(GROUP, {}).items() if name not in ("pooling", "pet_pattern")}
     saved = {**saved, "extra": {**extra, GROUP: anew}}
     half = half_of(settings.backbone, settings.pooling)
     return half.of(saved) if half else saved

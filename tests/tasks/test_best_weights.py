@@ -46,6 +46,8 @@ def test_the_last_checkpoint_knows_the_best_weights(line, tmp_path, capsys):
     predictions = (run / "predictions" / "validation-toy.tsv").read_text()
     tune(0, line)
     assert (run / "predictions" / "validation-toy.tsv").read_text() == predictions
+    tune(0, f"{line} --skip-train --save {tmp_path / 'alone'}")
+    assert not (tmp_path / "alone" / "best").exists()
     tune(0, f"{line} --train-epochs 4 --lr 1")  # such steps spoil it
     assert validations(run)[-1] == (10, best, True) and kept(run) == ["iter_0000005"]
 
@@ -77,7 +79,7 @@ def state_of(folder) -> dict:
 EARLY_END = "--save-interval 3 --eval-interval 3 --patience 1 --lr 1e-12 --train-epochs 4"
 
 
-@pytest.mark.parametrize("iteration, words", [(5, ""), (6, EARLY_END)])
+@pytest.mark.parametrize("iteration, words", [(5, ""), pytest.param(6, EARLY_END, marks=pytest.mark.full)])
 def test_an_evaluation_that_was_not_finished_is_made_up_for(
     iteration, words, line, tmp_path, monkeypatch, kill, capsys
 ):
@@ -99,7 +101,7 @@ def test_an_evaluation_that_was_not_finished_is_made_up_for(
     assert "was not finished" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("loss", [0.1, 9.0])
+@pytest.mark.parametrize("loss", [pytest.param(0.1, marks=pytest.mark.full), 9.0])
 def test_pretraining_makes_up_for_the_evaluation_that_may_end_it(loss, tmp_path, monkeypatch, kill):
     line = f"{SIZE} --mock-data --train-iters 4 --lr 1e-2 --eval-iters 2 --eval-interval 4 --stop-at-loss {loss}"
     run, whole = (
@@ -134,12 +136,6 @@ def test_a_run_that_goes_on_elsewhere_takes_the_best_weights_along(one, line, tm
     (other / "best" / "iter_0000005").rename(tmp_path / "lost")
     tune(0, f"{line} --save {other} --load {other} --train-epochs 5 --lr 1")
     assert "has lost the weights of iteration 5, whose accuracy was best" in capsys.readouterr().out
-
-
-def test_an_evaluation_alone_keeps_no_best_weights(line, tmp_path):
-    tune(0, line)
-    tune(0, f"{line} --skip-train --save {tmp_path / 'other'}")
-    assert not (tmp_path / "other" / "best").exists()
 
 
 def test_a_run_that_went_back_has_the_best_weights_that_it_knows(line, tmp_path, capsys):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.errors import Failure
+from megatron.errors import Failure, SettingsError
 from megatron.tools import checkpoint
 from tests.tasks.classification import LABELS, Toy
 from tests.tasks.test_backbones import BOS, CLS, EOS, LAYOUTS, MASK, SEP, WORDS, given, model_of  # noqa: F401
-from tests.tasks.test_finetune import STEPS, TUNE, tune
+from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
@@ -152,7 +152,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", ["BERT labels", "BERT words", "T5 words", "T5 1.0 labels"])
+@pytest.mark.parametrize(
+    "case", ["BERT labels", pytest.param("BERT words", marks=pytest.mark.full), "T5 words", "T5 1.0 labels"]
+)
 def test_what_was_tuned_is_exported(case, given, tmp_path, capsys):  # noqa: F811
     """Hugging Face's model of the folder predicts what the run did."""
     kind, learned = case.rsplit(" ", 1)
@@ -170,6 +172,28 @@ def test_what_was_tuned_is_exported(case, given, tmp_path, capsys):  # noqa: F81
             [loss_of(model, name, row[0], spoken[label], longest) for label in LABELS] for row in toy.rows["valid"]
         ]
     assert predicted(tmp_path / "run") == [LABELS[one] for one in torch.tensor(losses).argmin(1).tolist()]
+
+
+@pytest.mark.parametrize("kind, words", [("BERT", ""), ("T5", "--pooling mean"), ("GPT", "another pattern")])
+def test_another_task_begins_with_what_a_pattern_tuned(kind, words, given, tmp_path, capsys):  # noqa: F811
+    """With a head, or a pattern of its own: the weights of before are those of the run with the pattern."""
+    toy, first, second = Toy(tmp_path / "toy"), tmp_path / "first", tmp_path / "second"
+    line = (
+        f"--task {toy.yaml} --data-path {toy.folder} {TUNE} {WORDS} --seq-length {LENGTH} --no-best-checkpoint".split()
+    )
+    line += ["--train-epochs", "1"]
+    run(0, [*line, "--load", str(given(kind)), "--save", str(first), *spoken_file(tmp_path, kind, "labels")])
+    more = words.split()
+    if words == "another pattern":
+        more = ["--pet-pattern", "{text} 5 {label} 9", *spoken_file(tmp_path, kind, "labels")[2:]]
+    line = [*line, *more, "--load", str(first), "--save", str(second), "--lr", "1e-12", "--weight-decay", "0"]
+    with pytest.raises(SettingsError, match="--(pet-pattern|pooling)"):
+        run(0, line)
+    run(0, [*line, "--finetune"])
+    told = "new, and not out of the checkpoint: head.weight" in capsys.readouterr().out
+    before, after = weights_of(first), weights_of(second)
+    assert told == ("head.weight" in after) == (words != "another pattern")
+    assert all((after[name] - before[name]).abs().max() < 1e-9 for name in {*after} - {"head.weight"})
 
 
 UNEQUAL = {  # kind, pattern, words of the labels -> what the message says
