@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.errors import Failure, SettingsError
 from megatron.tools import checkpoint
 from tests.tasks.classification import LABELS, Toy
-from tests.tasks.test_backbones import BOS, CLS, EOS, LAYOUTS, MASK, SEP, WORDS, given, model_of  # noqa: F401
+from tests.tasks.test_backbones import BOS, CLS, DEEP, EOS, LAYOUTS, MASK, SEP, WORDS, given, model_of  # noqa: F401
 from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
@@ -39,6 +39,7 @@ CASES = [
     pytest.param(*case.split(), layout, marks=() if layout in quick else pytest.mark.full)
     for case, quick in QUICK.items()
     for layout in LAYOUTS
+    if layout not in DEEP
 ]
 
 
