@@ -81,6 +81,8 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     found = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
     extra = config.get("extra", {})
     found |= {name: extra[group][name] for name, group in own.items() if name in extra.get(group, {})}
+    if found.get("encoder_num_layers"):
+        del found["num_layers"]  # is those of encoder and decoder together, of which somebody may give one
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
     own_files = {name for name in FILES if tokenizer.get(name)}
     if given & set(config.get("tokenizer", {})) <= own_files:

@@ -333,6 +333,7 @@ WRONG = {  # kind, words -> what the message says
     ("BERT", f"{WORDS} --backbone GPT"): "--backbone GPT: the checkpoint is of a BERT",
     ("BERT", f"{WORDS} --pooling middle"): "--pooling",
     ("T5", f"{WORDS} --pooling last"): "--pooling last: the head of a T5 sees one of first, mean",
+    ("T5", f"{WORDS} --decoder-num-layers 3"): "--decoder-num-layers: 2 in the checkpoint, 3 now",
     ("T5", f"{WORDS} --decoder-num-layers 0"): "--decoder-num-layers 0: .* of both kinds",
     ("T5", f"{WORDS} --pooling mean --pipeline-model-parallel-split-rank 1"): "split-rank: there is no decoder",
     ("T5", f"{WORDS} --pooling mean --encoder-pipeline-model-parallel-size 1"): "parallel-size: there is no decoder",
