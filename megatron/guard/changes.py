@@ -19,6 +19,7 @@ from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "told")
 MODEL, REFUSED, REFUSED_IN_TRAINING, TOLD, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
+VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # where it lies, whatever it is
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
 
 
@@ -90,10 +91,10 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     )
 
 
-def refuse_another_run(config: Config, saved: dict[str, dict]) -> None:
-    """Raise SettingsError for every dangerous change that `--override` does not name."""
+def refuse_another_run(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> None:
+    """Raise SettingsError for every dangerous change that `--override` does not name. same_vocabulary: wherever it lies."""
     refuse_another_model(config, saved)
-    allowed = overridden(config)
+    allowed = overridden(config) | (VOCABULARY if same_vocabulary else set())
     found = [change for change in changes(config, saved) if change.dangerous and change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(config, found)])
     _refuse(
@@ -128,15 +129,17 @@ def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
     return [ORDER] if any(change.name in deciding for change in found) else []
 
 
-def told(config: Config, saved: dict[str, dict]) -> list[str]:
+def told(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> list[str]:
     """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
     `resumed_schedule.drift`.
     """
     found = [change for change in changes(config, saved) if change.name in config.given or change.name not in FOLLOWING]
-    return [f"{change}{_because(config, change)}" for change in found]
+    return [f"{change}{_because(config, change, same_vocabulary)}" for change in found]
 
 
-def _because(config: Config, change: Change) -> str:
+def _because(config: Config, change: Change, same_vocabulary: bool) -> str:
+    if same_vocabulary and change.name in VOCABULARY:
+        return ": the same vocabulary"
     if config.checkpoint.resume_schedule == "checkpoint" and change.name in SCHEDULE:
         return ": the checkpoint's is followed (--resume-schedule)"
     return " (--override)" if change.dangerous else ""

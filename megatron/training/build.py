@@ -84,7 +84,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     optimizer = build_optimizer(config, context, stages, dtype)
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, optimizer, state)
+    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     refuse_to_mix(config.checkpoint, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
@@ -135,7 +135,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
         ),
-        origin=dict(version=__version__, commit=source_commit(), code=code, libraries=library_versions()),
+        origin=dict(
+            version=__version__,
+            commit=source_commit(),
+            code=code,
+            libraries=library_versions(),
+            vocabulary=tokenizer and tokenizer.fingerprint,
+        ),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),

@@ -45,9 +45,13 @@ def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPat
 
 
 def load(
-    config: schema.Config, context: RankContext, optimizer: DistributedOptimizer, fresh: State
+    config: schema.Config,
+    context: RankContext,
+    optimizer: DistributedOptimizer,
+    fresh: State,
+    vocabulary: Optional[str] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`.
+    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone.
 
     Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
     """
@@ -58,11 +62,16 @@ def load(
     weights_only = (
         settings.finetune or settings.no_load_optim or config.batch.skip_train
     )  # an evaluation updates nothing
-    compare = _refuse_another_trunk if settings.finetune else changes.refuse_another_run
     pieces, recipe = optimizer.pieces(moments=not weights_only), recipe_of(config)
 
+    def same_vocabulary(record: dict[str, Any]) -> bool:
+        return vocabulary is not None and record.get("vocabulary") == vocabulary
+
     def fits(record: dict[str, Any]) -> None:
-        compare(config, record["config"])
+        if settings.finetune:
+            _refuse_another_trunk(config, record["config"])
+        else:
+            changes.refuse_another_run(config, record["config"], same_vocabulary(record))
         if not weights_only and record["optimizer_steps"] is None:
             raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
         if not weights_only:
@@ -90,12 +99,20 @@ def load(
     record = all_gather_object(restored.state)[0]
     optimizer.copy_main_params_to_model_params()
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
+    if vocabulary and record.get("vocabulary") and not same_vocabulary(record):
+        notices.append(
+            "the checkpoint has learned another vocabulary than this run's: for the same numbers it knows other words"
+        )
     if settings.finetune:
         new = [f"new, and not out of the checkpoint: {', '.join(restored.anew)}"] if restored.anew else []
         return fresh, record, notices + new
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
-    return fresh.restored(record["state"]), record, notices + changes.told(config, record["config"])
+    return (
+        fresh.restored(record["state"]),
+        record,
+        notices + changes.told(config, record["config"], same_vocabulary(record)),
+    )
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
