@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.model.weights import Table, Unit, add_prefix, elements, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import Placement
 from megatron.settings.kernel_sizes import LossChunks
-from megatron.settings.schema import Model
+from megatron.settings.schema import Model, Parallel
 
 Bytes = Counter  # kind -> bytes
 
@@ -203,6 +203,17 @@ class Facts:
             self._between(share, self.settings.seq_length // share.cp),
             share.micro_batch_size,
             self.settings.hidden_size,
+        )
+
+    def message_of(self, parallel: Parallel, micro_batch_size: int) -> tuple[int, ...]:
+        """The same of so many samples, whatever each of them has of sequences."""
+        return self.message(
+            RankSetup(
+                tp=parallel.tensor_model_parallel_size,
+                cp=parallel.context_parallel_size,
+                sp=parallel.sequence_parallel,
+                micro_batch_size=micro_batch_size * self.sequences,
+            )
         )
 
     def keeps_last_sum(self, kind: str) -> bool:

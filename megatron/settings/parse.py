@@ -166,14 +166,18 @@ def given(argv: list[str], name: str, groups: Mapping[str, type] = MappingProxyT
 
     groups: those that have it, where a recipe has some of its own
     """
+    return all_given(argv, groups).get(name)
+
+
+def all_given(argv: list[str], groups: Mapping[str, type]) -> dict[str, object]:
+    """What a command line, with its files, gives each setting that it gives something."""
     reader = FlagReader(settings_of(dict(groups)))
     words = read_argv(argv, reader)
     reader.read_files([path for flag, paths in words if flag in ("--config", "-c") for path in paths], [])
     for flag, values in words:
         if flag in reader.spellings:
             reader.give(flag, values, flag, COMMAND)
-    found = reader.choose().get(name)
-    return found and found.value
+    return {name: one.value for name, one in reader.choose().items() if one.value is not None}
 
 
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")

@@ -72,6 +72,11 @@ def text_mask(batch) -> torch.Tensor:
     return (places < batch.arrays[LENGTHS]).float()
 
 
+def _last_rows(batch) -> torch.Tensor:
+    """Of each text the row of its last token [b]."""
+    return text_mask(batch).sum(0).long() - 1
+
+
 def with_hidden_words(batch, dropout: Dropout):
     """The micro-batch whose words are hidden as `dropout` says: its first array has the ids that HIDDEN has there."""
     if dropout.idle:
@@ -170,11 +175,11 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
 
         def _pooled(self, x: torch.Tensor, batch) -> torch.Tensor:
             """What the head sees of each sequence [b, h]."""
-            mask = text_mask(batch)
             if pooling == "mean":
-                return averaged(x, mask, self.tp, self.cut)
-            last = mask.sum(0).long() - 1
-            return pooled(x, torch.zeros_like(last) if pooling == "first" else last, self.tp, self.cut)
+                return averaged(x, text_mask(batch), self.tp, self.cut)
+            first = pooling == "first"
+            rows = torch.zeros(x.shape[1], dtype=torch.int64, device=x.device) if first else _last_rows(batch)
+            return pooled(x, rows, self.tp, self.cut)
 
     return Classifier
 

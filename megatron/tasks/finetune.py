@@ -2,9 +2,8 @@
 """Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,7 +11,7 @@ from megatron.errors import CheckpointError, DataError, SettingsError, StorageEr
 from megatron.model.recipe import Recipe
 from megatron.settings.effects import Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
-from megatron.settings.parse import THEN, given
+from megatron.settings.parse import THEN, all_given
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
@@ -350,9 +349,10 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     base = recipe()
     if {"-h", "--help", "--help-all"} & set(argv):
         return argv, base
-    task = _given(argv, "task")
+    told = all_given(argv, {**GROUPS, **groups()})
+    task = told.get("task")
     of_task = _settings_of(str(task)) if task is not None else {}
-    said = partial(_said, argv, of_task)
+    said = {**of_task, **told}.get
     defaults = {**base.defaults, **FLEETX, **of_task} if task is not None else dict(base.defaults)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
@@ -368,8 +368,8 @@ def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
     kind = defaults.get("backbone") or said("backbone")
     if kind in BACKBONES:
         defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}
-    asked = [name for name in LENGTHS if _given(argv, name) is not None]
-    asked = asked or [name for name in LENGTHS if name in of_task] or ["train_epochs"]
+    asked = [name for name in LENGTHS if name in told] or [name for name in LENGTHS if name in of_task]
+    asked = asked or ["train_epochs"]
     defaults = {name: value for name, value in defaults.items() if name not in LENGTHS or name in asked}
     if "train_epochs" in asked:
         defaults.setdefault("eval_epoch", 1)
@@ -389,17 +389,6 @@ def _settings_of(name: str) -> dict[str, Any]:
         except BadValue as bad:
             raise DataError(f"--task {name}: settings: {setting} {bad}") from None
     return found
-
-
-def _given(argv: list[str], name: str) -> Any:
-    """What the command line, with its files, gives a setting."""
-    return given(argv, name, {**GROUPS, **groups()})
-
-
-def _said(argv: list[str], of_task: Mapping[str, Any], name: str) -> Any:
-    """The same, or what the task gives it."""
-    value = _given(argv, name)
-    return of_task.get(name) if value is None else value
 
 
 def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:

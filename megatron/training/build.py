@@ -18,7 +18,7 @@ from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
 from megatron.model.attention import told_of_kernel
-from megatron.model.facts import Facts, RankSetup
+from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
@@ -222,14 +222,7 @@ def build_p2p_communicator(
 ) -> P2PCommunicator:
     """The wire between pipeline stages, for messages of the model's shape."""
     mesh, groups = context.mesh, None
-    shape = facts.message(
-        RankSetup(
-            tp=mesh.tp.size,
-            cp=mesh.cp.size,
-            sp=config.parallel.sequence_parallel,
-            micro_batch_size=config.batch.micro_batch_size * facts.sequences,
-        )
-    )
+    shape = facts.message_of(config.parallel, config.batch.micro_batch_size)
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
         groups = open_channels(mesh, pipeline.stages)
     return P2PCommunicator(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)

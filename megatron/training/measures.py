@@ -179,7 +179,7 @@ def bring_best(run) -> None:
     step = run.state.best_iteration
     if run.best_manager is None or not step:
         return
-    folder = run.context.all_gather_object(folder_with(step, run.config))[0]
+    folder = folder_with_best(run)
     if folder not in (None, best_folder(run.config)):
         with run.phase("save"):
             run.best_manager.copy(checkpoints(location(folder))[step])
@@ -191,7 +191,7 @@ def restore_best(run) -> None:
     if manager is None or state.best_iteration in (0, state.iteration):
         return
     step = state.best_iteration
-    folder = run.context.all_gather_object(folder_with(step, run.config))[0]
+    folder = folder_with_best(run)
     if folder is None:
         run.metrics.log(
             f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose {run.measures.best_by} "
@@ -207,17 +207,18 @@ def restore_best(run) -> None:
     run.metrics.log(f" > the weights of iteration {step}, whose {run.measures.best_by} was best")
 
 
-def folder_with(iteration: int, config: schema.Config) -> Optional[str]:
-    """Where the weights of the best evaluation are. Those that were best ahead of this run's beginning lie with the
-    checkpoints that it went on from.
+def folder_with_best(run) -> Optional[str]:
+    """Where the weights of the best evaluation are, as the first rank finds them. Those that were best ahead of this run's
+    beginning lie with the checkpoints that it went on from.
     """
-    folders, settings = [best_folder(config)], config.checkpoint
+    folders, settings, step = [best_folder(run.config)], run.config.checkpoint, run.state.best_iteration
     if settings.load is not None and not settings.finetune:
         folder = settings.load.rstrip("/")
         if (location(folder) / INDEX).exists():  # one of the checkpoints in a folder
             folder = folder.rpartition("/")[0] or "."
         folders += [f"{folder}/{BEST}", folder]
-    return next((folder for folder in folders if iteration in checkpoints(location(folder))), None)
+    found = next((folder for folder in folders if step in checkpoints(location(folder))), None)
+    return run.context.all_gather_object(found)[0]
 
 
 def measures_of(recipe, config: schema.Config) -> Optional[Measures]:

@@ -26,7 +26,7 @@ from torch import nn
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.data.loader import MicroBatch, named_batch
 from megatron.errors import Failure
-from megatron.model.facts import Facts, RankSetup
+from megatron.model.facts import Facts
 from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
@@ -348,10 +348,7 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     for tensors that have none.
     """
     b, config = design.config.batch.micro_batch_size, design.config
-    rows = b * design.facts.sequences
-    wire = design.facts.message(
-        RankSetup(tp=mesh.tp.size, cp=mesh.cp.size, sp=config.parallel.sequence_parallel, micro_batch_size=rows)
-    )
+    wire = design.facts.message_of(config.parallel, b)
     batch = _meta_batch(design, mesh, b)
     given = None
     if not stage.first:
