@@ -3,8 +3,6 @@
 of our kernels has and with padding; every layout trains the same model.
 """
 
-from functools import cache
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +12,8 @@ from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.hf_names import matches
 from megatron.model.recipe import parse_any, recipe_of
 from megatron.mpu.mesh import Mesh
-from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.training.rules import resolve
+from tests.models.in_layouts import check_bf16, check_layout
 
 H, HEADS, FFN, V, LAYERS, S, B = 32, 4, 48, 99, 3, 150, 3
 SIZES = f"""--model-type BERT --hidden-size {H} --num-attention-heads {HEADS} --ffn-hidden-size {FFN} --seq-length {S}
@@ -162,32 +160,11 @@ RECOMPUTE = {
 )
 def test_layout_trains_the_same_model(case):
     layout, *features = case.split()
-    layout, flags = parse_layout(layout), flags_of(features)
-    config = parse_any(flags.split())
-    found = trace(laid_out(config, layout), recipe_of(config), layout.world_size, 2)
-    difference = compare(one_process(flags), found)
-    assert difference.passes("fp32"), difference
+    check_layout(layout, flags_of(features))
 
 
 def test_bf16_over_two_processes():
-    """Stages round as one process does, to the last bit; and all of it is near fp32."""
-    flags = flags_of(["post"])
-    found = in_bf16("pp2", flags)
-    same = compare(in_bf16("", flags), found)
-    assert same.loss == same.weight == 0.0 and same.norm < 1e-6, same
-    rounded = compare(one_process(flags), found)
-    assert 0 < rounded.loss < 1e-3 and 0 < rounded.norm < 1e-2 and 0 < rounded.weight < 2e-2, rounded
-
-
-def in_bf16(layout, flags):
-    config, layout = parse_any(flags.replace("--precision fp32", "--bf16").split()), parse_layout(layout)
-    return trace(laid_out(config, layout), recipe_of(config), layout.world_size, 2)
-
-
-@cache
-def one_process(flags):
-    config = parse_any(flags.split())
-    return trace(laid_out(config, parse_layout("")), recipe_of(config), 1, 2)
+    check_bf16(flags_of(["post"]))
 
 
 def flags_of(features):

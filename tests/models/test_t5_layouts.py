@@ -4,14 +4,10 @@
 One process is compared with Hugging Face's models in test_t5_oracle.py.
 """
 
-from functools import cache
-
 import pytest
 
-from megatron.model.recipe import parse_any, recipe_of
-from megatron.planner.parity import compare, laid_out, parse_layout, trace
+from tests.models.in_layouts import check_bf16, check_layout
 
-STEPS = 2
 SIZES = """--model-type T5 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --decoder-seq-length 8
     --encoder-num-layers 4 --decoder-num-layers 4 --mock-data --vocab-size 90 --make-vocab-size-divisible-by 8 --lr 1e-3
     --global-batch-size 8 --train-iters 10 --eval-iters 0 --precision fp32"""
@@ -65,32 +61,11 @@ FULL = """
 )
 def test_layout_trains_the_same_model(case):
     layout, *features = case.split()
-    layout, flags = parse_layout(layout), flags_of(features)
-    config = parse_any(flags.split())
-    found = trace(laid_out(config, layout), recipe_of(config), layout.world_size, STEPS)
-    difference = compare(one_process(flags), found)
-    assert difference.passes("fp32"), difference
+    check_layout(layout, flags_of(features))
 
 
 def test_bf16_over_two_processes():
-    """Stages round as one process does, to the last bit; and all of it is near fp32."""
-    flags = flags_of(["t5"])
-    found = in_bf16("pp2", flags)
-    same = compare(in_bf16("", flags), found)
-    assert same.loss == same.weight == 0.0 and same.norm < 1e-6, same
-    rounded = compare(one_process(flags), found)
-    assert 0 < rounded.loss < 1e-3 and 0 < rounded.norm < 1e-2 and 0 < rounded.weight < 2e-2, rounded
-
-
-def in_bf16(layout, flags):
-    config, layout = parse_any(flags.replace("--precision fp32", "--bf16").split()), parse_layout(layout)
-    return trace(laid_out(config, layout), recipe_of(config), layout.world_size, STEPS)
-
-
-@cache
-def one_process(flags):
-    config = parse_any(flags.split())
-    return trace(laid_out(config, parse_layout("")), recipe_of(config), 1, STEPS)
+    check_bf16(flags_of(["t5"]))
 
 
 def flags_of(features):

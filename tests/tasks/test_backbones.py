@@ -159,14 +159,14 @@ def scores_of(model, head, kind: str, row, sample: Optional[int] = None) -> torc
     return model.decoder(torch.tensor([[BOS]]), encoder_hidden_states=states)[0][0, 0] @ head.T
 
 
-@cache
-def theirs(kind: str, folder, pairs: bool):
-    """([{loss, grad_norm} of each step], validation scores at the end) of a plain loop."""
-    model, toy = model_of(kind), Toy(folder, pairs=pairs)
+def plain_loop(model, kind: str, trunk, outputs: int, rows: list, loss_of):
+    """(head, [{loss, grad_norm} of each step]) of AdamW over shuffled epochs. trunk: the checkpoint that a run begins with;
+    loss_of: (head, [(row, its number in training)]) -> the mean loss.
+    """
     if kind.startswith("BERT"):
         model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
-    std = load_model(str(folder.parent / "trunk")).config.model.init_method_std
-    head = torch.empty(len(LABELS), 16)
+    std = load_model(str(trunk)).config.model.init_method_std
+    head = torch.empty(outputs, 16)
     head.normal_(0.0, std, generator=torch.Generator().manual_seed(seed_of(1234, "head.weight", 0))).requires_grad_()
     unused = ("cls.", "bert.pooler", "lm_head", *(["decoder."] if kind in LEFT_OUT else []))
     used = [p for name, p in model.named_parameters() if not name.startswith(unused)]
@@ -174,17 +174,28 @@ def theirs(kind: str, folder, pairs: bool):
         dict(params=[p for p in (*used, head) if (p.dim() > 1) == decays], weight_decay=0.01 * decays)
         for decays in (True, False)
     ]
-    adam, steps, rows = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), [], toy.rows["train"]
+    adam, steps = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), []
     orders = [torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
     for step in range(STEPS):
-        places = [orders[n // len(rows)][n % len(rows)] for n in range(step * 8, step * 8 + 8)]
-        found = torch.stack([scores_of(model, head, kind, rows[place], step * 8 + n) for n, place in enumerate(places)])
-        loss = F.cross_entropy(found, torch.tensor([rows[place][2] for place in places]))
+        loss = loss_of(head, [(rows[orders[n // len(rows)][n % len(rows)]], n) for n in range(step * 8, step * 8 + 8)])
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([*used, head], 1.0).item()
         adam.step()
         steps.append({"loss": loss.item(), "grad_norm": norm})
+    return head, steps
+
+
+@cache
+def theirs(kind: str, folder, pairs: bool):
+    """([{loss, grad_norm} of each step], validation scores at the end) of a plain loop."""
+    model, toy = model_of(kind), Toy(folder, pairs=pairs)
+
+    def loss_of(head, samples):
+        found = torch.stack([scores_of(model, head, kind, row, number) for row, number in samples])
+        return F.cross_entropy(found, torch.tensor([row[2] for row, _ in samples]))
+
+    head, steps = plain_loop(model, kind, folder.parent / "trunk", len(LABELS), toy.rows["train"], loss_of)
     with torch.no_grad():
         return steps, torch.stack([scores_of(model, head, kind, row) for row in toy.rows["valid"]])
 

@@ -14,15 +14,13 @@ import torch.nn.functional as F
 
 from megatron.data.tables import read_table
 from megatron.errors import Failure
-from megatron.inference.load import load_model
-from megatron.mpu.random import seed_of
 from megatron.tasks import questions
 from megatron.tasks.description import find_task, read_task
 from megatron.tasks.evaluation import write_predictions
 from megatron.tasks.examples import labels_in, read_examples
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
-from tests.tasks.test_backbones import LAYOUTS, WORDS, given, model_of, scores_of  # noqa: F401
-from tests.tasks.test_finetune import STEPS, TUNE, tune
+from tests.tasks.test_backbones import LAYOUTS, WORDS, given, model_of, plain_loop, scores_of  # noqa: F401
+from tests.tasks.test_finetune import TUNE, tune
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
@@ -102,33 +100,14 @@ def scores(model, head, kind: str, texts) -> torch.Tensor:
 def theirs(kind: str, folder):
     """([{loss, grad_norm} of each step], places that are found in validation) of a plain loop."""
     model, toy = model_of(kind), Questions(folder)
-    if kind == "BERT":
-        model.bert.embeddings.word_embeddings.padding_idx = None  # number 0 is a token like others
-    std = load_model(str(folder.parent / "trunk")).config.model.init_method_std
-    head = torch.empty(1, 16).normal_(
-        0.0, std, generator=torch.Generator().manual_seed(seed_of(1234, "head.weight", 0))
-    )
-    head.requires_grad_()
-    unused = ("cls.", "bert.pooler", "lm_head", *(["decoder."] if "mean" in kind else []))
-    used = [p for name, p in model.named_parameters() if not name.startswith(unused)]
-    groups = [
-        dict(params=[p for p in (*used, head) if (p.dim() > 1) == decays], weight_decay=0.01 * decays)
-        for decays in (True, False)
-    ]
-    adam, steps, rows = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), [], toy.rows["train"]
-    orders = [torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
-    for step in range(STEPS):
-        places = [orders[n // len(rows)][n % len(rows)] for n in range(step * 8, step * 8 + 8)]
+
+    def loss_of(head, samples):
         losses = [
-            F.cross_entropy(scores(model, head, kind, toy.texts(rows[place])), torch.tensor(rows[place][3]))
-            for place in places
+            F.cross_entropy(scores(model, head, kind, toy.texts(row)), torch.tensor(row[3])) for row, _ in samples
         ]
-        loss = torch.stack(losses).mean()
-        adam.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_([*used, head], 1.0).item()
-        adam.step()
-        steps.append({"loss": loss.item(), "grad_norm": norm})
+        return torch.stack(losses).mean()
+
+    head, steps = plain_loop(model, kind, folder.parent / "trunk", 1, toy.rows["train"], loss_of)
     with torch.no_grad():
         return steps, [scores(model, head, kind, toy.texts(row)).argmax().item() for row in toy.rows["valid"]]
 
