@@ -11,17 +11,18 @@ from megatron.settings import schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting, dashed, negated, settings_of
+from megatron.settings.statements import SaidBy
 from megatron.telemetry.figures import WIDTH, seconds, size
 
 
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
-    """The flags of every setting that is not at its default, apart from those of the planner."""
-    words, recipe, own = [], recipe_of(config), config.groups
-    groups = schema.GROUPS | recipe.setting_groups
+    """The flags of every setting that somebody gave, or that is not at its default, apart from those of the planner."""
+    words, own = [], config.groups
+    groups = schema.GROUPS | recipe_of(config).setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
-        value = getattr(own[setting.group], setting.name)
-        default = recipe.defaults.get(setting.name, setting.default)
-        if setting.name not in {*leave_out, "model_type"} and value != default:
+        value, said = getattr(own[setting.group], setting.name), config.said(setting.name)
+        default = said.value if said and said.source == SaidBy.RECIPE else setting.default
+        if setting.name not in {*leave_out, "model_type"} and (value != default or config.given(setting.name)):
             words += _words(setting, value)
     return words
 

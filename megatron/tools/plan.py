@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
-from megatron.model.recipe import parse_with_options
+from megatron.model.arguments import parse_with_options
 from megatron.settings import schema
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
