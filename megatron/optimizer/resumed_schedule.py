@@ -12,7 +12,7 @@ so, and `follow` takes the checkpoint's schedule where --resume-schedule asks fo
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
@@ -57,7 +57,7 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
             "--resume-schedule checkpoint: the checkpoint tells of no schedule",
             do="leave it out: the schedule is then that of the command",
         )
-    return replace(config, optimizer=replace(config.optimizer, **own)), then
+    return config.derive("--resume-schedule checkpoint", **own), then
 
 
 def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:

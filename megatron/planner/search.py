@@ -275,10 +275,7 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
             yield "1f1b", 1, None
         return
     if space.stage_layers:
-        number = space.stage_layers.count(",") + 1
-        for name in [space.schedule] if space.schedule else ["1f1b", "zb-h1"] if number == pp else ["interleaved"]:
-            if number % pp == 0 and space.chunks in (None, number // pp):
-                yield name, number // pp, space.stage_layers
+        yield from _with_stages(space.stage_layers, pp, space)
         return
     for name in [space.schedule] if space.schedule else [n for n in SCHEDULES if n != "forward-only"]:
         low, high = SCHEDULES[name].chunks
@@ -292,6 +289,14 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
                     yield name, chunks, None
             elif chunks == 1 and name in ("1f1b", "zb-h1"):
                 yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
+
+
+def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int, str]]:
+    """`_arrangements` with the stages that somebody gave."""
+    stages = layers.count(",") + 1
+    if stages % pp == 0 and space.chunks in (None, stages // pp):
+        for name in [space.schedule] if space.schedule else ["1f1b", "zb-h1"] if stages == pp else ["interleaved"]:
+            yield name, stages // pp, layers
 
 
 def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: SearchedPlans, good, close) -> None:
