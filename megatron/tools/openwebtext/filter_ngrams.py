@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from megatron.data.contamination import Hits, NgramIndex, cut, read_items
+from megatron.data.contamination import Hits, NgramIndex, cut
+from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
 from megatron.settings.parse import parse
