@@ -53,7 +53,7 @@ def _items(text: str, path: str, keys: Optional[Sequence[str]]) -> Iterable[list
         raise DataError(
             f"{path}, line {line}: {reason}",
             "the file is not plain text, whose lines are items: other parts of it are JSON",
-            "mend that line; a line of plain text becomes JSON as {\"text\": ...}",
+            'mend that line; a line of plain text becomes JSON as {"text": ...}',
         )
     return ([line] for line in text.split("\n") if line.strip())
 
@@ -93,7 +93,9 @@ def _json_items(values: list[tuple[int, Any]], path: str, keys: Optional[Sequenc
             if not texts:
                 which = f", item {number} of {len(elements)}" if len(elements) > 1 else ""
                 wanted = f"text under {' or '.join(keys)}" if keys else "text"
-                known = f"its keys are {', '.join(list(element)[:8])}" if isinstance(element, dict) and element else None
+                known = (
+                    f"its keys are {', '.join(list(element)[:8])}" if isinstance(element, dict) and element else None
+                )
                 raise DataError(f"{path}, line {line}{which}: no JSON object with a {wanted}", known)
             yield texts
 

@@ -138,10 +138,11 @@ def _last_plan(asked: CorpusOptions):
 
 
 def run(words: list[str], asked: CorpusOptions) -> None:
-    from megatron.corpus.driver import FINAL
+    from megatron.corpus.driver import FINAL, counts_by_phase
     from megatron.corpus.driver import run as drive
     from megatron.corpus.plan import save_plan
     from megatron.corpus.runners.local import run_local, workers_for
+    from megatron.corpus.summary import summary
 
     recipe, plan = _planned(words, asked)
     output = Path(asked.output)
@@ -174,38 +175,11 @@ def run(words: list[str], asked: CorpusOptions) -> None:
     with _Bar() as bar:
         drive(plan, output, runner, _told_to(bar, asked), whole=asked.verify)
     print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
-    for line in summary(plan, output):
-        print(line)
+    print("\n".join(summary(counts_by_phase(plan, output))))
 
 
 def _same(one: str, other: Path) -> bool:
     return other.exists() and os.path.samefile(one, other)
-
-
-def summary(plan, output: Path) -> list[str]:
-    """A few lines: what came in, what goes out, what was set aside."""
-    from megatron.corpus.driver import counts_by_phase
-
-    counts = counts_by_phase(plan, output)
-    lines = []
-    first = counts[next(iter(counts))]
-    rejected = sum(first.get("rejected", {}).values())
-    lines.append(f"read: {first.get('documents', 0):,} documents, {first.get('bytes', 0) / 1e6:,.1f} MB of text")
-    if rejected:
-        reasons = ", ".join(f"{reason} {number:,}" for reason, number in _largest(first["rejected"]))
-        lines.append(f"lines set aside: {rejected:,} ({reasons}); see rejected.jsonl in tasks/{next(iter(counts))}")
-    for path, reason in first.get("damaged", {}).items():
-        lines.append(f"set aside: {path}: {reason}")
-    for name, found in counts.items():
-        for rule, number in _largest({rule: one["documents"] for rule, one in found.get("dropped", {}).items()}):
-            lines.append(f"{name}: {rule} dropped {number:,}")
-    last = counts[list(counts)[-1]]
-    told = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
-    return [*lines, f"final: {', '.join(told) or 'see ' + str(output / 'final')}"]
-
-
-def _largest(counts: dict, most: int = 8) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda one: -one[1])[:most]
 
 
 class _Bar:
