@@ -97,7 +97,7 @@ def network(tmp_path) -> dict[str, str]:
         (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
             4,
-            "enwiki-latest-pages-articles.xml.bz2 cannot be had",
+            "pages-articles.xml.bz2 cannot be had",
         ),
     ],
 )
