@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import parse_one
 
 COMMANDS = ("register", "show", "scan", "ignore")
 SCANNED_TOGETHER = 1 << 20  # bytes of lines
@@ -46,13 +46,8 @@ def main(argv: list[str]) -> None:
     """Run one of the commands; what it works on stands before the flags."""
     count = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
     words, flags = argv[:count], argv[count:]
-    options = parse(
-        flags,
-        dict(contamination=ContaminationOptions),
-        prog="python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX",
-        description=__doc__.splitlines()[0],
-        common=tuple(ContaminationOptions.__dataclass_fields__),
-    )["contamination"]
+    prog = "python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX"
+    options = parse_one(flags, ContaminationOptions, prog, __doc__)
     command = words[0] if words else ""
     if command not in COMMANDS:
         raise UsageError(f"{command or 'no command'}: known are {', '.join(COMMANDS)}", do="see --help")

@@ -94,11 +94,7 @@ def network(tmp_path) -> dict[str, str]:
         (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "none.json", "--merge-file", "none.txt"], 4, "none."),
         (["--tokenizer-type", "GPT2BPETokenizer"], 3, "--vocab-file"),
         (["--no-such-flag", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], 2, "--no-such-flag"),
-        (
-            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
-            4,
-            "pages-articles.xml.bz2 cannot be had",
-        ),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], 4, "pages-articles.xml.bz2 cannot be had"),
     ],
 )
 def test_nothing_is_downloaded_before_all_is_known_to_be_there(tmp_path, network, flags, code, said):

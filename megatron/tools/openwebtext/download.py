@@ -26,11 +26,10 @@ from urllib.parse import urlsplit
 import xxhash
 
 from megatron.errors import DataError, Interrupted, Preempted, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors
 from megatron.tools.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.download"
 LONGEST = 8192  # bytes of an address
@@ -81,9 +80,7 @@ def main(argv: list[str]) -> None:
     """LIST: fetch, keep, print what became of the addresses."""
     files, flags = divide(argv, DownloadOptions)
     common = tuple(DownloadOptions.__dataclass_fields__)[:14]
-    options = parse(
-        flags, dict(download=DownloadOptions), prog=f"{PROG} LIST", description=__doc__.split("\n")[0], common=common
-    )["download"]
+    options = parse_one(flags, DownloadOptions, f"{PROG} LIST", __doc__, common)
     [source] = expect(files, "LIST", PROG)
     check(options)
     try:
