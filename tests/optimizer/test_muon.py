@@ -105,7 +105,8 @@ def test_plain_linear_weights_move_as_with_torchs_muon(changes, adjust):
     weights, moments, size = trained(0, {}, settings)
     expected = torchs(settings, adjust)
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        # Products in bf16 round in another order where a CPU multiplies tiles (AMX): 1.1e-5 there, of steps of 2e-2.
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=5e-5, msg=name)
     matrices = {f"blocks.{n}.weight" for n in range(3)}
     assert moments == {f"optimizer.momentum_buffer.{name}" for name in matrices} | {
         f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights.keys() - matrices
